@@ -24,6 +24,20 @@ class UserError(TinsmithError):
     status = 400
 
 
+class RequestError(UserError):
+    """A field of a request is wrong; `param` is its path, `code` a word for OpenAI's clients."""
+
+    def __init__(self, param: str, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def not_supported(param: str, why: str) -> RequestError:
+    """For a field or a value that this server does not support: a 400, because OpenAI's clients send a 501 again."""
+    return RequestError(param, f"{param} is not supported by this server: {why}", "unsupported_parameter")
+
+
 class NotAuthenticatedError(UserError):
     """Missing or malformed API key: send the X-API-Key header with a key that starts with 'tml-'."""
 

@@ -37,7 +37,7 @@ def arrays(datum: tinker.Datum) -> Datum:
 
 
 def read(body: object) -> CustomLoss:
-    loss = create_custom_loss_of(read_object(orjson.dumps(body)).values).loss
+    loss = create_custom_loss_of(read_object(orjson.dumps(body))).loss
     graphs.check_graph(loss)
     return loss
 
@@ -248,7 +248,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (with_node(4, name="__import__('os')"), "letters, digits and underscores"),
     (with_node(4, args=[{"ref": "output"}, 0]), "refers to 'output', which is no earlier node"),
     (with_node(4, args=[{"ref": "nowhere"}]), "refers to 'nowhere'"),
-    (with_node(4, args=[{"eval": "1"}]), "has the argument {'eval': '1'}, which is no encoded value"),
+    (with_node(4, args=[{"eval": "1"}]), "has the argument {'eval': '1'}, which is not an encoded value"),
     (with_node(4, args=[[[[[[[[[{"tuple": [1]}]]]]]]]]]), "nested more than 8"),
     (with_node(4, args=[[0] * 20_000]), "more than 16384 argument values"),
     (with_node(4, args=[]), "no positional arguments"),

@@ -16,7 +16,6 @@ from tinsmith.api.legacy import pass_message, pass_result, sample_result
 from tinsmith.errors import UserError
 from tinsmith.store.futures import Settlement
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.fields import Fields
 from tinsmith.wire.training import read_pass
 
 TOKENS = [1, 2, 3]
@@ -306,7 +305,7 @@ def test_sessions_are_listed_by_either_method(harness: Harness) -> None:
     [
         ({"loss_fn": None}, "loss_fn is missing"),
         ({"data": {}}, "data is {}"),
-        ({"data": [3]}, "data[0]:datum is 3"),
+        ({"data": [3]}, "data[0] is 3"),
         ({"data": [datum(model_input="x")]}, "data[0].model_input is 'x'"),
         ({"data": [datum(model_input={})]}, "neither chunks nor tokens"),
         ({"data": [datum(model_input={"tokens": [1.5]})]}, "data[0].model_input.tokens"),
@@ -324,7 +323,7 @@ def test_sessions_are_listed_by_either_method(harness: Harness) -> None:
 )
 def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
     with pytest.raises(UserError) as caught:
-        pass_message(Fields(training("m") | changes), forward_only=False)
+        pass_message(training("m") | changes, forward_only=False)
     assert words in str(caught.value)
 
 
@@ -334,7 +333,7 @@ def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
 )
 def test_a_plain_list_is_what_the_sdk_takes_it_for(name: str) -> None:
     inputs = {"target_tokens": [1, 2, 3], name: [1, 0, 2]}
-    message = pass_message(Fields(training("m", data=[datum(loss_fn_inputs=inputs)])), forward_only=False)
+    message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
     found = read_pass(message.SerializeToString(), "r").data[0].inputs
     np.testing.assert_array_equal(found["target_tokens"], np.array([1, 2, 3], np.int64), strict=True)  # type: ignore[arg-type]
     np.testing.assert_array_equal(found[name], np.array([1, 0, 2], np.float32), strict=True)  # type: ignore[arg-type]
@@ -344,7 +343,7 @@ def test_sparse_and_nested_arrays_keep_their_shape() -> None:
     sparse = {"data": [5, 6], "dtype": "int64", "shape": [3, 4]}
     sparse |= {"sparse_crow_indices": [0, 1, 2, 2], "sparse_col_indices": [3, 0]}
     inputs = {"target_tokens": sparse, "weights": [[1, 0.5], [0, 0], [1, 1]]}
-    message = pass_message(Fields(training("m", data=[datum(loss_fn_inputs=inputs)])), forward_only=False)
+    message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
     found = read_pass(message.SerializeToString(), "r").data[0].inputs
     assert found["target_tokens"].shape == (3, 4)
     np.testing.assert_array_equal(found["target_tokens"].col_indices, [3, 0])  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,17 +18,15 @@ from support import tiny_models
 from support.chat_models import make_plain_model, make_tool_model
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
-from tinsmith.chat.chats import read_chat
+from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice, Decoder
-from tinsmith.chat.completions import read_completion
-from tinsmith.chat.generation_request import Plan, read_target
-from tinsmith.chat.messages import read_message
-from tinsmith.chat.refusals import RequestError
+from tinsmith.chat.generation_request import Plan, Target
+from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text, Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
-from tinsmith.errors import NotSupportedError
+from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape, SamplingParams
-from tinsmith.wire.fields import Fields, json_bytes, validate
+from tinsmith.wire.fields import validate
 from tinsmith.wire.sampling import SampleRequest, read_sample, sample_body, sample_of
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
@@ -49,6 +48,14 @@ CALLED: list[dict[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\u00fc"}}}]},
     {"role": "tool", "content": "done", "tool_call_id": "c"},
 ]
+
+
+def message(body: dict[str, Any], text: Text = TEXT) -> Plan:
+    return validate(MessageRequest, body).plan(text)
+
+
+def completion(body: dict[str, Any]) -> Plan:
+    return validate(CompletionRequest, body).plan(TEXT)
 
 
 def shape_of(directory: Path) -> ModelShape:
@@ -348,7 +355,7 @@ def test_marks_never_leak_whatever_is_written(written: list[str], stops: list[st
 
 def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> None:
     def read(**more: object) -> Plan:
-        return read_message(Fields({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more}), TEXT)
+        return message({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more})
 
     plain = read()
     assert (plain.thinking, plain.hidden) == (None, THINKING)
@@ -359,8 +366,8 @@ def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> N
     schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     assert read(output_config=schema).hidden is None, "it cannot think"
     text = Text(shape_of(make_tool_model(tmp_path / "plain")))
-    unmarked = Fields({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]})
-    assert read_message(unmarked, text).hidden is not None, "whatever the template says, the marks are tokens"
+    unmarked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    assert message(unmarked, text).hidden is not None, "whatever the template says, the marks are tokens"
 
 
 RANGES: list[tuple[dict[str, object], str, str]] = [
@@ -368,7 +375,7 @@ RANGES: list[tuple[dict[str, object], str, str]] = [
     ({"temperature": -0.1}, "temperature", "temperature is -0.1; it must lie between 0 and 2"),
     ({"top_p": 1.1}, "top_p", "top_p is 1.1; it must lie between 0 and 1"),
     ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty is 2.1; it must lie between -2 and 2"),
-    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3.0; it must lie between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3; it must lie between -2 and 2"),
     ({"n": 129}, "n", "n is 129; it must lie between 1 and 128"),
     ({"n": 0}, "n", "n is 0; it must lie between 1 and 128"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must lie between 0 and 20"),
@@ -387,22 +394,22 @@ def test_a_parameter_out_of_its_range_is_refused_with_the_range(
 
 
 def test_completions_and_messages_have_ranges_of_their_own() -> None:
-    completion = {"model": "m", "prompt": "one"}
+    body = {"model": "m", "prompt": "one"}
     for more, words in (
         ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
         ({"logprobs": 21}, "logprobs is 21; it must lie between 0 and 20"),
-        ({"temperature": 3}, "temperature is 3.0; it must lie between 0 and 2"),
+        ({"temperature": 3}, "temperature is 3; it must lie between 0 and 2"),
     ):
         with pytest.raises(RequestError, match=words):
-            read_completion(Fields(completion | more), TEXT)
-    assert read_completion(Fields(completion | {"max_tokens": 0, "echo": True}), TEXT).echo_only
+            completion(body | more)
+    assert completion(body | {"max_tokens": 0, "echo": True}).echo_only
     for more, words in (
         ({"temperature": 1.5}, "temperature is 1.5; it must lie between 0 and 1"),
-        ({"top_p": -1}, "top_p is -1.0; it must lie between 0 and 1"),
+        ({"top_p": -1}, "top_p is -1; it must lie between 0 and 1"),
         ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
     ):
         with pytest.raises(RequestError, match=words):
-            read_message(Fields({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more), TEXT)
+            message({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more)
 
 
 def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
@@ -420,7 +427,7 @@ def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
     text = Text(shape_of(begins))
     for variables, expected in (({}, True), ({"y": True}, False), ({"x": True, "y": True}, False)):
         body = {"model": "m", "messages": [{"role": "user", "content": "<think> is a mark"}]}
-        plan = read_chat(Fields({**body, "chat_template_kwargs": variables}), text)
+        plan = validate(ChatRequest, {**body, "chat_template_kwargs": variables}).plan(text)
         assert plan.thinking is not None and plan.thinking.begun == expected
 
 
@@ -428,7 +435,7 @@ def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
 
 
 def chat(**more: object) -> Plan:
-    return read_chat(Fields({"model": "m", "messages": CHATS[0], **more}), TEXT)
+    return validate(ChatRequest, {"model": "m", "messages": CHATS[0], **more}).plan(TEXT)
 
 
 def test_a_plan_survives_its_way_to_the_engine() -> None:
@@ -438,7 +445,7 @@ def test_a_plan_survives_its_way_to_the_engine() -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
     )  # fmt: skip
     body = sample_body(plan.prompts[0], 3, plan.params, {"topk_sample_logprobs": 2}, stream=True)
-    sample = read_sample(json_bytes(body), "r", None)
+    sample = read_sample(orjson.dumps(body), "r", None)
     assert sample.params == plan.params and sample.params.top_k == -1
     assert sample.prompt_T.tolist() == list(plan.prompts[0]) and sample.num_samples == 3 and sample.stream
     with pytest.raises(Exception, match="beyond is not supported"):
@@ -450,7 +457,7 @@ def test_a_plan_survives_its_way_to_the_engine() -> None:
     [
         ({"messages": []}, "1 to"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
-        ({"messages": [{"role": "user"}]}, "content is missing"),
+        ({"messages": [{"role": "user"}]}, "has no content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ({"messages": [{"role": "user", "content": "x", "audio": {"id": "1"}}]}, "audio"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "send one of them"),
@@ -488,7 +495,7 @@ def test_what_asks_for_nothing_is_taken(empty: dict[str, object]) -> None:
 
 def test_prompts_come_as_text_or_ids_one_or_many() -> None:
     def prompts(prompt: object) -> list[Sequence[int]]:
-        return list(read_completion(Fields({"model": "m", "prompt": prompt}), TEXT).prompts)
+        return list(completion({"model": "m", "prompt": prompt}).prompts)
 
     ids = TEXT.encode("one", special=True)
     assert prompts("one") == prompts(ids) == prompts(["one"]) == prompts([ids]) == [ids]
@@ -499,7 +506,7 @@ def test_prompts_come_as_text_or_ids_one_or_many() -> None:
 
 
 def test_a_model_is_a_base_a_path_or_both() -> None:
-    found = [read_target(Fields({"model": name})) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
+    found = [Target.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
     assert [(one.base_model, one.model_path) for one in found] == [
         ("a/b", None),
         (None, "tinker://x"),

@@ -17,13 +17,12 @@ from tinsmith.api.openai.streaming import News, follow
 from tinsmith.api.operation import Services
 from tinsmith.auth.quotas import Limits
 from tinsmith.base_models import Bases, nano, read_shape
-from tinsmith.chat.chats import read_chat
+from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import Settlement
 from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, StandingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
-from tinsmith.wire.fields import Fields
 from tinsmith.wire.sampling import write_sample_result
 from tinsmith.wire.token_stream import Partials, line_of
 
@@ -231,7 +230,7 @@ def stream(
     """The news of a stream whose engine tells these partials and settles with this result."""
 
     async def collect(services: Services) -> list[News]:
-        prepared = prepare(services, "alice", Fields(BODY | {"stream": True} | more), read_chat)
+        prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
         results: list[SampleResult] = []
         async with seated(services, "alice", prepared, stream=True) as seats:
             news: list[News] = []

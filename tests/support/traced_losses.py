@@ -115,7 +115,7 @@ def trace(fn: Loss, ranks: Mapping[str, int]) -> LossHandle:
 
 def sent(handle: LossHandle) -> CustomLoss:
     """The loss as it arrives here."""
-    return create_custom_loss_of(read_object(orjson.dumps(request(handle))).values).loss
+    return create_custom_loss_of(read_object(orjson.dumps(request(handle)))).loss
 
 
 def request(handle: LossHandle, **changes: object) -> dict[str, Any]:

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from tinsmith.api import admission
 from tinsmith.auth import check_form
 from tinsmith.errors import NotAuthenticatedError, UserError
-from tinsmith.types import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
+from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
+from tinsmith.wire.fields import validate
+from tinsmith.wire.sampling import MAX_NUM_SAMPLES, MAX_TEMPERATURE, SampleRequest
+from tinsmith.wire.training import OptimStepRequest, optim_step_of
+from tinsmith.wire.weights import CreateModel, SaveRequest
 
 SHAPE = ModelShape(name="local/tiny", path="/x", vocab_size=50, max_context_length=16, arch="Tiny")
 
@@ -45,11 +49,11 @@ def sparse(values: list[int], crow: list[int], col: list[int], width: int = 2) -
         sample(tokens=[49], max_tokens=15),
         sample(tokens=list(range(15)), max_tokens=1),
         sample(tokens=list(range(15))),
-        sample(num_samples=admission.MAX_NUM_SAMPLES),
+        sample(num_samples=MAX_NUM_SAMPLES),
         sample(temperature=0.0, top_p=1.0, top_k=1, seed=-5),
         sample(stop_strings=("x",) * 64, stop_tokens=(0, 49)),
         sample(k=50),
-        sample(temperature=admission.MAX_TEMPERATURE),
+        sample(temperature=MAX_TEMPERATURE),
         asking(prompt_logprobs=True, prompt_logprobs_last_n=1),
         asking(prompt_logprobs=True, prompt_logprobs_last_n=2),
         asking(prompt_alt_tokens_k=1024),
@@ -69,18 +73,6 @@ def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
         (sample(tokens=[0, 50]), "prompt token 1 is 50"),
         (sample(tokens=[1] * 10, max_tokens=7), "prompt of 10 tokens and max_tokens 7 exceed the context of 16"),
         (sample(tokens=[1] * 16), "prompt of 16 tokens and one generated token exceed the context of 16"),
-        (sample(max_tokens=0), "max_tokens is 0"),
-        (sample(max_tokens=-3), "max_tokens is -3"),
-        (sample(num_samples=0), "num_samples is 0"),
-        (sample(num_samples=admission.MAX_NUM_SAMPLES + 1), "num_samples is 1025"),
-        (sample(temperature=-0.1), "temperature is -0.1"),
-        (sample(temperature=math.inf), "temperature is inf"),
-        (sample(temperature=math.nan), "temperature is nan"),
-        (sample(top_p=0.0), "top_p is 0.0"),
-        (sample(top_p=1.01), "top_p is 1.01"),
-        (sample(top_p=math.nan), "top_p is nan"),
-        (sample(top_k=0), "top_k is 0; it must lie between 1 and 2147483647; -1 turns it off"),
-        (sample(top_k=-2), "top_k is -2"),
         (sample(stop_strings=("",)), "a string of 0 characters"),
         (sample(stop_strings=("x" * 257,)), "a string of 257 characters"),
         (sample(stop_strings=("x",) * 65), "65 entries"),
@@ -90,11 +82,7 @@ def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
         (sample(k=51), "topk_prompt_logprobs is 51"),
         (sample(k=-1), "topk_prompt_logprobs is -1"),
         (replace(sample(), topk_sample_logprobs=51), "topk_sample_logprobs is 51"),
-        (sample(temperature=1e31), "temperature is 1e+31; it must be at most 1e+30"),
-        (asking(prompt_alt_tokens_k=-1), "prompt_alt_tokens_k is -1; it must lie between 0 and 1024"),
-        (asking(prompt_alt_tokens_k=1025), "prompt_alt_tokens_k is 1025"),
         (asking(prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1, but prompt_logprobs is not set"),
-        (asking(prompt_logprobs=True, prompt_logprobs_last_n=0), "prompt_logprobs_last_n is 0; it must lie between 1"),
         (asking(prompt_logprobs=True, prompt_logprobs_last_n=3), "prompt_logprobs_last_n is 3; it must lie between 1"),
         (
             replace(sample(tokens=[1]), prompt_logprobs=True, prompt_logprobs_last_n=1),
@@ -120,6 +108,42 @@ def test_a_sample_beyond_its_limits_is_refused_with_the_reason(bad: Sample, word
     with pytest.raises(UserError) as refusal:
         admission.check_sample(bad, SHAPE)
     assert words in str(refusal.value)
+
+
+PROMPT = {"chunks": [{"tokens": [1, 2, 3]}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
+        ({"sampling_params": {"max_tokens": -3}}, "max_tokens is -3"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"num_samples": MAX_NUM_SAMPLES + 1}, "num_samples is 1025"),
+        ({"sampling_params": {"temperature": -0.1}}, "temperature is -0.1"),
+        ({"sampling_params": {"temperature": math.inf}}, "temperature is inf"),
+        ({"sampling_params": {"temperature": math.nan}}, "temperature is nan"),
+        ({"sampling_params": {"top_p": 0.0}}, "top_p is 0.0"),
+        ({"sampling_params": {"top_p": 1.01}}, "top_p is 1.01"),
+        ({"sampling_params": {"top_p": math.nan}}, "top_p is nan"),
+        ({"sampling_params": {"top_k": 0}}, "top_k is 0; it must lie between 1 and 2147483647; -1 turns it off"),
+        ({"sampling_params": {"top_k": -2}}, "top_k is -2"),
+        ({"sampling_params": {"temperature": 1e31}}, "temperature is 1e+31; it must lie between 0 and 1e+30"),
+        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k is -1; it must lie between 0 and 1024"),
+        ({"prompt_alt_tokens_k": 1025}, "prompt_alt_tokens_k is 1025"),
+        ({"prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n is 0; it must lie between 1"),
+    ],
+)
+def test_a_field_of_a_sample_out_of_its_range_is_refused_by_name(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        validate(SampleRequest, {"prompt": PROMPT, **fields})
+    assert words in str(refusal.value)
+
+
+def test_fields_of_a_sample_at_their_limits_are_taken() -> None:
+    params = {"max_tokens": 1, "temperature": MAX_TEMPERATURE, "top_p": 1.0, "top_k": 1}
+    validate(SampleRequest, {"prompt": PROMPT, "num_samples": MAX_NUM_SAMPLES, "sampling_params": params})
+    validate(SampleRequest, {"prompt": PROMPT, "sampling_params": {"temperature": 0, "top_k": -1}})
 
 
 @pytest.mark.parametrize(
@@ -157,20 +181,37 @@ def test_answers_beyond_memory_are_refused_before_they_begin(options: dict[str, 
     ],
 )
 def test_an_adam_parameter_out_of_range_is_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=rf"adam_params\.{name} is "):
-        admission.check_optimizer("adamw", replace(AdamParams(), **{name: value}))
+    for field, more in (("adam_params", {}), ("optimizer_params", {"type": "adamw"})):
+        with pytest.raises(UserError, match=rf"{field}\.{name} is "):
+            adam(field, **{name: value}, **more)
+
+
+def adam(field: str = "adam_params", **params: object) -> AdamParams:
+    request = validate(OptimStepRequest, {"model_id": "m", field: params})
+    found = optim_step_of(request, "r").params
+    assert isinstance(found, AdamParams)
+    return found
 
 
 def test_the_default_and_the_extreme_adam_parameters_are_admitted() -> None:
-    admission.check_optimizer("adamw", AdamParams())
-    admission.check_optimizer("adamw", AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0))
+    assert adam() == AdamParams()
+    extreme = {"learning_rate": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0}
+    assert adam(**extreme) == AdamParams(**extreme)
+
+
+def test_a_dimuon_step_has_ranges_of_its_own() -> None:
+    good = {"type": "dimuon", "learning_rate": 0.1, "grad_clip_norm": -1}
+    request = validate(OptimStepRequest, {"model_id": "m", "optimizer_params": good})
+    assert optim_step_of(request, "r").params == DimuonParams(0.1, 0.9, -1)
+    for change in ({"learning_rate": -1}, {"learning_rate": None}, {"beta1": 1}, {"grad_clip_norm": math.inf}):
+        with pytest.raises(UserError, match=rf"optimizer_params\.{next(iter(change))} is "):
+            validate(OptimStepRequest, {"model_id": "m", "optimizer_params": good | change})
 
 
 @given(st.floats(), st.floats(), st.floats())
 def test_admitted_adam_parameters_are_finite(learning_rate: float, beta1: float, eps: float) -> None:
-    params = AdamParams(learning_rate=learning_rate, beta1=beta1, eps=eps)
     try:
-        admission.check_optimizer("adamw", params)
+        adam(learning_rate=learning_rate, beta1=beta1, eps=eps)
     except UserError:
         return
     assert math.isfinite(learning_rate) and learning_rate >= 0
@@ -178,24 +219,28 @@ def test_admitted_adam_parameters_are_finite(learning_rate: float, beta1: float,
     assert 0 < eps < math.inf
 
 
+def create_model(**lora: object) -> CreateModel:
+    return validate(CreateModel, {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": lora})
+
+
 @pytest.mark.parametrize("rank", [0, -1, 257])
 def test_a_rank_out_of_range_is_refused(rank: int) -> None:
     with pytest.raises(UserError, match=f"rank is {rank}; it must lie between 1 and 256"):
-        admission.check_lora(LoraSpec(rank))
+        create_model(rank=rank)
 
 
 def test_an_adapter_that_trains_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="trains nothing"):
-        admission.check_lora(LoraSpec(8, None, False, False, False))
-    admission.check_lora(LoraSpec(256, None, False, False, True))
+    with pytest.raises(UserError, match="lora_config trains nothing"):
+        create_model(rank=8, train_attn=False, train_mlp=False, train_unembed=False)
+    assert create_model(rank=256, train_attn=False, train_mlp=False).lora == LoraSpec(256, None, False, False, True)
 
 
 def test_a_ttl_lies_between_an_hour_and_ten_years() -> None:
     for good in (None, 3600, 315_360_000):
-        admission.check_ttl(good)
+        validate(SaveRequest, {"model_id": "m", "ttl_seconds": good})
     for bad in (0, 3599, -1, 315_360_001):
         with pytest.raises(UserError, match=f"ttl_seconds is {bad}"):
-            admission.check_ttl(bad)
+            validate(SaveRequest, {"model_id": "m", "ttl_seconds": bad})
 
 
 def test_a_number_that_cannot_be_a_seq_id_is_refused() -> None:

@@ -1,51 +1,35 @@
-"""What is checked before a request is stored: pure functions that raise UserError or return nothing.
+"""Checks of a request before it is stored that depend on more than one field: on the model's shape, or its optimizer.
 
-Every message names the field, its value and what would be right. A pass is checked by `losses.check_pass`,
-next to the table of losses; here is everything else. Nothing is guessed, clamped or corrected for the client.
+Pure functions, which raise UserError. The bodies in `wire` check each field by itself, `losses.check_pass` a pass.
+Nothing is guessed, clamped or corrected for the client.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
 from tinsmith.errors import UserError
 from tinsmith.losses import check_csr
-from tinsmith.types import (
-    AdamParams,
-    DimuonParams,
-    LoraSpec,
-    ModelShape,
-    OptimParams,
-    Sample,
-    SamplingParams,
-    SparseRows,
-)
-from tinsmith.wire.sampling import MAX_NUM_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
-from tinsmith.wire.weights import MAX_RANK, MAX_TTL_S, MIN_RANK, MIN_TTL_S
+from tinsmith.types import ModelShape, OptimParams, Sample, SamplingParams, SparseRows
+from tinsmith.wire.sampling import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 
-MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
-MAX_TEMPERATURE = 1e30  # the sampler computes in float32
 
 
 def check_sample(sample: Sample, shape: ModelShape) -> None:
     """Raise UserError unless `shape` can serve the sample."""
-    _check_integer("num_samples", sample.num_samples, 1, MAX_NUM_SAMPLES)
     _check_prompt(sample, shape)
     _check_params(sample.params, shape)
     likeliest = min(MAX_TOP_LOGPROBS, shape.vocab_size)
     _check_integer("topk_prompt_logprobs", sample.topk_prompt_logprobs, 0, likeliest)
     _check_integer("topk_sample_logprobs", sample.topk_sample_logprobs, 0, likeliest)
-    _check_integer("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, 0, MAX_TOP_LOGPROBS)
     _check_last_n(sample)
     _check_targets(sample, shape)
     _check_amounts(sample, shape)
 
 
 def most_tokens(sample: Sample, shape: ModelShape) -> int:
-    """What a sample may cost at most: the prompt once, and every answer at full length."""
+    """The most tokens that a sample can have: the prompt once, and every answer at full length."""
     prompt = len(sample.prompt_T)
     answer_length = sample.params.max_tokens or shape.max_context_length - prompt
     return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
@@ -76,13 +60,6 @@ def _check_prompt(sample: Sample, shape: ModelShape) -> None:
 
 
 def _check_params(params: SamplingParams, shape: ModelShape) -> None:
-    if params.max_tokens is not None:
-        _check_integer("sampling_params.max_tokens", params.max_tokens, 1, shape.max_context_length)
-    _check_number("sampling_params.temperature", params.temperature, low=0.0, high=MAX_TEMPERATURE)
-    if params.top_k != -1:
-        _check_integer("sampling_params.top_k", params.top_k, 1, 2**31 - 1, "; -1 turns it off")
-    if not 0.0 < params.top_p <= 1.0:
-        raise UserError(f"sampling_params.top_p is {params.top_p}; it must be above 0 and at most 1")
     if len(params.stop_strings) > MAX_STOPS or len(params.stop_tokens) > MAX_STOPS:
         count = max(len(params.stop_strings), len(params.stop_tokens))
         raise UserError(f"sampling_params.stop has {count} entries; at most {MAX_STOPS} are allowed")
@@ -131,14 +108,14 @@ def _check_targets(sample: Sample, shape: ModelShape) -> None:
     if wrong.size:
         raise UserError(
             f"{name} holds the id {wrong[0]}; token ids of {shape.name!r} lie between 0 and {shape.vocab_size - 1}, "
-            "and -1 asks for nothing"
+            "and -1 is a placeholder"
         )
     if not np.any(ids >= 0):
         raise UserError(f"{name} names no token; name at least one or leave it out")
 
 
 def _check_amounts(sample: Sample, shape: ModelShape) -> None:
-    """Bounds on what is kept until a sample ends, and then sent at once."""
+    """Bounds the logprobs that are held until a sample ends, and sent at once."""
     num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
     max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
     for name, k, rows, what in (
@@ -159,51 +136,13 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
 
 
 def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
-    """Raise UserError unless these are good parameters for a model of this optimizer family."""
+    """Raise UserError unless these are parameters of the model's optimizer family."""
     if params.family != optimizer_type:
         wanted = "adam_params" if optimizer_type == "adamw" else f"optimizer_params of type {optimizer_type!r}"
         raise UserError(
             f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
             f"{params.family!r}; send {wanted}"
         )
-    if isinstance(params, AdamParams):
-        _check_adam(params)
-    else:
-        _check_dimuon(params)
-
-
-def _check_dimuon(params: DimuonParams) -> None:
-    _check_number("optimizer_params.learning_rate", params.learning_rate, low=0.0)
-    if not math.isfinite(params.grad_clip_norm):
-        raise UserError(f"optimizer_params.grad_clip_norm is {params.grad_clip_norm}; it must be finite")
-    if not 0.0 <= params.beta1 < 1.0:
-        raise UserError(f"optimizer_params.beta1 is {params.beta1}; it must be at least 0 and below 1")
-
-
-def _check_adam(params: AdamParams) -> None:
-    _check_number("adam_params.learning_rate", params.learning_rate, low=0.0)
-    _check_number("adam_params.weight_decay", params.weight_decay, low=0.0)
-    _check_number("adam_params.grad_clip_norm", params.grad_clip_norm, low=0.0)
-    for name, beta in (("beta1", params.beta1), ("beta2", params.beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise UserError(f"adam_params.{name} is {beta}; it must be at least 0 and below 1")
-    if not (math.isfinite(params.eps) and params.eps > 0.0):
-        # A zero gradient would otherwise be divided by zero.
-        raise UserError(f"adam_params.eps is {params.eps}; it must be finite and above 0")
-
-
-def check_lora(lora: LoraSpec) -> None:
-    _check_integer("lora_config.rank", lora.rank, MIN_RANK, MAX_RANK)
-    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
-        raise UserError(
-            "lora_config trains nothing; at least one of train_attn, train_mlp and train_unembed must be true"
-        )
-
-
-def check_ttl(ttl_s: int | None) -> None:
-    """None keeps for ever."""
-    if ttl_s is not None:
-        _check_integer("ttl_seconds", ttl_s, MIN_TTL_S, MAX_TTL_S)
 
 
 def check_seq_id(seq_id: int, *, first: int) -> int:
@@ -215,10 +154,3 @@ def check_seq_id(seq_id: int, *, first: int) -> int:
 def _check_integer(name: str, value: int, low: int, high: int, hint: str = "") -> None:
     if not low <= value <= high:
         raise UserError(f"{name} is {value}; it must lie between {low} and {high}{hint}")
-
-
-def _check_number(name: str, value: float, *, low: float, high: float = math.inf) -> None:
-    if not (math.isfinite(value) and value >= low):
-        raise UserError(f"{name} is {value}; it must be finite and at least {low:g}")
-    if value > high:
-        raise UserError(f"{name} is {value}; it must be at most {high:g}")

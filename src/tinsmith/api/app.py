@@ -97,9 +97,9 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 class LocalOriginGuard:
-    """Any key opens a server without keys, and bulk jobs run code there: so no web page may reach it, neither from its
-    own address nor by pointing its own name at this machine. A browser says where a page is from, and no page can
-    change that; other programs say nothing.
+    """Refuses web pages of other origins while the server has no keys: any key opens it then, and bulk jobs run code.
+
+    Checks Host against DNS rebinding and Origin against cross-origin requests. Programs send no Origin.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
@@ -128,7 +128,7 @@ class LocalOriginGuard:
         await self._app(scope, receive, send)
 
     def _refused(self, headers: Headers) -> str:
-        """Why a request is not answered, in words; empty if it is."""
+        """The reason to refuse a request; empty if it is allowed."""
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         named = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if named is None or named[1].lower() not in self._names:
@@ -138,14 +138,14 @@ class LocalOriginGuard:
             )
         if any(origin.lower().partition("://")[2] != hosts[0].lower() for origin in origins):
             return (
-                f"the header Origin is {show(', '.join(origins))}, another place than {hosts[0]}; a server without API "
-                "keys answers no web page of elsewhere. With one, it does: tinsmith keys create TENANT"
+                f"the header Origin is {show(', '.join(origins))}, not {hosts[0]}; a server without API "
+                "keys answers no web page of another origin. Make a key: tinsmith keys create TENANT"
             )
         return ""
 
 
 def _error_response(request: Request, error: Exception) -> Response | None:
-    """The answer to an expected error, as the router gives it; None for others, which are answered further out."""
+    """The router's answer to an expected error; None for other exceptions."""
     for kind in type(error).__mro__:
         if kind is not Exception and (handler := errors.HANDLERS.get(kind)):
             return cast("Callable[[Request, Exception], Response]", handler)(request, error)
@@ -173,7 +173,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
     app = Starlette(
         routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
     )
-    # A path with a slash too many is not found. The router would send its client to whatever host it had named.
+    # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False
     app.state.services = services
     app.state.operations = OPERATIONS
@@ -182,7 +182,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 
 
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    """What a process that answers no clients shows to probes and to Prometheus."""
+    """The probes and the metrics of a process that serves no clients."""
     probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
     routes = [*probes, Route("/metrics", metrics, methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)

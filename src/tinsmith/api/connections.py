@@ -1,10 +1,9 @@
-"""One HTTP connection, held to what an honest client needs: before anybody's key is known, nothing may be free.
+"""Limits unauthenticated connections: one HTTP connection, with bounds on size and time.
 
-Bounded here are the size of a request's head and of all that is not its body, the time in which a head arrives, and
-the silence of a client that sends or reads. A field behind the body (a trailer) is dropped: whoever stands in front of
-this server has looked at the head only. There are no WebSockets. What is said in one turn of the event loop leaves
-in one piece: the head of an answer and a body that is not large. Everything else is uvicorn's; what a path is, or a
-key, is not known here.
+Bounds the size of a request's head and of chunk framing, the time in which a head arrives, and the silence of a client
+that sends or reads. Drops trailers, because a proxy has checked the head only. Refuses WebSockets. Joins the writes of
+one turn of the event loop: the head of an answer and a small body leave in one piece. uvicorn does everything else.
+Knows no paths and no keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of request line and headers together; the SDK's are about 1 KiB."""
+"""Request line and headers together; the SDK's have about 1 KiB."""
 
 MAX_FRAMING = 8
 """Bytes of framing to a byte of a chunked body: chunks of one byte have five."""
@@ -26,24 +25,24 @@ HEAD_S = 20.0
 """From the first byte of a head (or the beginning of the connection) to its last."""
 
 SILENCE_S = 60.0
-"""Between two signs of life of a client whose body we wait for, or that is to read an answer."""
+"""Seconds without a byte from a client that sends a body, or without one read by a client that receives an answer."""
 
 LINGER_S = 300.0
-"""How long the rest of a body is taken in that was answered before it came (a wrong key, a wrong type). A client that
-sends it in good faith looks for the answer only afterwards.
+"""Seconds in which the rest of a body is read after an early answer (a wrong key, a wrong type). A client that sends
+its whole body reads the answer only afterwards.
 """
 
 
 JOINED_BYTES = 64 * 1024
-"""What is copied to leave in one piece; beyond that, a second system call and a client that wakes twice cost less."""
+"""The most bytes that are copied into one write; for larger answers a second system call is cheaper."""
 
 
 class _HeadTooLargeError(Exception):
-    """Ends the parser; the connection knows why."""
+    """Ends the parser."""
 
 
 class _Joining:
-    """A transport that holds what is written until the turn of the event loop ends, or `flush` is called."""
+    """A transport that buffers writes until the turn of the event loop ends, or `flush` is called."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -76,7 +75,7 @@ class _Joining:
 
 
 class Connection(HttpToolsProtocol):
-    """Requests are told apart by their number, since one piece of data may hold the end of one and more."""
+    """Numbers its requests, because one piece of data may hold the end of one request and the start of others."""
 
     _number = 0
     _in_head = True  # or before one
@@ -161,7 +160,7 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """In the form of all other errors; uvicorn calls this for whatever its parser refuses."""
         self._await_nothing()
-        status, detail = 400, "this is no HTTP/1.1 request"
+        status, detail = 400, "malformed HTTP/1.1 request"
         if self._head_bytes > MAX_HEAD_BYTES:
             status, detail = 431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send shorter headers"
         content = json.dumps({"detail": detail}).encode()
@@ -196,7 +195,7 @@ class Connection(HttpToolsProtocol):
             self._receiving = None
 
     def _gave_up(self) -> None:
-        if self.flow.read_paused:  # it is we who do not read
+        if self.flow.read_paused:  # the server does not read
             self._await_more(SILENCE_S)
         else:
             self.transport.abort()

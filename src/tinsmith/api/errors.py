@@ -1,9 +1,8 @@
-"""Errors -> HTTP answers: the one place where it is decided.
+"""Errors -> HTTP answers.
 
-The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty (the
-SDK takes an empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a
-database or an object store that does not answer is a 503; anything else is a 500 with an id under which the log has the
-rest. Nothing of a request's body or headers reaches the log.
+The body is `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty: the SDK
+retries an empty 400 for minutes. A TinsmithError has its own status; a database or an object store that does not answer
+is a 503; any other exception is a 500 with the id of its log entry. Bodies and headers of requests are not logged.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
 from tinsmith.api.operation import JsonObject, answer, is_anthropic, is_hub, is_openai
-from tinsmith.chat.refusals import ContextLengthError, RequestError
+from tinsmith.chat.generation_request import ContextLengthError
 from tinsmith.db.database import DatabaseMovedError
-from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
+from tinsmith.errors import InvalidTokenError, MissingKeyError, RequestError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.storage.stores import UnreachableError
 
@@ -44,7 +43,7 @@ def error_response(
         return answer({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
     if not (is_openai(request) or is_anthropic(request)):
         return answer({"detail": text}, status, headers)
-    if status == HTTPStatus.NOT_IMPLEMENTED:  # which these clients would send again
+    if status == HTTPStatus.NOT_IMPLEMENTED:  # these clients would retry it
         status = HTTPStatus.BAD_REQUEST
     if is_anthropic(request):
         return answer(anthropic_error(_in_anthropics_words(text, status, error), status), status, headers)
@@ -114,7 +113,7 @@ def on_tinsmith_error(request: Request, error: Exception) -> Response:
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself refuses."""
+    """Errors of the router: an unknown path or method."""
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
@@ -136,32 +135,28 @@ def on_unexpected(request: Request, error: Exception) -> Response:
     )
 
 
+def _unavailable(request: Request, event: str, error: Exception, detail: str, level: str = "error") -> Response:
+    getattr(log, level)(event, method=request.method, path=request.url.path, error=str(error))
+    return error_response(request, detail, 503, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
 def on_silent_database(request: Request, error: Exception) -> Response:
-    log.error("the database does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's database does not answer; try again in a moment"
-    return error_response(
-        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
-    )
+    return _unavailable(request, "the database does not answer", error, detail)
 
 
 def on_moved_database(request: Request, error: Exception) -> Response:
-    log.critical("the database is gone", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's database was moved or deleted; nothing was stored, and the server stops: tell its operator"
-    return error_response(
-        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
-    )
+    return _unavailable(request, "the database is gone", error, detail, "critical")
 
 
 def on_silent_store(request: Request, error: Exception) -> Response:
-    log.error("the object store does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's object store does not answer; try again in a moment"
-    return error_response(
-        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
-    )
+    return _unavailable(request, "the object store does not answer", error, detail)
 
 
 def on_database_error(request: Request, error: Exception) -> Response:
-    """What the driver says when a connection breaks in the middle depends on the moment."""
+    """A broken connection has several error classes, by the moment at which it breaks."""
     assert isinstance(error, DBAPIError)
     gone = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
     return on_silent_database(request, error) if gone else on_unexpected(request, error)

@@ -1,13 +1,11 @@
-"""Paths of an older dialect of this API, for clients that were written for it: the same nouns under other names.
+"""The JSON-only API of older clients: its paths, and its passes and results as JSON <-> protobuf.
 
-Nothing here does work of its own: a path asks the route of the noun that it stands for and words the answer as the
-dialect has it. Its requests carry no numbers, so one that is sent twice is two. Results are fetched by path and come
-as JSON: `{"status": "pending" | "completed" | "failed", "result"?, "error"?}`, always with 200.
+The paths call the routes of the current API and translate the answers. Requests have no sequence numbers, so one that
+is sent twice is two requests. Results are fetched by path as JSON, always with status 200: `{"status": "pending" |
+"completed" | "failed", "result"?, "error"?}`.
 
-The JSON dialect of older clients: passes as JSON <-> the one protobuf form, and results as JSON.
-
-Nothing else knows this form: a JSON pass is the protobuf message that the SDK would have sent, before it is
-judged or stored, and a result is turned into JSON when it is fetched. Shape letters: N positions of one datum.
+A JSON pass becomes the protobuf message of the SDK before it is checked and stored; a result becomes JSON when it is
+fetched. No other module knows these forms. Shape letters: N positions of one datum.
 """
 
 from __future__ import annotations
@@ -23,7 +21,14 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from pydantic import Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,7 +44,6 @@ from tinsmith.api.openapi import (
     fields,
     integer,
     one_of,
-    shown,
 )
 from tinsmith.api.operation import (
     SUBMITTED,
@@ -64,12 +68,12 @@ from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Outcome
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.fields import Body, Fields, SequenceNumber, Text, bounds, iso, show
+from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 from tinsmith.wire.training import refuse_chunk
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
-# What a plain list stands for, as in the SDK (training_client.py); any other input must say its dtype.
+# The dtype of a plain list, as in the SDK (training_client.py); any other input must name its dtype.
 LIST_DTYPES = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -82,17 +86,38 @@ LIST_DTYPES = {
 STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
-class DatumBody(Body):
-    """For the OpenAPI document: a datum is read with its tensors, in the forms that this dialect knows."""
+class JsonTensor(TensorDataBody):
+    """Other fields are ignored, as older servers did."""
 
-    model_input: ModelInputBody
-    loss_fn_inputs: dict[str, TensorDataBody]
+    model_config = ConfigDict(extra="ignore")
+
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+
+
+def _list_or_tensor(value: object, tensor: ValidatorFunctionWrapHandler) -> list[object] | JsonTensor:
+    if not isinstance(value, list | dict):
+        raise wrong(f"is {show(value)}; it must be a list, or an object with data and dtype")
+    return value if isinstance(value, list) else tensor(value)
+
+
+def _number_or_text(value: object) -> float | str:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise wrong(f"is {show(value)}; it must be a number or a string")
+    return value
+
+
+Config = dict[str, Annotated[Any, AfterValidator(_number_or_text), WithJsonSchema({"type": ["number", "string"]})]]
+
+
+class DatumBody(Body):
+    model_input: Annotated[Any, WithJsonSchema(described(ModelInputBody)["ModelInput"])]
+    loss_fn_inputs: dict[str, Annotated[JsonTensor, WrapValidator(_list_or_tensor)]]
 
 
 class PassBody(Body):
     data: list[DatumBody]
     loss_fn: Text
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Config = Field(default_factory=dict)
 
 
 class JsonPassBody(Body):
@@ -102,44 +127,36 @@ class JsonPassBody(Body):
     seq_id: SequenceNumber | None = None
     data: list[DatumBody] | None = None
     loss_fn: Text | None = None
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Config = Field(default_factory=dict)
     forward_backward_input: PassBody | None = None
     forward_input: PassBody | None = None
 
 
-JSON_PASS = shown(JsonPassBody)
-
-
-def pass_message(fields: Fields, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """`{data, loss_fn}`, flat or below forward_backward_input or forward_input."""
-    inner = fields.fields_or("forward_backward_input", None) or fields.fields_or("forward_input", None) or fields
-    message = pb.ForwardBackwardRequest(
-        model_id=fields.text("model_id"), loss_fn=inner.text("loss_fn"), forward_only=forward_only
-    )
-    for key, value in inner.fields_or("loss_fn_config", Fields({})).values.items():
+def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.ForwardBackwardRequest:
+    """The protobuf message of the same content."""
+    request = validate(JsonPassBody, values)
+    inner = request.forward_backward_input or request.forward_input or request
+    if inner.loss_fn is None or inner.data is None:
+        raise UserError(f"{'data' if inner.data is None else 'loss_fn'} is missing")
+    names = {id(request.forward_backward_input): "forward_backward_input.", id(request.forward_input): "forward_input."}
+    where = "" if inner is request else names[id(inner)]
+    message = pb.ForwardBackwardRequest(model_id=request.model_id, loss_fn=inner.loss_fn, forward_only=forward_only)
+    for key, value in inner.loss_fn_config.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[key].text = value
         else:
-            message.loss_fn_config_v2[key].number = Fields({key: value}, f"{inner.where}loss_fn_config.").number(key)
-    data = inner.values.get("data")
-    if not isinstance(data, list):
-        raise UserError(f"{inner.path('data')} is {show(data)}; it must be a list of data")
-    for index, datum in enumerate(data):
-        where = f"{inner.where}data[{index}]"
-        _write_datum(message.data.add(), Fields({"datum": datum}, f"{where}:").fields("datum"), where)
+            message.loss_fn_config_v2[key].number = value
+    for index, datum in enumerate(inner.data):
+        written, at = message.data.add(), f"{where}data[{index}]"
+        for tokens in prompt_chunks(datum.model_input, f"{at}.model_input"):
+            written.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+        for name, tensor in datum.loss_fn_inputs.items():
+            _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:SHOWN]}")
     return message
 
 
-def _write_datum(message: pb.Datum, datum: Fields, where: str) -> None:
-    for tokens in prompt_chunks(datum.values.get("model_input"), f"{where}.model_input"):
-        message.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
-    inputs = datum.fields("loss_fn_inputs")
-    for name, value in inputs.values.items():
-        _write_tensor(message.loss_fn_inputs[name], name, value, f"{where}.loss_fn_inputs[{show(name)}]")
-
-
 def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
-    """Token ids as this dialect writes them: a list, `tokens`, `input_ids`, or the SDK's chunks."""
+    """Token ids: a list, `tokens`, `input_ids`, or the SDK's chunks."""
     if isinstance(value, list):
         return [token_ids(value, where)]
     if not isinstance(value, dict):
@@ -161,53 +178,46 @@ def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
     return found
 
 
-def _write_tensor(message: pb.Tensor, name: str, value: object, where: str) -> None:
-    if isinstance(value, list):
+def _write_tensor(message: pb.Tensor, name: str, tensor: JsonTensor | list[object], where: str) -> None:
+    if isinstance(tensor, list):
         if name not in LIST_DTYPES:
             raise UserError(f"{where} is a plain list; give it as {{data, dtype, shape}}")
-        value = {"data": value, "dtype": LIST_DTYPES[name]}
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {show(value)}; it must be a list, or an object with data and dtype")
-    tensor = Fields(value, f"{where}.")
-    dtype = tensor.text("dtype")
-    if dtype not in DTYPES:
-        raise UserError(f"{where}.dtype is {show(dtype)}; it must be one of {', '.join(DTYPES)}")
-    message.dtype, wanted = DTYPES[dtype]
-    data = _numbers(tensor, "data", wanted)
-    shape = None if not tensor.has("shape") else _flat(tensor, "shape").tolist()
-    if tensor.has("sparse_crow_indices") or tensor.has("sparse_col_indices"):
-        if shape is None:
+        tensor = JsonTensor(data=tensor, dtype=LIST_DTYPES[name])
+    message.dtype, wanted = DTYPES[tensor.dtype]
+    data = _numbers(tensor.data, f"{where}.data", wanted)
+    shape = data.shape if tensor.shape is None else _flat(tensor.shape, f"{where}.shape").tolist()
+    if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
+        if tensor.shape is None:
             raise UserError(f"{where}.shape is missing; a sparse tensor needs it")
         message.sparse_csr.values = data.tobytes()
-        message.sparse_csr.crow_indices = _flat(tensor, "sparse_crow_indices").tobytes()
-        message.sparse_csr.col_indices = _flat(tensor, "sparse_col_indices").tobytes()
+        message.sparse_csr.crow_indices = _flat(tensor.sparse_crow_indices, f"{where}.sparse_crow_indices").tobytes()
+        message.sparse_csr.col_indices = _flat(tensor.sparse_col_indices, f"{where}.sparse_col_indices").tobytes()
     else:
         message.dense = data.tobytes()
-    message.shape.extend(data.shape if shape is None else shape)
+    message.shape.extend(shape)
 
 
-def _flat(fields: Fields, name: str) -> np.ndarray:
-    found = _numbers(fields, name, np.dtype("<i8"))
+def _flat(value: object, where: str) -> np.ndarray:
+    found = _numbers(value, where, np.dtype("<i8"))
     if found.ndim != 1:
-        raise UserError(f"{fields.path(name)} is {show(fields.values[name])}; it must be a flat list of integers")
+        raise UserError(f"{where} is {show(value)}; it must be a flat list of integers")
     return found
 
 
-def _numbers(fields: Fields, name: str, dtype: np.dtype[np.generic]) -> np.ndarray:
+def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarray:
     """A list of numbers, nested if it is a dense array of more dimensions."""
-    value = fields.values.get(name)
     if not isinstance(value, list):
-        raise UserError(f"{fields.path(name)} is {show(value)}; it must be a list of numbers")
+        raise UserError(f"{where} is {show(value)}; it must be a list of numbers")
     if not value:
         return np.empty(0, dtype)
     try:
         found = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{fields.path(name)} is not an array of numbers: {error}") from error
+        raise UserError(f"{where} is not an array of numbers: {error}") from error
     if found.dtype.kind not in ("i" if dtype.kind == "i" else "iuf"):
         wanted = "integers of at most 64 bits" if dtype.kind == "i" else "numbers"
-        raise UserError(f"{fields.path(name)} must be a list of {wanted}, which {show(value)} is not")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused with the loss's words
+        raise UserError(f"{where} must be a list of {wanted}, which {show(value)} is not")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and the loss refuses it
         return found.astype(dtype)
 
 
@@ -262,7 +272,7 @@ def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str
 
 
 def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
-    """`stop_token_ids` stand beside `stop` in this dialect; here a stop is either."""
+    """These clients send token ids as `stop_token_ids`; asample has both in `stop`."""
     values = dict(params)
     stop_token_ids = values.pop("stop_token_ids", None)
     if stop_token_ids:
@@ -273,7 +283,7 @@ def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 HOLD_S = 2.0
-"""How long a fetch by path is held: these clients ask again by themselves, and some give up after five seconds."""
+"""Seconds that a fetch by path waits. These clients poll again, and some give up after five seconds."""
 
 MAX_PROMPTS = 1024
 HOUR_S = 3600
@@ -300,7 +310,7 @@ BY_PATH = fields(
     at_root=True,
 )
 async def health(request: Request) -> Response:
-    """Nothing of any tenant: no key is asked for."""
+    """Needs no key."""
     services: Services = request.app.state.services
     facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
     if why := services.failing():
@@ -332,16 +342,15 @@ def list_sessions(call: Call) -> JsonObject:
     errors=(404, 410, 429, 501),
 )
 async def delete_model(request: Request) -> Response:
-    """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
+    """Unload, and wait for `hold_s`; a busy engine unloads later."""
     services, tenant_id = await authenticate(request)
-    asked = await read_json(request, models.UnloadModelRequest)
-    model_id = asked.model_id
-    call = call_of(request, services, tenant_id, asked.model_dump_json().encode())
-    request_id = str((await run(models.unload_model, call, asked))["request_id"])
+    body = await read_json(request, models.UnloadModelRequest)
+    call = call_of(request, services, tenant_id, body.model_dump_json().encode())
+    request_id = str((await run(models.unload_model, call, body))["request_id"])
     outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
     if outcome is not None and outcome.error is not None:
         raise UserError(outcome.error)
-    deleted: JsonObject = {"model_id": model_id, "status": "deleted" if outcome else "deleting"}
+    deleted: JsonObject = {"model_id": body.model_id, "status": "deleted" if outcome else "deleting"}
     kept = "the model is unloaded; its checkpoints are kept and can be resumed from"
     return answer(deleted | {"message": kept, "resources_freed": ["adapter", "optimizer"] if outcome else []})
 
@@ -367,7 +376,7 @@ def get_tokenizer(call: Call) -> JsonObject:
 
 
 class CreateSamplingClientRequest(Body):
-    """One of the two is needed."""
+    """Needs one of the two."""
 
     model_path: Text | None = None
     base_model: Text | None = None
@@ -383,7 +392,7 @@ class CreateSamplingClientRequest(Body):
     example={"model_path": "{tinker_path}"},
 )
 def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> JsonObject:
-    """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
+    """A sampling session in a session of its own. Samples and heartbeats keep it alive."""
     model_path, base_model = request.model_path, request.base_model
     if model_path is not None:
         call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
@@ -427,7 +436,7 @@ class SamplesRequest(CreateSamplingClientRequest):
     example={"sampling_client_id": "{sampling_session_id}", "prompts": [[1, 2]]},
 )
 def sample(call: Call, request: SamplesRequest) -> JsonObject:
-    """One asample per prompt; their one request_id names all of them."""
+    """One asample per prompt; one request_id names all of them."""
     prompts = request.prompts
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
@@ -495,7 +504,7 @@ def _result(services: Services, tenant_id: str, request_id: str, outcome: Outcom
 
 
 def _together(results: Sequence[JsonObject]) -> JsonObject:
-    """The samples of several prompts, prompt by prompt."""
+    """The samples of several prompts in their order."""
     lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
     return {"type": "sample", "sequences": [one for some in lists for one in some], "results": list(results)}
 
@@ -511,7 +520,7 @@ async def _outcome(
 
 
 class CleanupRequest(Body):
-    max_age_hours: Annotated[float, bounds(0, MAX_AGE_HOURS)] = 24.0
+    max_age_hours: Annotated[float, Field(ge=0, le=MAX_AGE_HOURS)] = 24.0
 
 
 @operation(
@@ -523,12 +532,8 @@ class CleanupRequest(Body):
     access=Access.LISTING,
 )
 def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
-    """Forget the results of sessions that were closed for that long. Those of open sessions, and what is pending,
-    are what their models would be rebuilt from, and stay.
-    """
+    """Delete results of sessions that were closed for that long. Recovery needs those of open sessions."""
     age_hours = request.max_age_hours
-    if not 0 <= age_hours <= MAX_AGE_HOURS:
-        raise UserError(f"max_age_hours is {age_hours}; it must lie between 0 and {MAX_AGE_HOURS}")
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
     while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
         deleted += services.futures.delete_of_sessions(closed, usage.folded)

@@ -1,7 +1,7 @@
-"""`GET /openapi.json`: what this server speaks, as an OpenAPI 3.1 document, without a key.
+"""`GET /openapi.json`: this API as an OpenAPI 3.1 document, without a key.
 
-The document is made of the declarations of the endpoints. Here are the words in which they describe answers and
-queries, and the answers that several of them share. tests/contract/test_openapi.py holds it to the SDK's types.
+Built from the declarations of the endpoints. Owns the schema helpers for their answers and queries, and the answers
+that several endpoints share. tests/contract/test_openapi.py compares it with the SDK's types.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from copy import deepcopy
 from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import cast
 
 import orjson
 from starlette.requests import Request
@@ -20,7 +19,7 @@ from starlette.responses import Response
 
 from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI, Access, Operation, operation
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import MAX_TEXT, Body, Schema, described
+from tinsmith.wire.fields import MAX_TEXT, Schema, described
 
 TEXT: Schema = {"type": "string"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
@@ -46,13 +45,6 @@ def fields(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
-
-
-def shown(model: type[Body]) -> Schema:
-    """The schema of a body that its handler reads by itself."""
-    parts = described(model)
-    name = model.__name__.removesuffix("Body")
-    return parts[name] | {"$defs": {other: schema for other, schema in parts.items() if other != name}}
 
 
 COUNT = integer(0, 2**63 - 1)
@@ -117,7 +109,7 @@ async def openapi(request: Request) -> Response:
 
 @cache
 def _bytes(operations: tuple[Operation, ...]) -> bytes:
-    """Made once: a caller needs no key."""
+    """Cached: callers need no key."""
     return orjson.dumps(document(operations))
 
 
@@ -139,17 +131,18 @@ def document(operations: tuple[Operation, ...]) -> Schema:
 
 
 def body_schema(operation: Operation) -> Schema:
-    """The schema of a body; what it refers to stands in the document's components."""
+    """The schema of a body; its references lead to the document's components."""
     if isinstance(operation.body, type):
-        return described(operation.body)[operation.body.__name__]
-    return {name: each for name, each in (operation.body or {}).items() if name != "$defs"}
+        return described(operation.body)[operation.body.__name__.removesuffix("Body")]
+    return operation.body or {}
 
 
 def _parts(operation: Operation) -> dict[str, Schema]:
     """The objects inside a body, by their names."""
-    if isinstance(operation.body, type):
-        return {name: each for name, each in described(operation.body).items() if name != operation.body.__name__}
-    return cast("dict[str, Schema]", (operation.body or {}).get("$defs", {}))
+    if not isinstance(operation.body, type):
+        return {}
+    own = operation.body.__name__.removesuffix("Body")
+    return {name: each for name, each in described(operation.body).items() if name != own}
 
 
 def _described(operation: Operation) -> Schema:

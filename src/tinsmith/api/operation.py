@@ -5,22 +5,22 @@ and the case of the isolation test. `app.py` collects the declarations of its mo
 
 A handler has one of three forms:
 
-- A function of a `Call`, and of the typed body where one is declared, to a JSON object. It runs on a worker thread:
-  it may touch the database, whose writers wait for one another. The order is the same for all: key, size of the body,
-  content type, decoding, validation, the function, the answer. Errors leave as exceptions, which `errors` maps.
-- The same to a `Submission`, which is stored before it is answered (`submits`). A short body is validated, and stored
-  if no other writer is active, on the event loop: a thread switch would take longer.
-- A coroutine function of a Starlette request to a response, which authenticates and reads by itself.
+- A function of a `Call`, and of the typed body where one is declared, to a JSON object. It runs on a worker thread and
+  may use the database. The order is: key, size of the body, content type, decoding, validation, the function, the
+  answer. Exceptions become answers in `errors`.
+- The same to a `Submission`, which is stored before it is answered (`submits`). A short body is validated on the event
+  loop, and stored there if no other writer is active: a thread switch would take longer.
+- A coroutine function of a Starlette request to a response, which authenticates and reads the body itself.
 
-How a request becomes a future: what cannot be attributed (no such model, an ended session, no sequence number) is an
-HTTP error. Everything else is stored, valid or not: an invalid request is a future that is refused at birth, so that
-its number counts as used and the client reads the reason where it waits for the result. Such a handler gets a `Draft`
-of its body (`late`). The request_id is made of the model and the number: a request that is sent twice finds the future
-that it made before. Another request under the same number is an HTTP error: what is not stored is not acknowledged.
+How a request becomes a future: without a known model, an open session and a sequence number it is an HTTP error. Any
+other request is stored, valid or not: an invalid one is a future that has failed at once, so that its number counts as
+used and the client reads the reason where it waits for the result. Such a handler gets a `Draft` of its body (`late`).
+The request_id consists of the model and the number: a request that is sent twice finds the future of the first. Another
+request under the same number is an HTTP error.
 
-JSON operations of older clients come without a number and take the model's next one as they arrive. Such a request
-that is sent twice is two requests, and their client must not send one before it has the last one's answer. If clients
-of both kinds share a model, a number may be taken when the client that counts comes to it: that is the same error.
+JSON operations of older clients have no number and take the model's next one as they arrive. Such a request that is
+sent twice is two requests, and its client must wait for each answer before the next request. If clients of both kinds
+share a model, they may collide on a number, which is the same error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.wire import bodies
-from tinsmith.wire.fields import Body, Fields, Integer, Schema, Text, read_object, show, validate
+from tinsmith.wire.fields import Body, Integer, Schema, Text, read_object, show, validate
 from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
@@ -86,30 +86,29 @@ Part = TypeVar("Part", bound=Body)
 
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
-"""Where OpenAI's paths are, each of them twice: its clients are pointed at either."""
+"""Both prefixes of OpenAI's paths."""
 ANTHROPIC = ("/anthropic/api/v1", *OPENAI)
-"""Where Anthropic's are. A client that is pointed where OpenAI's are tells itself by its path or its header."""
+"""The prefixes of Anthropic's. On OpenAI's, path or header show that a client is Anthropic's."""
 HUB = "/hub"
-"""What clients of the Hugging Face hub are given as its address."""
+"""The prefix for clients of the Hugging Face hub."""
 _OPENAI, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_PATH = 2000
-"""Characters of a path. The longest that leads anywhere names a file of a checkpoint."""
+"""Characters of a path. The longest valid one names a file of a checkpoint."""
 MAX_POLL_BYTES = 16 << 20
 MOST_LARGE = 4
-"""Large results that are in memory at once, to be read or sent."""
+"""Large results in memory at once."""
 SHORT_BYTES = 64 << 10
-"""What is parsed in less time than the way to a worker thread takes."""
+"""Bodies that are parsed faster than a thread switch takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Everything that routes may touch. `queue_state` says why a base model's queue does not move; `reads_wait`
-    that the database is across a network, so that no read belongs on the event loop; `failing` what is wrong with this
-    process, empty if nothing is.
+    """The services that routes use. `queue_state` gives the reason why a base model's queue does not move, `failing`
+    that of a failing process (or ""). `reads_wait`: the database is remote, so that no read belongs on the event loop.
     """
 
     settings: Settings
@@ -153,7 +152,7 @@ class Services:
 
 
 class WouldWaitError(Exception):
-    """A worker thread has to do it, from the beginning: nothing was done yet."""
+    """A worker thread must handle the request from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +168,12 @@ class Call:
     may_wait: bool = True
 
     def wait(self) -> None:
-        """What follows may wait for others, or take long. Raises WouldWaitError on the event loop."""
+        """Before work that may block. Raises WouldWaitError on the event loop."""
         if not self.may_wait:
             raise WouldWaitError
 
-    def fields(self) -> Fields:
+    def fields(self) -> dict[str, object]:
+        """The JSON body, for a handler that reads it by itself."""
         return read_object(self.body)
 
     def page(self, default_limit: int) -> tuple[int, int]:
@@ -196,18 +196,18 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 FORM_TYPE = "multipart/form-data"
 FUTURE: Schema = {"$ref": "#/components/schemas/Future"}
 SUBMITTED = (404, 410, 429, 501)
-"""What a request that becomes a future is refused with, beside the statuses of its form."""
+"""The error statuses of a request that becomes a future, beside those of its form."""
 _IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
-"""Fields that name things of a tenant, by the names that examples give them."""
+"""Fields with ids of a tenant's objects; examples have them in braces."""
 
 
 class Access(Enum):
-    """What an endpoint shows of tenants: the case that it has in the isolation test."""
+    """The access of an endpoint to tenants' objects: its case in the isolation test."""
 
-    IDS = "takes ids of a tenant's things; those of another tenant are 404"
-    LISTING = "lists or counts the caller's own things"
-    LINK = "is opened by a signed link, without a key"
-    NOTHING = "shows nothing of a tenant's things"
+    IDS = "takes ids of a tenant's objects; those of another tenant are 404"
+    LISTING = "lists or counts the caller's own objects"
+    LINK = "needs a signed link instead of a key"
+    NOTHING = "shows no tenant's objects"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,13 +331,13 @@ def declared_in(*modules: ModuleType) -> list[Operation]:
 
 @dataclass(frozen=True, slots=True)
 class Draft(Generic[B]):
-    """A JSON body that is not validated yet: what is wrong with it refuses the future instead of the request."""
+    """A JSON body before validation: an invalid body fails the future instead of the request."""
 
     model: type[B]
     values: Mapping[str, object]
 
     def part(self, model: type[Part]) -> Part:
-        """The fields that a request cannot do without."""
+        """The fields without which there is no future."""
         return validate(model, self.values)
 
     def read(self) -> B:
@@ -358,14 +358,12 @@ def answering(
             decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
             call = call_of(request, services, tenant_id, decoded)
             if isinstance(body, type):
-                values = read_object(decoded).values
+                values = read_object(decoded)
                 return orjson.dumps(handler(call, Draft(body, values) if late else validate(body, values)))
             return orjson.dumps(handler(call))
 
-        lane = services.threads.quick if quick else None
-        if not services.tracing.on:
-            return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
-        with traced(request, services, tenant_id, handler.__name__):
+        with traced(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
+            lane = services.threads.quick if quick else None
             return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
 
     return respond
@@ -383,7 +381,7 @@ def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -
 async def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
     if "\x00" in request.scope["path"]:
-        raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
+        raise NotFoundError("no id holds a NUL character")  # Postgres cannot compare with it
     if len(request.scope["path"]) > MAX_PATH:
         raise NotFoundError(
             f"the path has {len(request.scope['path'])} characters; no id makes it longer than {MAX_PATH}"
@@ -396,19 +394,19 @@ async def authenticate(request: Request) -> tuple[Services, str]:
         credential = given.strip() if scheme.lower() == "bearer" else None
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
-        credential = ANY_KEY  # loaders of models have no key, or one of the hub's own
+        credential = ANY_KEY  # these clients send no key, or a hub token
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential, on=quick)
     bind_contextvars(tenant_id=caller.tenant_id)  # each request has a context of its own
     return services, caller.tenant_id
 
 
 def is_openai(request: Request) -> bool:
-    """Whether a request is one of OpenAI's clients, by its path: they send their key, and read errors, in their way."""
+    """Whether a request is from one of OpenAI's clients, by its path: keys and errors have OpenAI's form."""
     return request.scope["path"].startswith(_OPENAI) and not is_anthropic(request)
 
 
 def is_anthropic(request: Request) -> bool:
-    """The same for Anthropic's, who always name their API's version."""
+    """The same for Anthropic's, which always send their API's version."""
     path = request.scope["path"]
     return path.startswith(_ANTHROPIC) or (path.startswith(_OPENAI) and _ANTHROPIC_HEADER in request.headers)
 
@@ -419,7 +417,7 @@ def is_hub(request: Request) -> bool:
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
-    """The body as sent, refused as soon as it is known to be too large."""
+    """The body as sent. Refuses it at the first byte beyond the limit."""
     services: Services = request.app.state.services
     limit_bytes = min(limit_bytes or services.settings.max_body_bytes, services.settings.max_body_bytes)
     bodies.check_content_type(request.headers.get("content-type"), takes)
@@ -435,27 +433,27 @@ async def read_body(request: Request, takes: str, limit_bytes: int | None = None
 
 
 async def read_json(request: Request, model: type[B]) -> B:
-    """The body of a poll, which is short but for what it acknowledges: on the event loop, unless it is long."""
+    """The typed body of a poll; a short one is read on the event loop."""
     services: Services = request.app.state.services
     limit_bytes = min(MAX_POLL_BYTES, services.settings.max_body_bytes)
     body = await read_body(request, bodies.JSON_TYPE, limit_bytes)
     encoding = request.headers.get("content-encoding")
 
     def work() -> B:
-        return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)).values)
+        return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)))
 
     return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
 
 def traced(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
-    """A span around the answer to a request, below its client's."""
+    """A span of the request, a child of its client's."""
     attributes = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
     return services.tracing.span(name.lstrip("_"), request.headers.get("traceparent"), attributes)
 
 
 async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
-    """Call `work` on a worker thread, which logs and traces as part of the same request. `on` is a lane of the
-    service's threads; without one, it is that of the handlers.
+    """Call `work` on a worker thread with the request's context. `on` is a lane of the service's threads; the default
+    is that of the handlers.
     """
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(on, lambda: context.run(work, *args))
@@ -481,8 +479,8 @@ class ModelRequest(Body):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request that was validated, to be stored before it is answered. An operation without a seq_id takes its
-    model's next; `more` is what the answer says beside the request_id.
+    """A validated request, which is stored before it is answered. Without a seq_id it takes the model's next one.
+    `more` are fields of the answer beside the request_id.
     """
 
     new: NewFuture
@@ -501,7 +499,7 @@ def submission(handler: Handler, takes: str, model: type[Body] | None = None) ->
         def submit(*, may_wait: bool) -> Submission:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
             call = replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait)
-            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded).values))
+            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded)))
             assert isinstance(submitted, Submission)
             return submitted
 
@@ -575,7 +573,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
 
 
 def _submit_next(services: Services, submitted: Submission) -> str:
-    """Store a request under the next number of its model. The id is its own, so that it shows whose the number is."""
+    """Store a request under the next number of its model. Its id is unique, so that a collision is visible."""
     new, futures = submitted.new, services.futures
     assert new.model_id is not None
     while True:
@@ -588,7 +586,7 @@ def _submit_next(services: Services, submitted: Submission) -> str:
 def submit_json_operation(
     call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
 ) -> Submission:
-    """The same for a JSON body, which names its model and number itself. `refusal` is what is wrong with it already."""
+    """The same for a JSON body with model_id and seq_id. `refusal` is an error that is known already."""
     named = draft.part(ModelRequest)
 
     def checked(model: Model, request_id: str) -> int:

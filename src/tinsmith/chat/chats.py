@@ -1,200 +1,219 @@
-"""`/chat/completions`: a request's JSON -> a plan."""
+"""OpenAI's requests, `/chat/completions` and `/completions` -> plans."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from tinsmith.chat.generation_request import (
-    MAX_CHOICES,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
-    SHARED,
+    GenerationRequest,
     Plan,
     bounded,
-    read_count,
-    read_params,
-    read_response_format,
-    read_stream,
 )
-from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
-from tinsmith.chat.texts import Text, Thinking, thinking_of
-from tinsmith.chat.tools import OPEN, ToolUse, read_tools
+from tinsmith.chat.texts import Text, thinking_of
+from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools
+from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Grammar, SamplingParams
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire import fields
+from tinsmith.wire.fields import Body, ClosedBody, Integer, LongText, OneOf, Only, OrText, Unread, refused, show, wrong
 
-KNOWN = SHARED | frozenset(
-    [
-        "messages",
-        "model",
-        "max_tokens",
-        "max_completion_tokens",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "chat_template_kwargs",
-        "separate_reasoning",
-    ]
-)
-REASONS = {
-    "functions": "an older form; send tools",
-    "function_call": "an older form; send tool_choice",
-    "audio": "models here write text only",
-    "modalities": "models here write text only; leave it out",
-    "prediction": "answers are sampled one token at a time",
-    "reasoning_effort": "say it in chat_template_kwargs, in the words of the model's own template",
-    "verbosity": "models here know no such thing",
-    "web_search_options": "this server fetches nothing",
-    "moderation": "this server judges no content",
-}
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_FIELDS = frozenset(["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"])
 MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def read_chat(fields: Fields, text: Text) -> Plan:
-    refuse_unknown(without_text_modality(fields), KNOWN, REASONS)
-    template = text.template.source
-    tools = read_tools(fields, template, text.has_token(OPEN))
-    messages = read_messages(fields, template)
-    variables = fields.fields_or("chat_template_kwargs", Fields({})).values
-    grammar = one_grammar(read_response_format(fields), tools)
-    stream, include_usage = read_stream(fields)
-    shown = [tool.definition for tool in tools.tools] if tools else None
-    prompt = text.chat(messages, shown, variables)
-    params = read_params(fields, _max_tokens(fields), grammar, tools.stops if tools else ())
-    return Plan(
-        name=fields.text("model"),
-        prompts=(prompt,),
-        num_choices=read_count(fields, "n", 1, MAX_CHOICES, 1),
-        params=params,
-        top_logprobs=_top_logprobs(fields),
-        stream=stream,
-        include_usage=include_usage,
-        tools=tools,
-        thinking=_thinking(fields, text, prompt, params, tools),
-    )
+def _arguments(given: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise wrong(f"is {show(given)}; it must be a JSON object")
+    return arguments
 
 
-def _thinking(
-    fields: Fields, text: Text, prompt: Sequence[int], params: SamplingParams, tools: ToolUse | None
-) -> Thinking | None:
-    """`separate_reasoning` is SGLang's."""
-    wanted = fields.flag_or("separate_reasoning", True)
-    return thinking_of(text, prompt) if wanted and may_think(params, tools) else None
+class CalledFunction(Body):
+    name: fields.Text
+    arguments: Annotated[LongText, AfterValidator(_arguments)] = Field("", validate_default=True)
+
+
+class Call(Body):
+    function: CalledFunction
+    id: Unread = None
+
+
+class Part(Body):
+    type: Annotated[fields.Text, Only(("text",), "models here read text only")]
+    text: LongText = ""
+
+
+class ChatMessage(ClosedBody):
+    role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"))]
+    content: Annotated[str | list[Part], OrText()] | None = None
+    name: LongText | None = None
+    tool_call_id: LongText | None = None
+    reasoning_content: LongText | None = None
+    tool_calls: list[Call] | None = None
+    refusal: Annotated[Unread, refused("put what was said into content")] = None
+    audio: Annotated[Unread, refused("models here know text only")] = None
+    function_call: Annotated[Unread, refused("send tool_calls")] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise wrong("has no content; only an assistant's message may be without")
+        return self
+
+    def shown(self, template: str) -> Mapping[str, object]:
+        """The message for a chat template: arguments of calls as objects, parts of a text on lines of their own."""
+        role = "system" if self.role == "developer" and "developer" not in template else self.role
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        message: dict[str, object] = {"role": role, "content": text}
+        message |= {name: value for name, value in named.items() if value is not None}
+        if self.tool_calls is not None:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls
+            ]
+        return message
+
+
+class ChatRequest(GenerationRequest):
+    """`separate_reasoning` is SGLang's, `chat_template_kwargs` vLLM's."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    separate_reasoning: bool = True
+    functions: Annotated[Unread, refused("an older form; send tools")] = None
+    function_call: Annotated[Unread, refused("an older form; send tool_choice")] = None
+    audio: Annotated[Unread, refused("models here write text only")] = None
+    modalities: Annotated[Unread, refused("models here write text only; leave it out", unless=["text"])] = None
+    prediction: Annotated[Unread, refused("answers are sampled one token at a time")] = None
+    reasoning_effort: Annotated[
+        Unread, refused("say it in chat_template_kwargs, in the words of the model's own template")
+    ] = None
+    verbosity: Annotated[Unread, refused("models here have no such switch")] = None
+    web_search_options: Annotated[Unread, refused("this server fetches nothing")] = None
+    moderation: Annotated[Unread, refused("this server judges no content")] = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatRequest:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens {new}; send one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs", f"top_logprobs is {self.top_logprobs}, but logprobs is not true")
+        return self
+
+    def plan(self, text: Text) -> Plan:
+        """Raises RequestError."""
+        template = text.template.source
+        definitions: Any = self.tools
+        tools = read_tools(definitions, self.tool_choice, self.parallel_tool_calls, template, text.has_token(OPEN))
+        shown = [tool.definition for tool in tools.tools] if tools else None
+        prompt = text.chat([each.shown(template) for each in self.messages], shown, self.chat_template_kwargs)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        params = self.params(max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
+        return Plan(
+            name=self.model,
+            prompts=(prompt,),
+            num_choices=self.n,
+            params=params,
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            tools=tools,
+            thinking=thinking_of(text, prompt) if self.separate_reasoning and may_think(params, tools) else None,
+        )
 
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
-    """An answer that is held to a grammar from its first token does not think."""
+    """Whether an answer may think: not if a grammar constrains it from its first token."""
     held = params.adjustments is not None and params.adjustments.grammar is not None
     return not held or (tools is not None and tools.choice == "auto")
 
 
-def without_text_modality(fields: Fields) -> Fields:
-    """Text is the one modality there is, so it may be asked for."""
-    if fields.values.get("modalities") != ["text"]:
-        return fields
-    return Fields({name: value for name, value in fields.values.items() if name != "modalities"})
-
-
-def one_grammar(wanted: Grammar | None, tools: ToolUse | None) -> Grammar | None:
-    """An answer can be held to one grammar."""
+def _one_grammar(wanted: Grammar | None, tools: ToolUse | None) -> Grammar | None:
+    """An answer follows one grammar at most."""
     called = tools.grammar() if tools else None
     if wanted and tools:
         raise not_supported("response_format", "together with tools; set tool_choice to 'none', or leave one out")
     return bounded(called) if called else wanted
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    old, new = (
-        read_count(fields, name, 1, MAX_TOKENS, 1) if fields.has(name) else None
-        for name in ("max_tokens", "max_completion_tokens")
-    )
-    if old is not None and new is not None and old != new:
-        raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens {new}; send one of them")
-    return old if new is None else new
+# Completions: a prompt is text, or token ids as they are.
 
 
-def _top_logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag_or("logprobs", False)
-    count = read_count(fields, "top_logprobs", 0, MAX_TOP_LOGPROBS, 0)
-    if count and not wanted:
-        raise RequestError("top_logprobs", f"top_logprobs is {count}, but logprobs is not true")
-    return count if wanted else None
+def _prompts(prompt: object) -> list[object]:
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return [prompt]
+    if not isinstance(prompt, list) or not 0 < len(prompt) <= MAX_PROMPTS:
+        raise wrong(f"is {show(prompt)}; it must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either")
+    return prompt
 
 
-# Messages.
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and len(prompt) > 0 and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
 
 
-def read_messages(fields: Fields, template: str) -> list[Mapping[str, object]]:
-    items = fields.values.get("messages")
-    if not isinstance(items, list) or not 0 < len(items) <= MAX_MESSAGES:
-        raise RequestError("messages", f"messages must be a list of 1 to {MAX_MESSAGES} messages")
-    return [_message(item, f"messages[{index}]", template) for index, item in enumerate(items)]
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema({"type": ["string", "array"]})]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="0 only with echo")] = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: Integer | None = None
+    add_special_tokens: bool = True
+    suffix: Annotated[Unread, refused("models here continue a text and do not fill one in")] = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n):
+            raise not_supported("best_of", "every answer is returned; ask for n and choose")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens", f"max_tokens is 0; it must lie between 1 and {MAX_TOKENS} (0 with echo)")
+        if self.echo and self.stream:
+            raise not_supported("echo", "together with stream")
+        if len(self.prompt) * self.n > MAX_PROMPTS:
+            raise RequestError("n", f"{len(self.prompt)} prompts with n={self.n} answers are more than {MAX_PROMPTS}")
+        return self
+
+    def plan(self, text: Text) -> Plan:
+        """Raises RequestError."""
+        echo_only = self.echo and self.max_tokens == 0
+        special = self.add_special_tokens
+        return Plan(
+            name=self.model,
+            prompts=tuple(_prompt(one, f"prompt[{index}]", text, special) for index, one in enumerate(self.prompt)),
+            num_choices=self.n,
+            params=self.params(1 if echo_only else self.max_tokens, self.asked_grammar),
+            top_logprobs=self.logprobs,
+            echo=self.echo,
+            echo_only=echo_only,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            prompt_field="prompt",
+        )
 
 
-def _message(item: object, where: str, template: str) -> Mapping[str, object]:
-    if not isinstance(item, dict):
-        raise RequestError("messages", f"{where} is {show(item)}; it must be an object")
-    fields = Fields(item, f"{where}.")
-    refuse_unknown(fields, MESSAGE_FIELDS, {"audio": "models here know text only", "function_call": "send tool_calls"})
-    if fields.has("refusal"):
-        raise not_supported(fields.path("refusal"), "put what was said into content")
-    role = fields.text("role")
-    if role not in ROLES:
-        raise RequestError("messages", f"{where}.role is {show(role)}; it must be one of {', '.join(ROLES)}")
-    if role == "developer" and "developer" not in template:
-        role = "system"
-    message: dict[str, object] = {"role": role, "content": read_content(fields, role)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if fields.has(name):
-            message[name] = fields.text_or(name, "", max_length=2**31)
-    if fields.has("tool_calls"):
-        message["tool_calls"] = _calls(fields)
-    return message
-
-
-def read_content(fields: Fields, role: str) -> str:
-    """Parts of a text stand on lines of their own."""
-    content = fields.values.get("content")
-    if isinstance(content, list):
-        return "\n".join(_part(part, f"{fields.path('content')}[{index}]") for index, part in enumerate(content))
-    if content is None and role != "assistant":
-        raise RequestError("messages", f"{fields.path('content')} is missing")
-    return fields.text_or("content", "", max_length=2**31)
-
-
-def _part(part: object, where: str) -> str:
-    if not isinstance(part, dict):
-        raise RequestError("messages", f"{where} is {show(part)}; it must be an object with a type")
-    fields = Fields(part, f"{where}.")
-    kind = fields.text("type")
-    if kind != "text":
-        raise not_supported(f"{where}.type", f"{show(kind)}; models here read text only")
-    return fields.text_or("text", "", max_length=2**31)
-
-
-def _calls(fields: Fields) -> list[object]:
-    """Arguments as objects, which is how chat templates write them down."""
-    items = fields.values["tool_calls"]
-    if not isinstance(items, list):
-        raise RequestError("messages", f"{fields.path('tool_calls')} is {show(items)}; it must be a list")
-    calls: list[object] = []
-    for index, item in enumerate(items):
-        where = f"{fields.path('tool_calls')}[{index}]"
-        if not isinstance(item, dict):
-            raise RequestError("messages", f"{where} is {show(item)}; it must be an object")
-        function = Fields(item, f"{where}.").fields("function")
-        text = function.text_or("arguments", "", max_length=2**31) or "{}"
-        try:
-            arguments = json.loads(text)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError("messages", f"{function.path('arguments')} is {show(text)}; it must be a JSON object")
-        called = {"name": function.text("name"), "arguments": arguments}
-        calls.append({"id": item.get("id"), "type": "function", "function": called})
-    return calls
+def _prompt(prompt: object, where: str, text: Text, special: bool) -> Sequence[int]:
+    if isinstance(prompt, str):
+        found = text.encode(prompt, special=special)
+        if not found:
+            raise RequestError("prompt", f"{where} has no token; it must have at least one")
+        return found
+    if isinstance(prompt, list) and _is_ids(prompt):
+        return prompt
+    raise RequestError("prompt", f"{where} is {show(prompt)}; it must be a text or a list of token ids")

@@ -1,9 +1,9 @@
 """One answer, token by token: its thought, its text, what of them may be shown already, its calls and its logprobs.
 
-A `Choice` is fed the tokens of one sequence, all at once or as they come, and gives out pieces; the pieces of a stream
-put together are the whole answer. Text is held back as long as it may turn out to be something else: an unfinished
-character, the beginning of a stop string, a tool call. A thought ends at its mark and comes without it, and without the
-white space around it; calls are looked for in what follows.
+A `Choice` takes the tokens of one sequence, all at once or one by one, and gives out pieces; the pieces of a stream
+joined are the whole answer. It holds back text that may become something else: an unfinished character, the beginning
+of a stop string, a tool call. A thought ends at its mark and comes without the mark and surrounding white space; calls
+follow the thought.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ShownToken:
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of an answer; what it thinks comes before its text."""
+    """The next piece of an answer; thoughts come before text."""
 
     reasoning: str = ""
     text: str = ""
@@ -74,7 +74,7 @@ class Decoder:
 class Choice:
     def __init__(self, plan: Plan, text: Text, index: int) -> None:
         self.index = index
-        self.token_ids: list[int] = []  # all that it was fed
+        self.token_ids: list[int] = []  # all that were pushed
         self.stopped_by: str | None = None  # the stop string
         self._plan = plan
         self._text = text
@@ -91,7 +91,7 @@ class Choice:
         self._shown = 0  # characters that were given out, thought and white space included
         self._tokens: list[ShownToken] = []
         self._tokens_shown = 0
-        self._ended = False  # whatever comes is not of the answer
+        self._ended = False  # later tokens are not part of the answer
         self._finished = False
         self._calls: list[ToolCall] = []
 
@@ -109,7 +109,7 @@ class Choice:
             self._add(self._decoder.push(token_id))
 
     def finish(self) -> None:
-        """No token follows."""
+        """The last token was pushed."""
         if not self._ended and not self._hides:
             self._add(self._decoder.rest())
         self._ended = self._finished = True
@@ -120,7 +120,7 @@ class Choice:
             self._whole = self._whole[: self._answers_at] + text
 
     def piece(self) -> Piece:
-        """What was not given out before and may be now."""
+        """The next piece: everything that is certain and was not given out before."""
         end = len(self._whole) if self._finished else self._certain()
         piece = Piece(self._thought(end), self._answer(end))
         # A mark's token comes with the text after it: a piece without text is not shown.
@@ -134,7 +134,7 @@ class Choice:
         return piece
 
     def _leaves_out(self, token_id: int) -> bool:
-        """Whether a token is a mark, or of a thought, that the answer is not to show."""
+        """Whether the answer hides a token: a mark, or a token of a hidden thought."""
         marks = self._plan.hidden
         if marks is None:
             return False
@@ -168,14 +168,14 @@ class Choice:
         return True
 
     def _thought(self, end: int) -> str:
-        """What is new of the thought, up to `end`."""
+        """The new part of the thought, up to `end`."""
         if self._plan.thinking is None:
             return ""
         end = min(end, len(self._whole) if self._thinks else self._answers_at)
         return self._stripped(0, len(self._whole[:end].rstrip()))
 
     def _answer(self, end: int) -> str:
-        """The same of what follows."""
+        """The new part of the answer after the thought, up to `end`."""
         if self._thinks:
             return ""
         if self._plan.thinking is not None and self._thinking is None:
@@ -185,7 +185,7 @@ class Choice:
         return new
 
     def _stripped(self, start: int, end: int) -> str:
-        """What is new between two places, without the white space at its beginning."""
+        """The new part between two places, without leading white space."""
         region = self._whole[start:end]
         first = max(self._shown, start + len(region) - len(region.lstrip()))
         if first >= end:

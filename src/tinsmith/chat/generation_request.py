@@ -1,7 +1,7 @@
-"""What a request comes down to, whoever's words it was in, and the parameters that all of them share.
+"""The parameters that chats and completions share, and the `Plan` that every request becomes.
 
 A `Plan` holds prompts as token ids and everything else that sampling and the answer need. Parameters have OpenAI's
-names; vLLM's additions to them are known, too.
+names; vLLM's additions are known, too.
 """
 
 from __future__ import annotations
@@ -9,67 +9,58 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from tinsmith.chat.refusals import RequestError, not_supported
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+
 from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
+from tinsmith.errors import RequestError
 from tinsmith.types import Adjustments, Grammar, SamplingParams
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire.fields import (
+    MAX_TEXT,
+    Body,
+    ClosedBody,
+    Integer,
+    Only,
+    Position,
+    Text,
+    Unread,
+    show,
+    unsupported,
+    wrong,
+)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
 MAX_BIASES = 1024
+MAX_STRUCTURED_CHOICES = 1024
 MAX_GRAMMAR_CHARACTERS = 32 << 10
-
-SAMPLING = frozenset(
-    [
-        "temperature",
-        "top_p",
-        "n",
-        "seed",
-        "stop",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-        "stream",
-        "stream_options",
-    ]
-)
-BEYOND = frozenset(
-    [
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "stop_token_ids",
-        "ignore_eos",
-        "structured_outputs",
-        "skip_special_tokens",
-    ]
-)
-"""vLLM's."""
-
-PASSED_OVER = frozenset(["user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store"])
-"""Fields that ask for nothing of the answer; store and service_tier at the values that mean the usual."""
-
-SHARED = SAMPLING | BEYOND | PASSED_OVER
-"""What chats and completions know alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whose weights answer: a base model's, or those of a checkpoint on it. `name` is the request's own word."""
+    """The weights that answer: a base model's, or those of a checkpoint on it. `name` is the request's own text."""
 
     name: str
     base_model: str | None
     model_path: str | None
 
+    @classmethod
+    def of(cls, name: str) -> Target:
+        """`base`, `tinker://...`, or `base;tinker://...`."""
+        base_model, separator, path = name.partition(";")
+        if separator:
+            return cls(name, base_model, path)
+        return cls(name, None, name) if name.startswith("tinker://") else cls(name, name, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`top_logprobs` None: the answer shows no logprobs. `echo` has completions begin with their prompt. Without
-    `thinking`, what a model thinks is part of its text, or is left out of it if `hidden` names the marks.
-    `prompt_field` is the request's field that holds the prompt.
+    """`top_logprobs` None: the answer has no logprobs. `echo` puts the prompt before a completion. Without `thinking`,
+    thoughts are part of the text, or are left out of it if `hidden` has their marks. `prompt_field` is the request's
+    field that holds the prompt.
     """
 
     name: str
@@ -88,138 +79,47 @@ class Plan:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer and do not belong to it."""
+        """The strings that end an answer and are not part of it."""
         own = self.tools.stops if self.tools else ()
         return tuple(text for text in self.params.stop_strings if text not in own)
 
 
-def read_target(fields: Fields) -> Target:
-    """`base`, `tinker://...`, or `base;tinker://...`."""
-    name = fields.text_or("model", None)
-    if name is None:
-        raise RequestError("model", "model is missing; name a base model, or the tinker:// path of a checkpoint")
-    base_model, separator, path = name.partition(";")
-    if separator:
-        return Target(name, base_model, path)
-    return Target(name, None, name) if name.startswith("tinker://") else Target(name, name, None)
+class ContextLengthError(RequestError):
+    """Prompt and answer are longer than the model's context. Clients match on the first words, OpenAI's or Anthropic's.
 
+    `max_tokens` is None where the request set no limit; `param` is the field that holds the prompt.
+    """
 
-def read_params(
-    fields: Fields, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
-) -> SamplingParams:
-    if fields.has("skip_special_tokens") and not fields.flag_or("skip_special_tokens", True):
-        raise not_supported("skip_special_tokens", "special tokens are always left out of a text")
-    check_passed_over(fields)
-    asked = grammar_of_structured_outputs(fields)
-    if asked and grammar:
-        raise RequestError("structured_outputs", "structured_outputs does not go with tools or response_format")
-    return SamplingParams(
-        max_tokens=max_tokens,
-        seed=fields.integer_or("seed", None),
-        stop_strings=(*_stops(fields), *own_stops),
-        stop_tokens=_stop_tokens(fields),
-        stop_eos=not fields.flag_or("ignore_eos", False),
-        temperature=read_within(fields, "temperature", 0.0, 2.0, 1.0),
-        top_k=_top_k(fields),
-        top_p=read_within(fields, "top_p", 0.0, 1.0, 1.0),
-        adjustments=adjustments_of(fields, asked or grammar),
-    )
+    def __init__(self, param: str, num_prompt: int, max_tokens: int | None, context: int) -> None:
+        self.num_prompt, self.max_tokens, self.context = num_prompt, max_tokens, context
+        asked = (
+            f"your {param} resulted in {num_prompt} tokens, which leaves none for the completion"
+            if max_tokens is None
+            else f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {param}, {max_tokens} in the "
+            "completion)"
+        )
+        super().__init__(
+            param,
+            f"This model's maximum context length is {context} tokens. However, {asked}. Please reduce the length of "
+            f"the {param} or of the completion (max_tokens).",
+            "context_length_exceeded",
+        )
 
-
-def check_passed_over(fields: Fields) -> None:
-    if fields.flag_or("store", False):
-        raise not_supported("store", "answers are not kept for later; leave it out")
-    tier = fields.text_or("service_tier", "auto")
-    if tier not in ("auto", "default"):
-        raise not_supported("service_tier", f"{show(tier)}; there is one tier, 'default'")
-
-
-def adjustments_of(fields: Fields, grammar: Grammar | None) -> Adjustments | None:
-    """None if they change nothing."""
-    found = Adjustments(
-        min_p=read_within(fields, "min_p", 0.0, 1.0, 0.0),
-        repetition_penalty=read_within(fields, "repetition_penalty", 0.01, 100.0, 1.0),
-        presence_penalty=read_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
-        frequency_penalty=read_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
-        logit_bias=_biases(fields),
-        grammar=grammar,
-    )
-    return None if found == Adjustments() else found
-
-
-def read_within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
-    value = fields.number_or(name, default)
-    if not low <= value <= high:
-        raise RequestError(name, f"{name} is {value}; it must lie between {low:g} and {high:g}")
-    return value
-
-
-def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
-    given = fields.fields_or("logit_bias", None)
-    if given is None:
-        return ()
-    if len(given.values) > MAX_BIASES:
-        raise RequestError("logit_bias", f"logit_bias has {len(given.values)} tokens; at most {MAX_BIASES} are allowed")
-    found: dict[int, float] = {}
-    for name in given.values:
-        if not (name.isascii() and name.isdigit() and len(name) <= 9):
-            raise RequestError("logit_bias", f"logit_bias has the key {show(name)}; keys are token ids")
-        bias = given.number(name)
-        if not -100.0 <= bias <= 100.0:
-            raise RequestError("logit_bias", f"{given.path(name)} is {bias}; it must lie between -100 and 100")
-        found[int(name)] = bias
-    return tuple(found.items())
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stop = fields.values.get("stop")
-    if stop is None:
-        return ()
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError("stop", f"stop is {show(stop)}; use a string that is not empty, or a list of them")
-    return tuple(texts)
-
-
-def _stop_tokens(fields: Fields) -> tuple[int, ...]:
-    found = fields.values.get("stop_token_ids") or []
-    if not isinstance(found, list) or not all(type(one) is int and 0 <= one < 2**31 for one in found):
-        raise RequestError("stop_token_ids", f"stop_token_ids is {show(found)}; it must be a list of token ids")
-    return tuple(found)
-
-
-def _top_k(fields: Fields) -> int:
-    top_k = fields.integer_or("top_k", -1)
-    return -1 if top_k == 0 else top_k  # vLLM's other way to say: all
-
-
-def read_count(fields: Fields, name: str, low: int, high: int, default: int) -> int:
-    value = fields.integer_or(name, default)
-    if not low <= value <= high:
-        raise RequestError(name, f"{name} is {value}; it must lie between {low} and {high}")
-    return value
-
-
-def read_stream(fields: Fields) -> tuple[bool, bool]:
-    """Whether the answer comes in pieces, and whether the last of them tells its usage."""
-    stream = fields.flag_or("stream", False)
-    options = fields.fields_or("stream_options", None)
-    if options is None:
-        return stream, False
-    if not stream:
-        raise RequestError("stream_options", "stream_options is for stream=true only")
-    for name in options.values.keys() - {"include_usage", "include_obfuscation"}:
-        raise not_supported(options.path(name), "known is include_usage")
-    if options.flag_or("include_obfuscation", False):
-        raise not_supported("stream_options.include_obfuscation", "pieces are sent as they are")
-    return stream, options.flag_or("include_usage", False)
+    @property
+    def anthropic(self) -> str:
+        if self.max_tokens is None or self.num_prompt >= self.context:
+            return f"prompt is too long: {self.num_prompt} tokens > {self.context - 1} maximum"
+        return (
+            f"input length and `max_tokens` exceed context limit: {self.num_prompt} + {self.max_tokens} > "
+            f"{self.context}, decrease input length or `max_tokens` and try again"
+        )
 
 
 # Grammars.
 
 
 def json_grammar(schema: Mapping[str, object] | None) -> Grammar:
-    """Any object, without a schema."""
+    """Without a schema, any object."""
     return bounded(Grammar("json_schema", json.dumps(schema if schema is not None else {"type": "object"})))
 
 
@@ -232,41 +132,153 @@ def bounded(grammar: Grammar) -> Grammar:
     return grammar
 
 
-def read_response_format(fields: Fields) -> Grammar | None:
-    wanted = fields.fields_or("response_format", None)
-    if wanted is None:
-        return None
-    kind = wanted.text("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return json_grammar(None)
-    if kind == "json_schema":
-        schema = wanted.fields("json_schema").fields_or("schema", None)
-        return json_grammar(None if schema is None else schema.values)
-    raise not_supported("response_format.type", f"{show(kind)}; use 'text', 'json_object' or 'json_schema'")
+class JsonSchemaFormat(Body):
+    given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
-def grammar_of_structured_outputs(fields: Fields) -> Grammar | None:
-    """vLLM's way to say it: exactly one of json, regex and choice."""
-    wanted = fields.fields_or("structured_outputs", None)
-    if wanted is None:
-        return None
-    named = [name for name, value in wanted.values.items() if value is not None]
+class ResponseFormat(Body):
+    type: Annotated[Text, Only(("text", "json_object", "json_schema"), "use 'text', 'json_object' or 'json_schema'")]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise wrong("has no json_schema, which its type needs")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return json_grammar(self.json_schema.given if self.type == "json_schema" and self.json_schema else None)
+
+
+def _structured(given: dict[str, Any]) -> Grammar:
+    """vLLM's form: exactly one of json, regex and choice."""
+    named = [name for name, value in given.items() if value is not None]
     if len(named) != 1 or named[0] not in ("json", "regex", "choice"):
-        raise not_supported("structured_outputs", f"{show(named)}; use exactly one of json, regex and choice")
-    if named == ["regex"]:
-        return bounded(Grammar("regex", wanted.text("regex")))
-    if named == ["choice"]:
-        return json_choice(wanted)
-    schema = wanted.values["json"]
-    if isinstance(schema, str):
-        return bounded(Grammar("json_schema", schema))
-    return json_grammar(wanted.fields("json").values)
+        raise unsupported(f"{show(named)}; use exactly one of json, regex and choice")
+    kind, value = named[0], given[named[0]]
+    if kind == "json" and isinstance(value, dict):
+        return json_grammar(value)
+    if kind == "json" and isinstance(value, str):
+        return bounded(Grammar("json_schema", value))
+    if kind == "regex" and _is_text(value):
+        return bounded(Grammar("regex", value))
+    texts = value if isinstance(value, list) and all(_is_text(each) and each for each in value) else []
+    if kind == "choice" and 0 < len(texts) <= MAX_STRUCTURED_CHOICES:
+        return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
+    raise wrong(
+        f"has the {kind} {show(value)}; json is a schema, regex a string of at most {MAX_TEXT} characters without NUL, "
+        f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} of them that are not empty"
+    )
 
 
-def json_choice(wanted: Fields) -> Grammar:
-    choices = wanted.texts_or_empty("choice", max_items=1024)
-    if not choices or not all(choices):
-        raise RequestError("structured_outputs.choice", "structured_outputs.choice must hold texts that are not empty")
-    return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(json.dumps(one) for one in choices)))
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT and "\x00" not in value
+
+
+# Requests.
+
+
+def _stops(given: object) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise wrong(f"is {show(given)}; use a string that is not empty, or a list of them")
+    return tuple(texts)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    if len(given) > MAX_BIASES:
+        raise wrong(f"has {len(given)} tokens; at most {MAX_BIASES} are allowed")
+    for name in given:
+        if not (name.isascii() and name.isdigit() and len(name) <= 9):
+            raise wrong(f"has the key {show(name)}; keys are token ids")
+    return {int(name): bias for name, bias in given.items()}
+
+
+class StreamOptions(ClosedBody):
+    include_usage: bool = False
+    include_obfuscation: Annotated[bool, Only((False,), "pieces are sent as they are")] = False
+
+
+Stops = Annotated[
+    Any,
+    AfterValidator(_stops),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
+]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class GenerationRequest(ClosedBody):
+    """What chats and completions have in common. Fields that ask for nothing of the answer are `Unread`."""
+
+    ignores_zero = False
+
+    model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Integer | None = None
+    stop: Stops = ()
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # vLLM's.
+    top_k: Annotated[Integer, Field(description="-1 or 0 turns it off")] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    stop_token_ids: Annotated[list[Position], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
+    ignore_eos: bool = False
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(_structured)] | None = None
+    skip_special_tokens: Annotated[bool, Only((True,), "special tokens are always left out of a text")] = True
+    store: Annotated[bool, Only((False,), "answers are not kept for later; leave it out")] = False
+    service_tier: Annotated[Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
+    user: Unread = None
+    metadata: Unread = None
+    safety_identifier: Unread = None
+    prompt_cache_key: Unread = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "stream_options is for stream=true only")
+        return self
+
+    @property
+    def asked_grammar(self) -> Grammar | None:
+        return self.response_format.grammar if self.response_format else None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def params(self, max_tokens: int | None, called: Grammar | None, own_stops: Sequence[str] = ()) -> SamplingParams:
+        """`called` is the grammar of a tool call, or of the response format."""
+        asked: Any = self.structured_outputs
+        if asked and called:
+            raise RequestError("structured_outputs", "structured_outputs does not go with tools or response_format")
+        biases: Any = self.logit_bias
+        adjustments = Adjustments(
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(biases.items()),
+            grammar=asked or called,
+        )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            stop_strings=(*self.stop, *own_stops),
+            stop_tokens=tuple(self.stop_token_ids),
+            stop_eos=not self.ignore_eos,
+            temperature=self.temperature,
+            top_k=self.top_k or -1,
+            top_p=self.top_p,
+            adjustments=None if adjustments == Adjustments() else adjustments,
+        )

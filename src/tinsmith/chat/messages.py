@@ -1,7 +1,7 @@
 """`/v1/messages`: Anthropic's requests -> plans, and results -> its messages, whole and as events.
 
-A request is put into the words of a chat completion and read as one, so that both are judged by the same rules. What
-has no counterpart there is refused here, by name.
+A request is translated into a chat completion and read as one, so that the same rules hold for both. What has no
+counterpart there is refused here, by name.
 """
 
 from __future__ import annotations
@@ -9,224 +9,262 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Annotated, Any
 
-from tinsmith.chat.chats import may_think, read_chat
+from pydantic import BeforeValidator, Field, model_validator
+
+from tinsmith.chat.chats import ChatRequest, may_think
 from tinsmith.chat.choices import Choice, Piece
-from tinsmith.chat.generation_request import Plan, read_within
-from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
+from tinsmith.chat.generation_request import MAX_TOKENS, Plan, Stops
 from tinsmith.chat.results import read_sequence
 from tinsmith.chat.texts import SWITCH, Text, marks_of, thinking_of
 from tinsmith.chat.tools import ToolCall
+from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampleResult
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire import fields
+from tinsmith.wire.fields import (
+    ByType,
+    ClosedBody,
+    Integer,
+    LongText,
+    OneOf,
+    Only,
+    OrText,
+    Unread,
+    refused,
+    validate,
+    wrong,
+)
 
 JsonObject = dict[str, object]
 Event = tuple[str, JsonObject]
 
-COUNTED = frozenset(
-    ["model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "cache_control"]
-)
-KNOWN = COUNTED | frozenset(
-    ["max_tokens", "metadata", "service_tier", "stop_sequences", "stream", "temperature", "top_k", "top_p"]
-)
-REASONS = {
-    "container": "this server runs no code of a model's",
-    "mcp_servers": "this server calls no tools itself",
-    "inference_geo": "there is one place, where this server is",
-    "speed": "there is one speed",
-    "prefill": "an answer begins with its first token",
-}
-BLOCK_FIELDS = {
-    "text": frozenset(["type", "text", "cache_control", "citations"]),
-    "tool_use": frozenset(["type", "id", "name", "input", "cache_control", "caller"]),
-    "tool_result": frozenset(["type", "tool_use_id", "content", "is_error", "cache_control"]),
-    "thinking": frozenset(["type", "thinking", "signature"]),
-}
-THINKING_FIELDS = {
-    "enabled": frozenset(["type", "budget_tokens"]),
-    "adaptive": frozenset(["type"]),
-    "disabled": frozenset(["type"]),
-}
 MIN_BUDGET = 1024  # Anthropic's
-MAX_TEXT = 2**31
 
 
-def read_message(fields: Fields, text: Text) -> Plan:
-    """Raises RequestError."""
-    refuse_unknown(fields, KNOWN, REASONS)
-    if not fields.has("max_tokens"):
-        raise RequestError("max_tokens", "max_tokens is missing")
-    if fields.text_or("service_tier", "auto") not in ("auto", "standard_only"):
-        raise not_supported("service_tier", "there is one tier, 'standard_only'")
-    body = _chat(fields, text) | {"max_tokens": fields.integer("max_tokens"), "stream": fields.flag_or("stream", False)}
-    read_within(fields, "temperature", 0.0, 1.0, 1.0)
-    for name in ("temperature", "top_p", "top_k"):
-        if fields.has(name):
-            body[name] = fields.values[name]
-    if fields.has("stop_sequences"):
-        body["stop"] = fields.values["stop_sequences"]
-    plan = read_chat(Fields(body), text)
-    if body["separate_reasoning"]:
-        if plan.thinking is None:
-            raise not_supported("thinking", "together with output_config.format or a tool that must be called")
-        return plan
-    hidden = marks_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
-    return replace(plan, hidden=hidden)
+# Requests.
 
 
-def read_counted(fields: Fields, text: Text) -> Plan:
-    """A request whose prompt is only to be counted."""
-    refuse_unknown(fields, COUNTED, REASONS)
-    return read_chat(Fields(_chat(fields, text)), text)
+class TextBlock(ClosedBody):
+    type: Unread = None
+    text: LongText = ""
+    cache_control: Unread = None
+    citations: Unread = None
 
 
-def _chat(fields: Fields, text: Text) -> JsonObject:
-    messages: list[object] = []
-    if fields.has("system"):
-        messages.append({"role": "system", "content": _text(fields.values["system"], "system")})
-    items = fields.values.get("messages")
-    if not isinstance(items, list) or not items:
-        raise RequestError("messages", "messages must be a list of at least one message")
-    for index, item in enumerate(items):
-        messages += _message(item, f"messages[{index}]")
-    if isinstance(items[-1], dict) and items[-1].get("role") == "assistant":
-        raise not_supported("messages", "an answer that is begun already; the last message must be the user's")
-    body: JsonObject = {"model": fields.text("model"), "messages": messages}
-    return body | _tools(fields) | _format(fields) | _thinking(fields, text)
+class ThinkingBlock(ClosedBody):
+    type: Unread = None
+    thinking: LongText = ""
+    signature: Unread = None
 
 
-def _thinking(fields: Fields, text: Text) -> JsonObject:
-    """Thoughts come as blocks of their own if they are asked for; otherwise they are left out of the answer."""
-    wanted = fields.fields_or("thinking", None)
-    if wanted is None:
-        return {"separate_reasoning": False}
-    kind = wanted.text("type")
-    if kind not in THINKING_FIELDS:
-        raise not_supported("thinking.type", f"{show(kind)}; known are {', '.join(THINKING_FIELDS)}")
-    refuse_unknown(wanted, THINKING_FIELDS[kind], {})
-    thinks = kind != "disabled"
-    if thinks and thinking_of(text) is None:
-        raise not_supported("thinking", "this model's chat template and tokenizer mark no thoughts; leave it out")
-    most = fields.integer_or("max_tokens", None) or MAX_TEXT
-    if kind == "enabled" and not MIN_BUDGET <= wanted.integer("budget_tokens") < most:
-        raise RequestError("thinking", f"thinking.budget_tokens must be at least {MIN_BUDGET} and less than max_tokens")
-    body: JsonObject = {"separate_reasoning": thinks}
-    return body | ({"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {})
+class ToolUseBlock(ClosedBody):
+    type: Unread = None
+    id: fields.Text
+    name: fields.Text
+    input: dict[str, Any]
+    cache_control: Unread = None
+    caller: Unread = None
 
 
-def _message(item: object, where: str) -> Iterator[JsonObject]:
-    """What a turn holds, in order: results of tools become messages of their own."""
-    if not isinstance(item, dict):
-        raise RequestError("messages", f"{where} is {show(item)}; it must be an object")
-    fields = Fields(item, f"{where}.")
-    refuse_unknown(fields, frozenset(["role", "content"]), {})
-    role = fields.text("role")
-    if role not in ("user", "assistant"):
-        raise RequestError("messages", f"{where}.role is {show(role)}; it must be user or assistant")
-    content = item.get("content")
-    if isinstance(content, str):
-        yield {"role": role, "content": content}
-        return
-    if not isinstance(content, list):
-        raise RequestError("messages", f"{where}.content is {show(content)}; it must be a text or a list of blocks")
-    said: dict[str, object] = {}
-    texts: list[str] = []
-    calls: list[object] = []
-    for index, block in enumerate(content):
-        kind, found = _block(block, f"{where}.content[{index}]")
-        if kind == "tool_result" and role == "user":
-            yield found
-        elif kind == "tool_use" and role == "assistant":
-            calls.append(found)
-        elif kind == "thinking" and role == "assistant":
-            said["reasoning_content"] = found["text"]
-        elif kind == "text":
-            texts.append(str(found["text"]))
-        else:
-            raise RequestError("messages", f"{where}.content[{index}] is a {kind}, which a {role} does not write")
-    if texts or calls or said:
-        yield {"role": role, "content": "\n".join(texts)} | said | ({"tool_calls": calls} if calls else {})
+# Text, or blocks of text.
+Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], OrText()]
 
 
-def _block(block: object, where: str) -> tuple[str, JsonObject]:
-    if not isinstance(block, dict):
-        raise RequestError("messages", f"{where} is {show(block)}; it must be an object with a type")
-    fields = Fields(block, f"{where}.")
-    kind = fields.text("type")
-    if kind not in BLOCK_FIELDS:
-        raise not_supported(f"{where}.type", f"{show(kind)}; known are {', '.join(BLOCK_FIELDS)}")
-    refuse_unknown(fields, BLOCK_FIELDS[kind], {})
-    if kind == "tool_use":
-        function = {"name": fields.text("name"), "arguments": json.dumps(fields.fields("input").values)}
-        return kind, {"id": fields.text("id"), "type": "function", "function": function}
-    if kind == "tool_result":
-        content = _text(block.get("content") or "", fields.path("content"))
-        return kind, {"role": "tool", "tool_call_id": fields.text("tool_use_id"), "content": content}
-    return kind, {"text": fields.text_or(kind, "", max_length=MAX_TEXT)}
+class ToolResultBlock(ClosedBody):
+    type: Unread = None
+    tool_use_id: fields.Text
+    content: Annotated[Texts, BeforeValidator(lambda given: given or "")] = ""
+    is_error: Unread = None
+    cache_control: Unread = None
 
 
-def _text(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(where, f"{where} is {show(content)}; it must be a text or a list of text blocks")
-    blocks = [_block(block, f"{where}[{index}]") for index, block in enumerate(content)]
-    if any(kind != "text" for kind, _ in blocks):
-        raise not_supported(where, "models here read text only")
-    return "\n".join(str(found["text"]) for _, found in blocks)
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+BLOCKS = {"text": TextBlock, "tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
+OF_USER, OF_ASSISTANT = (TextBlock, ToolResultBlock), (TextBlock, ToolUseBlock, ThinkingBlock)
 
 
-def _tools(fields: Fields) -> JsonObject:
-    items = fields.values.get("tools") or []
-    if not isinstance(items, list):
-        raise RequestError("tools", f"tools is {show(items)}; it must be a list")
-    body: JsonObject = {"tools": [_tool(item, f"tools[{index}]") for index, item in enumerate(items)]}
-    choice = fields.fields_or("tool_choice", None)
-    if choice is None:
-        return body
-    body["parallel_tool_calls"] = not choice.flag_or("disable_parallel_tool_use", False)
-    kind = choice.text("type")
-    if kind == "tool":
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.text("name")}}
-    elif kind in ("auto", "any", "none"):
-        body["tool_choice"] = "required" if kind == "any" else kind
-    else:
-        raise RequestError("tool_choice", f"tool_choice.type is {show(kind)}; use auto, any, tool or none")
-    return body
+class Turn(ClosedBody):
+    role: Annotated[str, OneOf(("user", "assistant"))]
+    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS)]], OrText()]
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Turn:
+        for index, block in enumerate([] if isinstance(self.content, str) else self.content):
+            if not isinstance(block, OF_USER if self.role == "user" else OF_ASSISTANT):
+                raise wrong(f"has in content[{index}] a {block.type}, which a {self.role} does not write")
+        return self
+
+    def chat_messages(self) -> Iterator[JsonObject]:
+        """The turn in order; results of tools become messages of their own."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        said: JsonObject = {}
+        texts: list[str] = []
+        calls: list[JsonObject] = []
+        for block in self.content:
+            match block:
+                case ToolResultBlock():
+                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": json.dumps(block.input)}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+                case ThinkingBlock():
+                    said["reasoning_content"] = block.thinking
+                case TextBlock():
+                    texts.append(block.text)
+        if texts or calls or said:
+            content = {"role": self.role, "content": "\n".join(texts)}
+            yield content | said | ({"tool_calls": calls} if calls else {})
 
 
-def _tool(item: object, where: str) -> JsonObject:
-    if not isinstance(item, dict):
-        raise RequestError("tools", f"{where} is {show(item)}; it must be an object")
-    fields = Fields(item, f"{where}.")
-    if fields.text_or("type", "custom") != "custom":
-        raise not_supported(f"{where}.type", "this server calls no tools itself; describe one of your own")
-    refuse_unknown(fields, frozenset(["type", "name", "description", "input_schema", "strict", "cache_control"]), {})
-    function = {"name": fields.text("name"), "parameters": fields.fields("input_schema").values}
-    for name in ("description", "strict"):
-        if fields.has(name):
-            function[name] = fields.values[name]
-    return {"type": "function", "function": function}
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def _format(fields: Fields) -> JsonObject:
-    config = fields.fields_or("output_config", None)
-    if config is None:
-        return {}
-    refuse_unknown(config, frozenset(["format"]), {"effort": "a model thinks as its chat template has it"})
-    wanted = config.fields_or("format", None)
-    if wanted is None:
-        return {}
-    if wanted.text("type") != "json_schema":
-        raise not_supported("output_config.format.type", "only 'json_schema' is known")
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": wanted.fields("schema").values}}}
+class CustomTool(ClosedBody):
+    name: fields.Text
+    input_schema: dict[str, Any]
+    description: Any = None
+    strict: Any = None
+    type: Annotated[fields.Text, Only(("custom",), "this server calls no tools itself; describe one of your own")] = (
+        "custom"
+    )
+    cache_control: Unread = None
+
+    def function(self) -> JsonObject:
+        more = {"description": self.description, "strict": self.strict}
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema} | given}
+
+
+class ToolChoice(fields.Body):
+    type: Annotated[str, OneOf(("auto", "any", "tool", "none"))]
+    name: fields.Text | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise wrong("has no name; name the tool")
+        return self
+
+
+class ThinkingConfig(ClosedBody):
+    type: Annotated[fields.Text, Only(("enabled", "adaptive", "disabled"), "known are enabled, adaptive and disabled")]
+    budget_tokens: Annotated[Integer, Field(description=f"at least {MIN_BUDGET} and less than max_tokens")] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> ThinkingConfig:
+        if self.type == "enabled" and (self.budget_tokens or 0) < MIN_BUDGET:
+            raise wrong(f"has budget_tokens {self.budget_tokens}; it must be at least {MIN_BUDGET}")
+        return self
+
+
+class OutputFormat(fields.Body):
+    type: Annotated[fields.Text, Only(("json_schema",), "only 'json_schema' is known")]
+    given: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(ClosedBody):
+    format: OutputFormat | None = None
+    effort: Annotated[Unread, refused("a model thinks as its chat template has it")] = None
+
+
+class CountRequest(ClosedBody):
+    """A request whose prompt is only counted."""
+
+    ignores_zero = False
+
+    model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: Texts | None = None
+    tools: Annotated[list[CustomTool], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Unread = None
+    container: Annotated[Unread, refused("this server runs no code of a model's")] = None
+    mcp_servers: Annotated[Unread, refused("this server calls no tools itself")] = None
+    inference_geo: Annotated[Unread, refused("there is one place, where this server is")] = None
+    speed: Annotated[Unread, refused("there is one speed")] = None
+    prefill: Annotated[Unread, refused("an answer begins with its first token")] = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> CountRequest:
+        if self.messages[-1].role == "assistant":
+            raise not_supported("messages", "an answer that is begun already; the last message must be the user's")
+        return self
+
+    def plan(self, text: Text) -> Plan:
+        """Raises RequestError."""
+        return validate(ChatRequest, self.chat(text)).plan(text)
+
+    def chat(self, text: Text) -> JsonObject:
+        """The same as a chat completion's body."""
+        system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        turns = [message for turn in self.messages for message in turn.chat_messages()]
+        body: JsonObject = {"model": self.model, "messages": [*system, *turns]}
+        body["tools"] = [tool.function() for tool in self.tools]
+        if choice := self.tool_choice:
+            body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+            named = {"type": "function", "function": {"name": choice.name}}
+            body["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
+        if self.output_config and (wanted := self.output_config.format):
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.given}}
+        return body | self._thinking(text)
+
+    def _thinking(self, text: Text) -> JsonObject:
+        """Thoughts are blocks of their own where the request asks for them, and left out where it does not."""
+        if self.thinking is None:
+            return {"separate_reasoning": False}
+        thinks = self.thinking.type != "disabled"
+        if thinks and thinking_of(text) is None:
+            raise not_supported("thinking", "this model's chat template and tokenizer mark no thoughts; leave it out")
+        switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {}
+        return {"separate_reasoning": thinks, **switch}
+
+
+class MessageRequest(CountRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    stop_sequences: Stops | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Integer | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    service_tier: Annotated[fields.Text, Only(("auto", "standard_only"), "there is one tier, 'standard_only'")] = "auto"
+    metadata: Unread = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> MessageRequest:
+        budget = self.thinking and self.thinking.type == "enabled" and self.thinking.budget_tokens
+        if budget and budget >= self.max_tokens:
+            path = "thinking.budget_tokens"
+            raise RequestError(path, f"{path} is {budget}; it must be less than max_tokens")
+        return self
+
+    def chat(self, text: Text) -> JsonObject:
+        own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        return super().chat(text) | own | {"stop": list(self.stop_sequences or ()) or None}
+
+    def plan(self, text: Text) -> Plan:
+        plan = super().plan(text)
+        if self.thinking is not None and self.thinking.type != "disabled":
+            if plan.thinking is None:
+                raise not_supported("thinking", "together with output_config.format or a tool that must be called")
+            return plan
+        hidden = marks_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
+        return replace(plan, hidden=hidden)
 
 
 # Answers.
 
 
 def usage(plan: Plan, result: SampleResult | None, num_sampled: int) -> JsonObject:
-    """What was found in the cache counts apart. Before the end nothing is known of it."""
+    """Cached tokens count apart; their number is known at the end."""
     cached = result.prompt_cache_hit_tokens if result else 0
     return {
         "input_tokens": len(plan.prompts[0]) - cached,
@@ -271,7 +309,7 @@ def stop(choice: Choice, calls: Sequence[ToolCall], stop_reason: str) -> JsonObj
 
 
 def _thought(reasoning: str) -> JsonObject:
-    """Unsigned: whoever sends it back need not prove where it is from."""
+    """Without a signature: a client may send thoughts of any origin."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 

@@ -16,7 +16,7 @@ JsonObject = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all answers to one request begin with; `chat` tells the two endpoints apart."""
+    """The common fields of all answers to one request; `chat` is the endpoint."""
 
     answer_id: str
     created: int
@@ -145,7 +145,7 @@ def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult) -> li
 
 
 def completion_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken], offset: int) -> dict[str, list[object]]:
-    """The older form: lists side by side. A first token of a prompt has null."""
+    """The older form: parallel lists. The first token of a prompt has null."""
     found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
@@ -171,7 +171,7 @@ def _spelled(text: Text, token_id: int) -> str:
 
 
 def opening(plan: Plan, head: Head, index: int) -> JsonObject | None:
-    """What a stream says of a choice before its first token."""
+    """The first chunk of a choice, before its first token."""
     if not head.chat:
         return None
     delta = {"role": "assistant", "content": "", "refusal": None}

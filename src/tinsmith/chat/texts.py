@@ -5,11 +5,11 @@ tokenizer itself is safe to share. A model without a tokenizer or a template is 
 
 Chat templates: a model's own Jinja program that writes a conversation as text, run in a sandbox.
 
-The environment is the one that transformers gives such programs (its version 5, utils/chat_template_utils.py): the
+The environment is that of transformers (its version 5, utils/chat_template_utils.py): the
 same filters, functions and white space, so that the text is the same. Templates come with the model; what they are
-given comes from strangers and is plain JSON.
+given comes from clients and is plain JSON.
 
-Thinking: what a model writes between two tokens of its own before it answers, and is shown apart from the answer.
+Thinking: text between two special tokens before the answer, which is shown apart from it.
 
 A base model thinks if its chat template speaks of the mark and its tokenizer has both marks as tokens, as Qwen3's do:
 text that only looks like a mark is text. Some templates begin the thought in the prompt.
@@ -33,8 +33,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith.base_models import json_object, named_tokens
-from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import NotSupportedError
+from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape
 
 Message = Mapping[str, object]
@@ -44,7 +43,7 @@ MAX_RENDERED = 16 << 20
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model said, for training. To a reader it is not there."""
+    """`{% generation %}` marks the model's own text for training; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -165,7 +164,7 @@ class Text:
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """A conversation as the model was taught to read it, up to where its own turn begins."""
+        """The prompt of a conversation in the model's chat template, with the generation prompt."""
         return self.encode(self.template.render(messages, tools, variables or {}), special=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -179,7 +178,7 @@ class Text:
         return self.token_id(text) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for; a part of a character, for some."""
+        """The bytes of a token; some are a part of a character."""
         token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""  # the model has more logits than the tokenizer has tokens
@@ -201,7 +200,7 @@ class Text:
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """Whatever ends an answer, as the engine has it."""
+        """All end-of-sequence tokens, as the engine reads them."""
         ids: set[int] = set()
         config = json_object(self._directory / "config.json")
         text_config = config.get("text_config")
@@ -231,7 +230,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError("messages", "the text holds half of a surrogate pair, which is no character") from None
+        raise RequestError("messages", "the text holds half of a surrogate pair, which is not a character") from None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -267,7 +266,7 @@ def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
 
 
 def marks_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
-    """The marks of any model that has them as tokens, whatever its template says."""
+    """The marks of any model that has them as tokens, without a look at its template."""
     open_id, close_id = text.token_id(OPEN), text.token_id(CLOSE)
     if open_id is None or close_id is None:
         return None

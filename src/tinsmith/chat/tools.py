@@ -1,9 +1,8 @@
 """Tools: functions that a model may call, how a call is written in its text, and how it is found there.
 
-Two forms are known, told by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A call that must
-be made, or whose arguments must fit their schema (`strict`), is held to it by a grammar. What looks like a call and is
-none stays text.
+There are two forms, chosen by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A grammar enforces
+a required call, and arguments that fit their schema (`strict`). Text that only resembles a call stays text.
 """
 
 from __future__ import annotations
@@ -12,17 +11,19 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, Any
 
-from tinsmith.chat.refusals import RequestError, not_supported
+from pydantic import AfterValidator, WrapValidator
+
+from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""In an answer that must call tools: one that need not stop would go on calling for some models."""
+"""The most calls of an answer that must call tools; some models would never stop."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
@@ -49,7 +50,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request and what is to become of them: `choice` is auto, required or the name of one."""
+    """The tools of a request; `choice` is auto, required or a tool's name."""
 
     tools: tuple[Tool, ...]
     choice: str
@@ -59,7 +60,7 @@ class ToolUse:
     marked: bool = True  # whether OPEN and CLOSE are tokens of their own
 
     def grammar(self) -> Grammar | None:
-        """What an answer must match, if not every answer will do."""
+        """The grammar of an answer; None if any text is allowed."""
         if self.choice == "auto":
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
@@ -86,11 +87,11 @@ class ToolUse:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where an answer that may hold one call only ends; this text is the call's own."""
+        """The stop string of an answer with at most one call; the text is part of the call."""
         return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
 
     def held(self, text: str) -> int:
-        """How much of a text that still grows is certainly no call, and no space before one."""
+        """Length of the prefix of a growing text that is certainly not a call, nor white space before one."""
         end = len(text)
         if self.choice != "auto" or (self.form == "llama" and text.lstrip()[:1] in ("{", "")):
             end = 0
@@ -122,46 +123,60 @@ class ToolUse:
         return [] if call is None else [call]
 
 
-def read_tools(fields: Fields, template: str, marked: bool) -> ToolUse | None:
-    """The request's tools; None if it has none, or wants none of them used. `marked` as in ToolUse."""
-    items = fields.values.get("tools")
-    choice = fields.values.get("tool_choice")
-    if items is None or items == []:
-        if choice not in (None, "none", "auto"):
+def _check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise wrong(f"is {show(name)}; use 1 to 64 of a-z, A-Z, 0-9, _, - and .")
+    return name
+
+
+class FunctionBody(Body):
+    name: Annotated[Text, AfterValidator(_check_name)]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    type: Annotated[Text, Only(("function",), "only 'function' is known")]
+    function: FunctionBody
+
+
+def _tool(item: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
+    function = read(item).function
+    parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+    return Tool(function.name, parameters, item, bool(function.strict))
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Annotated[Text, Only(("function",), "use 'function'")]
+    function: NamedFunction
+
+
+GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
+ToolChoice = Annotated[str | NamedTool, OrText(("none", "auto", "required"))]
+
+
+def read_tools(
+    tools: Sequence[Tool], wanted: NamedTool | str | None, parallel: bool, template: str, marked: bool
+) -> ToolUse | None:
+    """The request's tools; None if it has none, or none may be used. `marked` as in ToolUse."""
+    named = isinstance(wanted, NamedTool)
+    choice = wanted.function.name if isinstance(wanted, NamedTool) else wanted or "auto"
+    if not tools:
+        if named or choice == "required":
             raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but there are no tools")
         return None
-    if not isinstance(items, list) or len(items) > MAX_TOOLS:
-        raise RequestError("tools", f"tools must be a list of at most {MAX_TOOLS} functions")
-    tools = tuple(_tool(item, f"tools[{index}]") for index, item in enumerate(items))
-    check_names(tools)
-    named = isinstance(choice, dict)
-    if named:
-        wanted = Fields(cast("dict[str, object]", choice), "tool_choice.")
-        if wanted.text("type") != "function":
-            raise not_supported("tool_choice.type", f"{show(choice)}; use 'function'")
-        choice = wanted.fields("function").text("name")
-    elif choice not in (None, "none", "auto", "required"):
-        raise RequestError("tool_choice", f"tool_choice is {show(choice)}; use none, auto, required or a function")
-    return tool_use(tools, choice or "auto", named, fields.flag_or("parallel_tool_calls", True), template, marked)
-
-
-def check_names(tools: Sequence[Tool]) -> None:
     names = [tool.name for tool in tools]
-    for name in names:
-        if not NAME.fullmatch(name):
-            raise RequestError("tools", f"a tool is called {show(name)}; use 1 to 64 of a-z, A-Z, 0-9, _, - and .")
     if len(set(names)) < len(names):
         raise RequestError("tools", "two tools have the same name")
-
-
-def tool_use(
-    tools: tuple[Tool, ...], choice: str, named: bool, parallel: bool, template: str, marked: bool
-) -> ToolUse | None:
     if choice == "none" and not named:
         return None
-    if named and choice not in [tool.name for tool in tools]:
-        raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is none of the tools")
-    return ToolUse(tools, choice, named, parallel, _form(template), marked)
+    if named and choice not in names:
+        raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
+    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked)
 
 
 def _form(template: str) -> str:
@@ -172,22 +187,6 @@ def _form(template: str) -> str:
     if "python_tag" in template or '"parameters": dictionary' in template:
         return "llama"
     raise not_supported("tools", "the form of calls in this model's chat template is neither Hermes' nor Llama 3.1's")
-
-
-def _tool(item: object, where: str) -> Tool:
-    if not isinstance(item, dict):
-        raise RequestError("tools", f"{where} is {show(item)}; it must be an object")
-    fields = Fields(item, f"{where}.")
-    if fields.text("type") != "function":
-        raise not_supported(f"{where}.type", f"{show(item['type'])}; only 'function' is known")
-    function = fields.fields("function")
-    parameters = function.fields_or("parameters", None)
-    return Tool(
-        name=function.text("name"),
-        parameters=parameters.values if parameters else {"type": "object", "properties": {}},
-        definition=item,
-        strict=function.flag_or("strict", False),
-    )
 
 
 def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ') -> str:

@@ -1,12 +1,8 @@
-"""Request bodies: how large they may be, how they are encoded, and what they claim to be.
+"""Request bodies: size, encoding, content type, and the number of messages in a protobuf body.
 
-Everything is bounded before it is allocated: a body that declares or reaches more than the limit is refused
-while at most the limit is in memory. Knows nothing of what the bytes mean.
-
-How many messages a protobuf body holds, counted before it is parsed: each is allocated, however small it is.
-
-An empty message takes 2 bytes of a body and 60 of memory. Knows the wire format and the message types, and
-nothing of what they mean. What is malformed is left to the parser to say.
+Bounds everything before it is allocated: a body that declares or reaches more than the limit is refused while at most
+the limit is in memory. Messages are counted before they are parsed, because an empty one takes 2 bytes of a body and
+60 of memory. Does not know what the bytes mean, and leaves malformed protobuf to the parser.
 """
 
 from __future__ import annotations
@@ -55,7 +51,7 @@ def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
         return body
     if encoding == "zstd":
         return _decompress(body, limit_bytes)
-    raise UnsupportedMediaError(f"the header Content-Encoding is {encoding[:32]!r}; send 'zstd' or no encoding at all")
+    raise UnsupportedMediaError(f"the header Content-Encoding is {encoding[:32]!r}; send 'zstd' or no encoding")
 
 
 def is_within(body: bytes, encoding: str | None, limit_bytes: int) -> bool:
@@ -64,7 +60,7 @@ def is_within(body: bytes, encoding: str | None, limit_bytes: int) -> bool:
         return len(body) <= limit_bytes
     try:
         return 0 <= zstandard.frame_content_size(body) <= limit_bytes
-    except zstandard.ZstdError:  # whoever decodes it says what it is
+    except zstandard.ZstdError:  # decoding gives the error
         return False
 
 

@@ -1,4 +1,4 @@
-"""create_custom_loss: the JSON of a traced loss -> `ops.CustomLoss`, and the stored definition -> the same.
+"""create_custom_loss: the JSON of a traced loss, or its stored definition -> `types.CustomLoss`.
 
 Only the form is read here: one-key objects become references, constants, slices. What a graph may contain,
 `loss_graphs` says. The definition that is stored is the request's own inputs and graph.
@@ -18,7 +18,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import CustomLoss, LossArgument, LossInput, LossNode, NodeRef, SliceArgument, TorchConstant
-from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, bounds, read_object, show, validate
+from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, read_object, show, validate
 
 GRAPH_FORMAT = 1
 MAX_DEPTH = 8
@@ -31,7 +31,7 @@ NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 @dataclass(frozen=True, slots=True)
 class CreateCustomLoss:
-    """The request; `definition` is what is stored of it."""
+    """The request; `definition` is its stored part."""
 
     loss: CustomLoss
     definition: bytes
@@ -39,7 +39,7 @@ class CreateCustomLoss:
 
 class CustomLossInputBody(Body):
     name: Text
-    rank: Annotated[Integer, bounds(0, 2)]
+    rank: Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 2})]
 
 
 class CustomLossNodeBody(Body):
@@ -62,7 +62,7 @@ class CustomLossGraphBody(Body):
 
 
 class CustomLossRequest(Body):
-    """What is stored of a request to create a custom loss."""
+    """The stored part of a request to create a custom loss."""
 
     inputs: Annotated[list[CustomLossInputBody], Field(fail_fast=True)]
     graph: CustomLossGraphBody
@@ -85,7 +85,7 @@ def create_custom_loss_of(values: Mapping[str, object]) -> CreateCustomLoss:
 
 @lru_cache(maxsize=256)
 def read_definition(definition: bytes) -> CustomLoss:
-    return _custom_loss(validate(CustomLossRequest, read_object(definition).values))
+    return _custom_loss(validate(CustomLossRequest, read_object(definition)))
 
 
 def _custom_loss(request: CustomLossRequest) -> CustomLoss:
@@ -118,7 +118,7 @@ def _argument(value: object, where: str, depth: int) -> LossArgument:
         found = _encoded(kind, inner, where, depth)
         if found is not None:
             return found
-    raise UserError(f"{where} has the argument {show(value)}, which is no encoded value")
+    raise UserError(f"{where} has the argument {show(value)}, which is not an encoded value")
 
 
 def _encoded(kind: str, inner: object, where: str, depth: int) -> LossArgument:

@@ -1,29 +1,36 @@
-"""JSON bodies: parsing, typed declarations of their fields, and errors that name a field by its full path.
+"""JSON bodies as pydantic models: parsing, validation, and messages that name a field by its full path.
 
-A body is declared as a `Body`, a pydantic model in strict mode. `validate` makes one of a parsed object, `described`
-gives its JSON schema for the OpenAPI document. A message reads "sampling_params.top_p is 'high'; it must be a number".
-null and an absent field mean the same, since the SDK leaves out what is None. JSON's true is never taken for a 1.
+A body is a `Body`, in strict mode: JSON's true is not a 1. null and an absent field mean the same, because the SDK
+leaves out what is None. `validate` makes the model of a parsed object; a message reads "sampling_params.top_p is
+'high'; it must be a number". `described` gives the JSON schema for the OpenAPI document.
 
-`Fields` reads an object field by field. It serves bodies whose fields depend on each other: chats, and JSON passes.
-
-Moments: seconds since the epoch here, RFC 3339 with a zone on the wire.
+Times are seconds since the epoch in Python and RFC 3339 with a zone on the wire.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic.json_schema import SkipJsonSchema
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from tinsmith.errors import UserError
+from tinsmith.errors import RequestError, UserError, not_supported
 
 T = TypeVar("T")
 B = TypeVar("B", bound="Body")
@@ -33,128 +40,47 @@ INT64_MAX = 2**63 - 1
 MAX_TEXT = 4096
 MAX_METADATA_BYTES = 65536
 MAX_DEPTH = 64
-"""Nesting of a JSON body. Whatever is read can be written again: orjson itself reads 1024 levels and writes 254."""
+"""Levels of nesting in a JSON body. orjson reads 1024 levels and writes 254, so every body can be written again."""
 
 MAX_CONTAINERS = 2**18
-"""Objects and lists of a JSON body. An empty one takes 3 bytes of it, and 60 of memory."""
+"""Objects and lists in a JSON body. An empty one has 3 bytes there and 60 in memory."""
 
-SHOWN = 80  # characters of an offending value that a message repeats
+SHOWN = 80
+"""Characters of a wrong value that a message repeats."""
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: short, on one line, ASCII. Never formats more of it than it shows."""
-    # One character more than is shown, so that it is shown as cut.
+    """A value for a message: short, on one line, ASCII. Formats no more of the value than it shows."""
+    # One character more than fits, so that the text is marked as cut.
     text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """One JSON object. `x(name)` requires the field; `x_or(name, default)` answers the default without it."""
-
-    values: Mapping[str, object]
-    where: str = ""
-
-    def path(self, name: str) -> str:
-        return self.where + (name if len(name) <= SHOWN else show(name))
-
-    def has(self, name: str) -> bool:
-        return self.values.get(name) is not None
-
-    def refuse_unknown(self, known: frozenset[str]) -> None:
-        """Refuse unknown fields, except one at its empty value (null, 0, "", []), which asks for nothing."""
-        for name in self.values.keys() - known:
-            if self.values[name]:
-                raise UserError(
-                    f"{self.path(name)} is not supported by this server; leave it out (known here: "
-                    f"{', '.join(sorted(known))})"
-                )
-
-    def integer(self, name: str) -> int:
-        return self._required(name, self.integer_or(name, None))
-
-    def integer_or(self, name: str, default: T) -> int | T:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(name, "an integer")
-        if not -INT64_MAX <= value <= INT64_MAX:
-            raise self._wrong(name, "an integer of at most 64 bits")
-        return value
-
-    def number(self, name: str) -> float:
-        return self._required(name, self.number_or(name, None))
-
-    def number_or(self, name: str, default: T) -> float | T:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(name, "a number")
-        return float(value)
-
-    def flag_or(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        return self._required(name, self.text_or(name, None))
-
-    def text_or(self, name: str, default: T, *, max_length: int = MAX_TEXT) -> str | T:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self._wrong(name, "a string")
-        if len(value) > max_length or "\x00" in value:
-            raise self._wrong(name, f"a string of at most {max_length} characters without NUL")
-        return value
-
-    def texts_or_empty(self, name: str, *, max_items: int) -> list[str]:
-        value = self.values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or len(value) > max_items:
-            raise self._wrong(name, f"a list of at most {max_items} strings")
-        return [Fields({name: item}, self.where).text(name) for item in value]
-
-    def fields(self, name: str) -> Fields:
-        return self._required(name, self.fields_or(name, None))
-
-    def fields_or(self, name: str, default: T) -> Fields | T:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object")
-        return Fields(value, f"{self.where}{name}.")
-
-    def _required(self, name: str, value: T | None) -> T:
-        if value is None:
-            raise UserError(f"{self.path(name)} is missing")
-        return value
-
-    def _wrong(self, name: str, wanted: str) -> UserError:
-        return UserError(f"{self.path(name)} is {show(self.values[name])}; it must be {wanted}")
-
-
 class Body(BaseModel):
-    """One JSON object of a request. Fields that are not declared are ignored, or refused where `closed` is true."""
+    """One JSON object of a request. Fields that are not declared are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", hide_input_in_errors=True)
-    closed: ClassVar[bool] = False
+    ignores_zero: ClassVar[bool] = True
+    """Whether an unknown field of a `ClosedBody` inside may be 0 or false."""
+    missing_code: ClassVar[str | None] = None
+    """The code of the error for a missing field."""
 
 
 class ClosedBody(Body):
     """An object whose other fields are refused, except at an empty value (null, 0, "", []), which asks for nothing."""
 
-    closed = True
+    model_config = ConfigDict(extra="forbid")
+
+
+def wrong(why: str) -> PydanticCustomError:
+    """For validators: the message is the field's path and `why`."""
+    return PydanticCustomError("wrong", "{why}", {"why": why})
+
+
+def unsupported(why: str) -> PydanticCustomError:
+    """For validators: the server does not support the field or its value."""
+    return PydanticCustomError("unsupported", "{why}", {"why": why})
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,150 +93,236 @@ class OneOf:
         return core_schema.literal_schema(list(self.values))
 
 
-def _check_size(value: dict[str, T], info: ValidationInfo) -> dict[str, T]:
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Marks a field of which the server supports a few values; another is refused with the reason."""
+
+    values: Sequence[object]
+    why: str
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.values)}
+
+    def _check(self, value: object) -> object:
+        if value not in self.values:
+            raise unsupported(f"{show(value)}; {self.why}")
+        return value
+
+
+def refused(why: str, *, unless: object = None) -> AfterValidator:
+    """Marks a field that the server knows and does not support; an empty value asks for nothing."""
+
+    def check(value: object) -> None:
+        if value and value != unless:
+            raise unsupported(why)
+
+    return AfterValidator(check)
+
+
+@dataclass(frozen=True, slots=True)
+class OrText:
+    """Marks a field that is `str | Other`; its text may have to be one of `values`."""
+
+    values: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        text = handler.generate_schema(Annotated[str, OneOf(self.values)] if self.values else LongText)
+        (other,) = (each for each in get_args(source) if each is not str)
+        return _chosen([text, handler.generate_schema(other)], lambda value: 0 if isinstance(value, str) else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByType:
+    """Marks an object that is one of several models, by its field `type`."""
+
+    models: Mapping[str, type[Body]]
+
+    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = list(self.models)
+        other = Annotated[dict[str, Any], AfterValidator(self._refuse)]
+
+        def choose(value: object) -> int:
+            kind = value.get("type") if isinstance(value, dict) else None
+            return kinds.index(kind) if isinstance(kind, str) and kind in kinds else len(kinds)
+
+        return _chosen([*map(handler.generate_schema, self.models.values()), handler.generate_schema(other)], choose)
+
+    def _refuse(self, value: dict[str, Any]) -> None:
+        kind = value.get("type")
+        raise unsupported(f"its type is {show(kind)}; known are {', '.join(self.models)}")
+
+
+def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
+    """One of several schemas. Its number is part of an error's path as a negative one, which no index of a list is."""
+    choices = {-1 - number: schema for number, schema in enumerate(schemas)}
+    return core_schema.tagged_union_schema(choices, lambda value: -1 - choose(value))
+
+
+def _check_size(value: dict[str, T]) -> dict[str, T]:
     size = len(orjson.dumps(value))
     if size > MAX_METADATA_BYTES:
-        raise UserError(f"{info.field_name} is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
+        raise wrong(f"is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
     return value
-
-
-def _check_texts(value: dict[str, Any], info: ValidationInfo) -> dict[str, str]:
-    """Raises UserError unless all values are strings; null becomes the empty string."""
-    inner = Fields(_check_size(value, info), f"{info.field_name}.")
-    return {key: inner.text_or(key, "", max_length=MAX_METADATA_BYTES) for key in value}
-
-
-def bounds(low: float, high: float) -> object:
-    """The bounds of a number, for its schema: `admission` checks them, with what they depend on."""
-    return Field(json_schema_extra={"minimum": low, "maximum": high})
 
 
 NO_NUL = r"^[^\x00]*$"
 Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=NO_NUL)]
+LongText = Annotated[str, Field(max_length=2**31, pattern=NO_NUL)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 Integer = Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)]
 Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A number that becomes part of an id."""
 SequenceNumber = Annotated[int, Field(ge=1, le=2**62)]
-"""Of a training request: 0 is the creation of its model."""
+"""The number of a training request: 0 is the creation of its model."""
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_size), Field(description="at most 64 KiB of JSON")]
-"""An object of the user's own."""
+"""The user's own object."""
+_MetadataText = Annotated[str, Field(max_length=MAX_METADATA_BYTES, pattern=NO_NUL)]
+_NullAsEmpty = BeforeValidator(lambda value: "" if value is None else value)
 TextMetadata = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_texts),
-    Field(
-        description="at most 64 KiB of JSON",
-        json_schema_extra={"additionalProperties": cast("Any", {"type": "string"})},
-    ),
+    dict[str, Annotated[_MetadataText, _NullAsEmpty]],
+    AfterValidator(_check_size),
+    Field(description="at most 64 KiB of JSON"),
 ]
-"""The same with string values only, which is what the SDK can read back from a checkpoint."""
+"""The same with strings only, because the SDK reads strings from a checkpoint. null becomes the empty string."""
 Unread = SkipJsonSchema[Any]
 """A field that is known and has no meaning, like the SDK's `type`. The OpenAPI document leaves it out."""
 
 
-def validate(model: type[B], values: Mapping[str, object], where: str = "", *, closed: bool | None = None) -> B:
-    """The object as a typed body; `where` is its path, with a dot at the end. `closed` replaces the model's own.
-
-    Raises UserError that names the field, its value and what it must be.
-    """
-    _refuse_unknown(values, model, where, closed=model.closed if closed is None else closed)
+def validate(model: type[B], values: Mapping[str, object]) -> B:
+    """The object as a typed body. Raises RequestError that names the field, its value and what it must be."""
+    check = model.__pydantic_validator__.validate_python
     try:
-        return model.__pydantic_validator__.validate_python(values)
+        return check(values)
     except ValidationError as error:
-        nulls = [each["loc"] for each in _errors(error) if each["input"] is None and each["type"] != "missing"]
-        if not nulls:
-            raise _refusal(model, error, where) from None
+        errors = error.errors(include_url=False)
+        idle = [each["loc"] for each in errors if _asks_nothing(model, each)]
+        if not idle:
+            raise _refusal(model, errors[0]) from None
     try:
-        return model.__pydantic_validator__.validate_python(_without(values, nulls))
+        return check(_without(values, idle))
     except ValidationError as error:
-        raise _refusal(model, error, where) from None
+        raise _refusal(model, error.errors(include_url=False)[0]) from None
 
 
-def _refuse_unknown(values: Mapping[str, object], model: type[Body], where: str, *, closed: bool) -> None:
-    """Raises UserError for a field that the model, or a closed object inside it, does not have."""
-    if closed:
-        Fields(values, where).refuse_unknown(frozenset(model.__pydantic_fields__))
-    for name, inner in _closed_objects(model):
-        if isinstance(found := values.get(name), dict):
-            _refuse_unknown(found, inner, f"{where}{name}.", closed=True)
+def _asks_nothing(model: type[Body], error: ErrorDetails) -> bool:
+    """Whether a field that caused an error may as well be absent."""
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        return not value and (model.ignores_zero or not isinstance(value, int | float))
+    return value is None and error["type"] != "missing" and "properties" in _at(model, error["loc"][:-1])
 
 
-@cache
-def _closed_objects(model: type[Body]) -> list[tuple[str, type[Body]]]:
-    """The fields whose objects are closed, too."""
-    found: list[tuple[str, type[Body]]] = []
-    for name, field in model.__pydantic_fields__.items():
-        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        found += [(name, kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, ClosedBody)]
-    return found
-
-
-def _errors(error: ValidationError) -> list[Any]:
-    return error.errors(include_url=False, include_context=False)
-
-
-def _without(values: Mapping[str, object], nulls: Sequence[tuple[int | str, ...]]) -> dict[str, object]:
-    """The object without fields that are null, by their paths."""
+def _without(values: Mapping[str, object], paths: Sequence[tuple[int | str, ...]]) -> dict[str, object]:
+    """The object without these fields."""
     changed = dict(values)
-    for path in nulls:
+    for path in paths:
+        *parts, last = (part for part in path if not _is_choice(part))
         at: Any = changed
-        for part in path[:-1]:
+        for part in parts:
             at[part] = at[part].copy()
             at = at[part]
-        at.pop(path[-1], None) if isinstance(at, dict) else None
+        at.pop(last, None) if isinstance(at, dict) else None
     return changed
 
 
-def _refusal(model: type[Body], error: ValidationError, where: str) -> UserError:
-    first = _errors(error)[0]
-    path = where
-    for part in first["loc"]:
-        name = f"[{part}]" if isinstance(part, int) else part if len(part) <= SHOWN else show(part)
-        path += name if isinstance(part, int) or not path or path.endswith(".") else f".{name}"
-    if first["type"] == "missing":
-        return UserError(f"{path} is missing")
-    schema = _at(model, first["loc"])
-    wanted = _wanted(schema, first["type"]) if schema else first["msg"].removeprefix("Input should ")
-    return UserError(f"{path} is {show(first['input'])}; it must {wanted}")
+def _is_choice(part: int | str) -> bool:
+    return isinstance(part, int) and part < 0
+
+
+def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
+    place, kind = error["loc"], error["type"]
+    if place and place[-1] == "[key]":
+        place = place[:-1]
+    path = ""
+    for part in place:
+        if isinstance(part, str):
+            path += ("." if path else "") + (part if len(part) <= SHOWN else show(part))
+        elif part >= 0:
+            path += f"[{part}]"
+    if kind == "wrong":
+        return RequestError(path, f"{path} {error['msg']}")
+    if kind == "unsupported":
+        return not_supported(path, error["msg"])
+    if kind == "extra_forbidden":
+        known = sorted(_properties(_at(model, place[:-1])))
+        return not_supported(path, f"leave it out (known here: {', '.join(known)})")
+    schema = _at(model, place) or {"type": _TYPES.get(kind), "maxLength": error.get("ctx", {}).get("max_length")}
+    if kind == "missing":
+        what = schema.get("description")
+        return RequestError(path, f"{path} is missing" + (f": {what}" if what else ""), model.missing_code)
+    if kind.endswith("_type") and place and _is_choice(place[-1]):
+        schema = _at(model, place[:-1])
+    return RequestError(path, f"{path} is {show(error['input'])}; it must {_wanted(schema, kind)}")
+
+
+_TYPES = {"int_type": "integer", "float_type": "number", "bool_type": "boolean", "string_type": "string"}
+"""For a field that the JSON schema leaves out."""
 
 
 def _wanted(schema: Schema, kind: str) -> str:
     """What the value of a field must be, in words; `kind` is pydantic's name of the error."""
-    if "enum" in schema or "const" in schema:
-        values = cast("list[object]", schema.get("enum", [schema.get("const")]))
+    values = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
+    if values:
         return f"be {values[0]!r}" if len(values) == 1 else f"be one of {', '.join(map(str, values))}"
-    if kind in ("greater_than_equal", "less_than_equal") and schema.get("type") == "integer":
-        if schema["minimum"] == -INT64_MAX:
-            return "be an integer of at most 64 bits"
-        return f"lie between {schema['minimum']} and {schema['maximum']}"
-    if kind in ("greater_than_equal", "less_than_equal"):
-        return f"be at least {schema['minimum']}" if kind.startswith("greater") else f"be at most {schema['maximum']}"
+    if kind == "finite_number":
+        return "be finite"
+    if kind.startswith(("greater_than", "less_than")):
+        return _within(schema)
+    if kind == "string_unicode":
+        return "be a string without halves of surrogate pairs"
     if kind.startswith("string_") and kind != "string_type" and "maxLength" in schema:
         least = f"{schema['minLength']} to" if "minLength" in schema else "at most"
         return f"be a string of {least} {schema['maxLength']} characters without NUL"
-    if schema.get("type") == "array":
-        items = cast("Schema", schema.get("items", {}))
-        of = {"string": "strings", "integer": "integers", "number": "numbers"}.get(str(items.get("type")), "objects")
-        least = "at least one and " if schema.get("minItems") else ""
-        return (
-            f"be a list of {least}at most {schema['maxItems']} {of}" if "maxItems" in schema else f"be a list of {of}"
-        )
-    words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
-    return "be " + words.get(str(schema.get("type")), "an object")
+    return "be " + " or ".join(dict.fromkeys(_noun(option) for option in _options(schema)))
+
+
+def _within(schema: Schema) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if low == -INT64_MAX:
+        return "be an integer of at most 64 bits"
+    if low is not None and high is not None:
+        return f"lie between {low} and {high}"
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    return "be " + " and ".join(f"{word} {schema[name]}" for name, word in words.items() if name in schema)
+
+
+def _noun(schema: Schema) -> str:
+    if schema.get("type") != "array":
+        words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
+        return words.get(str(schema.get("type")), "an object")
+    items = cast("Schema", schema.get("items", {}))
+    of = {"string": "strings", "integer": "integers", "number": "numbers"}.get(str(items.get("type")), "objects")
+    low, high = schema.get("minItems"), schema.get("maxItems")
+    if high is None:
+        return f"a list of {of}{', at least one' if low else ''}"
+    return f"a list of {low} to {high} {of}" if low else f"a list of at most {high} {of}"
 
 
 def _at(model: type[Body], path: Sequence[int | str]) -> Schema:
     """The schema of a field of a body."""
     shared = described(model)
-    found = shared[model.__name__]
-    for part in (None, *path):
-        if part is not None:
-            inside = found.get("items") if isinstance(part, int) else _properties(found).get(part)
-            found = cast("Schema", inside or found.get("additionalProperties") or {})
-        options = cast("list[Schema]", found.get("anyOf", []))
-        found = next((each for each in options if each.get("type") != "null"), found)
-        if isinstance(name := found.get("$ref"), str):
-            found = shared[name.rpartition("/")[2]]
+    found = shared[model.__name__.removesuffix("Body")]
+    for part in path:
+        options = _options(found)
+        if isinstance(part, str):
+            inside = _properties(options[0]).get(part, options[0].get("additionalProperties"))
+        else:
+            inside = options[-1 - part] if part < 0 else options[0].get("items")
+        found = cast("Schema", inside if isinstance(inside, dict) else {})
+        if len(options := _options(found)) == 1:
+            named = str(options[0].get("$ref", "")).rpartition("/")[2]
+            found = options[0] | shared.get(named, {})
     return found
+
+
+def _options(schema: Schema) -> list[Schema]:
+    """What a value may be, apart from null."""
+    options = cast("list[Schema]", schema.get("anyOf") or schema.get("oneOf") or [schema])
+    found = [each for each in options if each.get("type") != "null"]
+    return _options(found[0]) if len(found) == 1 and found[0] is not schema else found
 
 
 @cache
@@ -334,30 +346,22 @@ def _cleaned(schema: object) -> object:
         cleaned["properties"] = {
             name: each
             if name in required or {"type": "null"} in cast("list[Schema]", each.get("anyOf", []))
-            else _nullable(each)
+            else {"anyOf": [each, {"type": "null"}]}
             for name, each in inner.items()
         }
         cleaned["required"] = required
         cleaned.pop("description", None)
+        cleaned.pop("additionalProperties", None)
     return cleaned
-
-
-def _nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _properties(schema: Schema) -> Mapping[str, Schema]:
     return cast("Mapping[str, Schema]", schema.get("properties", {}))
 
 
-def json_bytes(value: object) -> bytes:
-    """A body as it is stored."""
-    return orjson.dumps(value)
-
-
-def read_object(body: bytes) -> Fields:
+def read_object(body: bytes) -> dict[str, Any]:
     """The body as one JSON object."""
-    containers = body.count(b"{") + body.count(b"[")  # at most so many: some may be in strings
+    containers = body.count(b"{") + body.count(b"[")  # an upper bound: some may be in strings
     if containers > MAX_CONTAINERS:
         raise UserError(f"the body holds more than {MAX_CONTAINERS} lists and objects; send less data per request")
     try:
@@ -368,11 +372,11 @@ def read_object(body: bytes) -> Fields:
         raise UserError(f"the body must be a JSON object, not {show(value)}")
     if containers > MAX_DEPTH:
         _check_depth(value)
-    return Fields(value)
+    return value
 
 
 def _check_depth(value: dict[str, object]) -> None:
-    """Level by level, so that no depth is too much for this function itself."""
+    """Level by level, so that no nesting is too deep for this function itself."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [child for each in level for child in _children(each) if isinstance(child, dict | list)]
@@ -388,22 +392,22 @@ def _children(value: object) -> Iterable[object]:
 
 
 def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    """Metadata as the SDK reads it back: whatever is not a string becomes its JSON text."""
+    """Metadata as the SDK reads it: a value that is not a string becomes its JSON text."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}
 
 
-def iso(moment_s: float) -> str:
-    return datetime.fromtimestamp(moment_s, UTC).isoformat().replace("+00:00", "Z")
+def iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def moment_of(name: str, text: str) -> float:
-    """Seconds since the epoch of a moment with a zone. Raises UserError that names the field."""
+    """Seconds since the epoch of a time with a zone. Raises UserError that names the field."""
     try:
         found = datetime.fromisoformat(text)
         if found.tzinfo is not None:
             return found.timestamp()
     except (ValueError, OverflowError):
         pass
-    raise UserError(f"{name} is {show(text)}; it must be a moment with a zone, like 2026-07-13T00:00:00Z")
+    raise UserError(f"{name} is {show(text)}; it must be a time with a zone, like 2026-07-13T00:00:00Z")

@@ -1,14 +1,12 @@
-"""asample: JSON request -> `ops.Sample`; `ops.SampleResult` -> SampleResponse bytes.
+"""asample: JSON request -> `types.Sample`; `types.SampleResult` -> SampleResponse bytes.
 
-A field that asks for something this server cannot do is refused by name; one left at its empty value is
-accepted, because the SDK always sends its defaults. `record_stability_info` asks nothing of a server that
-keeps no such record and is accepted (docs/losses.md says what stable_reinforce does without it).
+Unknown fields are refused, except at an empty value, because the SDK always sends its defaults.
+`record_stability_info` is accepted and has no effect (docs/losses.md describes stable_reinforce without it).
+
+A stored sample may have one more field, `beyond`: parameters that only this server's own routes for chats write. An
+asample with it is refused like any other unknown field.
+
 Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
-
-What a stored sample may hold beyond the SDK's fields: written by this server alone, never read from an asample.
-
-One field of the body, `beyond`, so that the wire's own fields keep their meaning and an asample that has it is refused
-like any other unknown field. Knows both directions; what is written here was checked where it came from.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, SkipValidation, WithJsonSchema
+from pydantic import AfterValidator, Field, SkipValidation, WithJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -38,22 +36,23 @@ from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import (
     Body,
     ClosedBody,
-    Fields,
     Integer,
+    LongText,
+    Number,
     OneOf,
     Position,
     Schema,
     Text,
     Unread,
-    bounds,
     read_object,
     show,
     validate,
+    wrong,
 )
 from tinsmith.wire.training import check_sizes, refuse_chunk
 
-FIELD = "beyond"
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
+_USUAL = Adjustments()
 _NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -73,7 +72,7 @@ def sample_body(
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
         "num_samples": num_samples,
         "sampling_params": own,
-        FIELD: beyond | _written(params.adjustments),
+        "beyond": beyond | _written(params.adjustments),
         **shown,
     }
 
@@ -88,29 +87,12 @@ def _written(adjustments: Adjustments | None) -> dict[str, object]:
     return written
 
 
-def with_extras(sample: Sample, fields: Fields) -> Sample:
-    """A sample with what `beyond` says of it."""
-    usual = Adjustments()
-    biases = fields.values.get("logit_bias") or []
-    tokens = fields.values.get("stop_tokens") or []
-    grammar = fields.fields_or("grammar", None)
-    if not isinstance(biases, list) or not isinstance(tokens, list):
-        raise UserError(f"{fields.where} holds no lists")
-    adjustments = Adjustments(
-        **{name: fields.number_or(name, getattr(usual, name)) for name in _NUMBERS},
-        logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in biases),
-        grammar=grammar and Grammar(grammar.text("kind"), grammar.text_or("text", "", max_length=2**31)),
-    )
-    params = replace(
-        sample.params,
-        stop_tokens=tuple(int(one) for one in tokens),
-        stop_eos=fields.flag_or("stop_eos", True),
-        adjustments=None if adjustments == usual else adjustments,
-    )
-    return replace(sample, params=params, stream=fields.flag_or("stream", False))
-
-
 MAX_NUM_SAMPLES = 1024
+MAX_TOP_LOGPROBS = 1024
+MAX_TEMPERATURE = 1e30  # the sampler computes in float32
+INT32_MAX = 2**31 - 1
+LAST_N = "at most the prompt's length - 1; with prompt_logprobs only"
+TARGETS = "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 
@@ -126,6 +108,7 @@ class ModelInputBody(Body):
 
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _STOP: Schema = {
+    "description": "[] stops at nothing, not even at the end-of-text token",
     "anyOf": [
         _STOP_TEXT,
         {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
@@ -134,17 +117,25 @@ _STOP: Schema = {
             "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
             "maxItems": MAX_STOPS,
         },
-    ]
+    ],
 }
 
 
+def _check_top_k(top_k: int) -> int:
+    if top_k == 0:
+        raise wrong(f"is 0; it must lie between 1 and {INT32_MAX}; -1 turns it off")
+    return top_k
+
+
 class SamplingParamsBody(ClosedBody):
-    max_tokens: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
-    seed: Integer | None = None
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=INT32_MAX, description="without it, to the end of the context")] | None
+    ) = None
+    seed: Annotated[Integer, Field(description="without it, each answer is another one")] | None = None
     stop: Annotated[Any, WithJsonSchema(_STOP)] = None
-    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0})] = 1.0
-    top_k: Annotated[Integer, bounds(-1, 2**31 - 1)] = -1
-    top_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})] = 1.0
+    temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE, description="0 is greedy")] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX, description="-1 turns it off"), AfterValidator(_check_top_k)] = -1
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     type: Unread = None
 
 
@@ -158,7 +149,7 @@ class TensorDataBody(ClosedBody):
     sparse_col_indices: Annotated[Any, WithJsonSchema(INTEGERS)] = None
 
 
-Count = Annotated[Integer, bounds(0, 2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="at most the vocabulary")]
 SampleNumber = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -167,36 +158,68 @@ class AsampleRequest(ClosedBody):
     sampling_session_id: Text
     seq_id: SampleNumber
     sampling_params: SamplingParamsBody = SamplingParamsBody()
-    num_samples: Annotated[Integer, bounds(1, MAX_NUM_SAMPLES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_NUM_SAMPLES)] = 1
     prompt_logprobs: bool = False
     topk_prompt_logprobs: Count = 0
     topk_sample_logprobs: Count = 0
-    target_prompt_logprobs: TensorDataBody | None = None
-    prompt_alt_tokens_k: Count = 0
-    prompt_logprobs_last_n: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
+    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS)] | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N)] | None = None
     record_stability_info: bool = False
     type: Unread = None
 
 
 class SampleRequest(AsampleRequest):
-    """The same without a place in a sampling session, or with one that is known already."""
+    """The same without sampling session and number."""
 
     sampling_session_id: Unread = None
     seq_id: Unread = None
 
 
-INT32_MAX = 2**31 - 1
+class GrammarBody(Body):
+    kind: Text
+    text: LongText
+
+
+class BeyondBody(Body):
+    min_p: float = _USUAL.min_p
+    repetition_penalty: float = _USUAL.repetition_penalty
+    presence_penalty: float = _USUAL.presence_penalty
+    frequency_penalty: float = _USUAL.frequency_penalty
+    logit_bias: list[Any] = Field(default_factory=list)
+    grammar: GrammarBody | None = None
+    stop_tokens: list[int] = Field(default_factory=list)
+    stop_eos: bool = True
+    stream: bool = False
+
+    def added(self, sample: Sample) -> Sample:
+        """A sample with these."""
+        adjustments = Adjustments(
+            **{name: getattr(self, name) for name in _NUMBERS},
+            logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in self.logit_bias),
+            grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
+        )
+        params = replace(
+            sample.params,
+            stop_tokens=tuple(self.stop_tokens),
+            stop_eos=self.stop_eos,
+            adjustments=None if adjustments == _USUAL else adjustments,
+        )
+        return replace(sample, params=params, stream=self.stream)
+
+
+class StoredSample(SampleRequest):
+    beyond: BeyondBody | None = None
+
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
-    """The whole request at once, as the engine reads it from its row, which may hold more than an asample."""
-    fields = read_object(body)
-    extras = fields.fields_or(FIELD, None)
-    own = {name: value for name, value in fields.values.items() if name != FIELD}
-    sample = sample_of(validate(SampleRequest, own), request_id, version_id)
-    return sample if extras is None else with_extras(sample, extras)
+    """A stored sample, as the engine reads it from its row."""
+    request = validate(StoredSample, read_object(body))
+    sample = sample_of(request, request_id, version_id)
+    return sample if request.beyond is None else request.beyond.added(sample)
 
 
 def sample_of(request: AsampleRequest, request_id: str, version_id: str | None) -> Sample:
@@ -233,7 +256,7 @@ def _chunk(chunk: object, where: str) -> I32:
 
 
 def token_ids(value: object, where: str) -> I32:
-    """A JSON list of integers as int32; whether the vocabulary has them is for admission to say."""
+    """A JSON list of integers as int32; admission compares them with the vocabulary."""
     found = _integers(value, where)
     if len(found) and (found.min() < 0 or found.max() > INT32_MAX):
         raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
@@ -256,7 +279,7 @@ def _integers(value: object, where: str) -> I64:
 
 
 def _targets(given: TensorDataBody | None) -> I64 | SparseRows | None:
-    """Ids [T - 1, K], dense or in CSR form; whether they fit the prompt is for admission to say."""
+    """Ids [T - 1, K], dense or in CSR form; admission compares them with the prompt."""
     if given is None:
         return None
     where = "target_prompt_logprobs"
@@ -345,7 +368,7 @@ def _write_tensor(message: pb.Tensor, array: F32 | I64 | SparseRows) -> None:
 
 
 def read_sample_result(body: bytes, request_id: str) -> SampleResult:
-    """What `write_sample_result` wrote, but for alternatives and targets."""
+    """The inverse of `write_sample_result`, without alternatives and targets."""
     message = pb.SampleResponse.FromString(body)
     reasons = {number: name for name, number in _STOP_REASONS.items()}
     return SampleResult(

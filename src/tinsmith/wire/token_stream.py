@@ -1,8 +1,8 @@
-"""Tokens of samples that still run, from the engine that draws them to whoever shows them as they come.
+"""Tokens of running samples, from the engine to the streams of the server.
 
-They go with the wake-ups and are hints like these: they may be lost, and nobody waits for one. The stored result is
-the authority: it completes what is missing, and what contradicts it is an error. Each says where in its answer it
-begins, so that a gap is seen. `Partials` lives on the server's event loop.
+They travel with the wake-ups and may be lost; no reader waits for one. The stored result is the authority: it adds
+missing tokens, and a contradiction is an error. Each partial has its position in the answer, which shows gaps.
+`Partials` lives on the server's event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 from tinsmith.types import Partial
 
 MARK = "+"
-"""Begins a line that is a partial and no request_id."""
+"""Begins a line that is a partial; other lines are request_ids."""
 
 
 def line_of(partial: Partial) -> str:
@@ -38,7 +38,7 @@ class Partials:
 
     @contextlib.contextmanager
     def listen(self, request_ids: Sequence[str]) -> Iterator[asyncio.Queue[Partial]]:
-        """What arrives of these samples from now on."""
+        """The partials of these samples that arrive from now on."""
         queue: asyncio.Queue[Partial] = asyncio.Queue()
         self._queues |= dict.fromkeys(request_ids, queue)
         try:

@@ -1,8 +1,7 @@
-"""forward, forward_backward and optim_step: request bytes -> ops, results -> bytes.
+"""forward, forward_backward and optim_step: request bytes -> types, results -> bytes.
 
-The arrays of a `Pass` view the message's own buffers; only what the wire stores differently from the ops
-(int32 and bfloat16 tensors, prompts cut into several chunks) is converted. What is checked here is that the
-bytes are what they say they are: sizes, dtypes, shapes. What a loss needs of them, `losses` says.
+The arrays of a `Pass` are views of the message's buffers; int32 and bfloat16 tensors and prompts of several chunks are
+converted. Checks sizes, dtypes and shapes; `losses` checks the inputs of a loss.
 Shape letters: N positions of one datum.
 """
 
@@ -14,6 +13,7 @@ from typing import Annotated
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from pydantic import Field
 
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.types import (
@@ -34,7 +34,18 @@ from tinsmith.types import (
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import check_messages
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, SequenceNumber, Text, Unread, read_object, show, validate
+from tinsmith.wire.fields import (
+    Body,
+    ByType,
+    ClosedBody,
+    Number,
+    SequenceNumber,
+    Text,
+    Unread,
+    read_object,
+    show,
+    validate,
+)
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384
@@ -45,8 +56,6 @@ MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_CELLS = 2**48
 """Product of an empty array's other sizes; numpy must be able to count them in bytes."""
-ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
-DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
 _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -57,12 +66,12 @@ _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
 
 
 def read_pass(body: bytes, request_id: str) -> Pass:
-    """The whole request at once, as the engine reads it from its row."""
+    """A stored pass, as the engine reads it from its row."""
     return pass_of(parse_pass(body), request_id)
 
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
-    """The protobuf message alone: enough to know whose request it is, before its contents are judged."""
+    """The protobuf message, which names the model, before its data are checked."""
     check_messages(body, pb.ForwardBackwardRequest)
     try:
         return pb.ForwardBackwardRequest.FromString(body)
@@ -83,7 +92,7 @@ def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
 
 
 def spans_of(message: pb.ForwardBackwardRequest) -> list[DatumSpans]:
-    """Each datum's provenance, for the one loss that asks for it. Whether it holds, `sequences` says."""
+    """Each datum's provenance, for the one loss that needs it; `recorded_sequences` verifies it."""
     return [DatumSpans(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans)) for datum in message.data]
 
 
@@ -219,37 +228,48 @@ def _write_field(record: pb.ArrayRecord, name: str, arrays: Sequence[F32], trail
 _ADAM = AdamParams()
 
 
+NotNegative = Annotated[Number, Field(ge=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
 class AdamParamsBody(ClosedBody):
-    learning_rate: float = _ADAM.learning_rate
-    beta1: float = _ADAM.beta1
-    beta2: float = _ADAM.beta2
-    eps: float = _ADAM.eps
-    weight_decay: float = _ADAM.weight_decay
-    grad_clip_norm: float = _ADAM.grad_clip_norm
+    learning_rate: NotNegative = _ADAM.learning_rate
+    beta1: Beta = _ADAM.beta1
+    beta2: Beta = _ADAM.beta2
+    # A zero gradient would otherwise be divided by zero.
+    eps: Annotated[Number, Field(gt=0)] = _ADAM.eps
+    weight_decay: NotNegative = _ADAM.weight_decay
+    grad_clip_norm: Annotated[NotNegative, Field(description="0 turns it off")] = _ADAM.grad_clip_norm
     type: Unread = None
 
+    @property
+    def params(self) -> AdamParams:
+        return AdamParams(**self.model_dump(exclude={"type"}))
 
-class OptimParamsBody(ClosedBody):
-    """The parameters of any family; what a family has no use for is refused with its name."""
 
-    type: Annotated[str, OneOf(("adamw", "dimuon"))]
-    learning_rate: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    grad_clip_norm: float | None = None
+class DimuonParamsBody(ClosedBody):
+    learning_rate: NotNegative
+    beta1: Beta = 0.9
+    grad_clip_norm: Annotated[Number, Field(description="0 or less turns it off")] = 0.0
+    type: Unread = None
+
+    @property
+    def params(self) -> DimuonParams:
+        return DimuonParams(**self.model_dump(exclude={"type"}))
+
+
+FAMILIES = {"adamw": AdamParamsBody, "dimuon": DimuonParamsBody}
 
 
 class OptimStepRequest(Body):
     model_id: Text
     adam_params: AdamParamsBody | None = None
-    optimizer_params: OptimParamsBody | None = None
+    optimizer_params: Annotated[AdamParamsBody | DimuonParamsBody, ByType(FAMILIES)] | None = None
     seq_id: SequenceNumber | None = None
 
 
 def read_optim_step(body: bytes, request_id: str) -> OptimStep:
-    return optim_step_of(validate(OptimStepRequest, read_object(body).values), request_id)
+    return optim_step_of(validate(OptimStepRequest, read_object(body)), request_id)
 
 
 def optim_step_of(request: OptimStepRequest, request_id: str) -> OptimStep:
@@ -260,25 +280,6 @@ def _optim_params(request: OptimStepRequest) -> OptimParams:
     adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
         raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
-    if other is not None and other.type == "dimuon":
-        return _dimuon_params(other)
-    if adam is None and other is None:
+    if (given := adam or other) is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
-    given = adam or other
-    return AdamParams(**{name: value for name in ADAM_FIELDS if (value := getattr(given, name)) is not None})
-
-
-def _dimuon_params(given: OptimParamsBody) -> DimuonParams:
-    for name in sorted(ADAM_FIELDS - DIMUON_FIELDS):
-        if getattr(given, name):
-            raise UserError(
-                f"optimizer_params.{name} is not supported by this server; leave it out (known here: "
-                f"{', '.join(sorted(DIMUON_FIELDS | {'type'}))})"
-            )
-    if given.learning_rate is None:
-        raise UserError("optimizer_params.learning_rate is missing")
-    return DimuonParams(
-        learning_rate=given.learning_rate,
-        beta1=0.9 if given.beta1 is None else given.beta1,
-        grad_clip_norm=given.grad_clip_norm or 0.0,
-    )
+    return given.params

@@ -1,7 +1,6 @@
 """The JSON requests that make, save, load and unload models, as typed bodies.
 
-The server validates them to answer; the engine reads the same stored bytes to act. Unknown fields are refused where a
-request is admitted, and not where a stored one is read again.
+The server validates a body to answer it, and the engine reads the same stored bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from tinsmith.wire.fields import (
     Text,
     TextMetadata,
     Unread,
-    bounds,
     read_object,
     validate,
+    wrong,
 )
 
 DEFAULT_RANK = 32  # the SDK's
 MAX_RECIPIENTS = 10  # the SDK's
 TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
-"""What the server writes into a stored body in place of TOKEN; from a client it is worth nothing."""
+"""The server writes it into a stored body in place of TOKEN, and ignores a client's value."""
 
 MIN_RANK, MAX_RANK = 1, 256
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
@@ -42,14 +41,13 @@ MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
 """The optimizer families, each with the one version of it that there is."""
 
-Ttl = Annotated[Integer, bounds(MIN_TTL_S, MAX_TTL_S)]
-"""Seconds that a checkpoint is kept."""
+Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; without it, the checkpoint never expires")]
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
 
 class OptimizerConfigBody(ClosedBody):
     type: Annotated[str, OneOf(tuple(OPTIMIZERS))] = "adamw"
-    version: Annotated[Integer, bounds(1, 1)] | None = None
+    version: Integer | None = None
 
     @model_validator(mode="after")
     def _check_version(self) -> OptimizerConfigBody:
@@ -62,11 +60,17 @@ class OptimizerConfigBody(ClosedBody):
 
 
 class LoraConfigBody(ClosedBody):
-    rank: Annotated[Integer, bounds(MIN_RANK, MAX_RANK)] = DEFAULT_RANK
+    rank: Annotated[int, Field(ge=MIN_RANK, le=MAX_RANK)] = DEFAULT_RANK
     seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _check_trained(self) -> LoraConfigBody:
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise wrong("trains nothing; at least one of train_attn, train_mlp and train_unembed must be true")
+        return self
 
 
 class CreateModel(ClosedBody):
@@ -80,14 +84,7 @@ class CreateModel(ClosedBody):
 
     @property
     def lora(self) -> LoraSpec:
-        asked = self.lora_config
-        return LoraSpec(
-            rank=asked.rank,
-            seed=asked.seed,
-            train_attn=asked.train_attn,
-            train_mlp=asked.train_mlp,
-            train_unembed=asked.train_unembed,
-        )
+        return LoraSpec(**self.lora_config.model_dump())
 
 
 class LoadWeights(ClosedBody):
@@ -136,7 +133,7 @@ class SaveRequest(ClosedBody):
         return self
 
 
-# The fields that a client sends in each form. The others are read and refused where they mean something.
+# The documented fields of each form. A field of another form is refused if it has an effect there.
 class SaveWeights(SaveRequest):
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
@@ -155,13 +152,13 @@ class SaveWeightsExternal(SaveRequest):
 
 
 def read_save(body: bytes) -> SaveRequest:
-    return validate(SaveRequest, read_object(body).values, closed=False)
+    return validate(SaveRequest, read_object(body))
 
 
 def read_load(body: bytes) -> LoadWeights:
-    return validate(LoadWeights, read_object(body).values, closed=False)
+    return validate(LoadWeights, read_object(body))
 
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
-    """As answers name it."""
+    """For answers."""
     return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}

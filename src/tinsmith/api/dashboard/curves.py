@@ -1,28 +1,39 @@
-"""A run's curves: what a client logs, and what there is to draw."""
+"""A run's curves: the metrics that a client logs, and the points of the dashboard's charts.
+
+Metrics are numbers by name at a step; `store.history` merges and thins them.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field
 
 from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
 from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.errors import UserError
 from tinsmith.store.history import MOST_NAMES
-from tinsmith.wire.fields import ClosedBody, Fields, Text, show
+from tinsmith.wire.fields import ClosedBody, Text, show, wrong
 
 MOST_NAME_LETTERS = 64
 MAX_STEP = 2**53 - 1
-"""The largest that whoever draws it can tell from its neighbours."""
+"""The largest integer that JavaScript represents exactly."""
+
+
+def _check_names(metrics: dict[str, float]) -> dict[str, float]:
+    if not 0 < len(metrics) <= MOST_NAMES:
+        raise wrong(f"has {len(metrics)} names; log 1 to {MOST_NAMES} at a time")
+    for name in metrics:
+        if not 0 < len(name) <= MOST_NAME_LETTERS or not name.isprintable():
+            raise wrong(f"has the name {show(name)}; a name has 1 to {MOST_NAME_LETTERS} printable characters")
+    return metrics
 
 
 class LogMetricsRequest(ClosedBody):
     model_id: Text
     metrics: Annotated[
-        dict[str, Any],
-        WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1}),
+        dict[str, float], AfterValidator(_check_names), Field(description=f"1 to {MOST_NAMES} finite numbers by name")
     ]
     step: Annotated[int, Field(ge=0, le=MAX_STEP)] | None = None
 
@@ -36,19 +47,10 @@ class LogMetricsRequest(ClosedBody):
     example={"model_id": "{model_id}", "metrics": {"reward": 1.0}},
 )
 def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
+    """Without a step, the metrics belong to the run's newest optimizer step."""
     model = call.services.models.get(call.tenant_id, request.model_id)
-    metrics = _metrics(Fields(request.metrics, "metrics."))
-    return {"model_id": model.model_id, "step": call.services.curves.log(model.model_id, request.step, metrics)}
-
-
-def _metrics(fields: Fields) -> dict[str, float]:
-    names = list(fields.values)
-    if not 0 < len(names) <= MOST_NAMES:
-        raise UserError(f"metrics has {len(names)} names; log 1 to {MOST_NAMES} at a time")
-    for name in names:
-        if not 0 < len(name) <= MOST_NAME_LETTERS or not name.isprintable():
-            raise UserError(f"metrics names {show(name)}; a name has 1 to {MOST_NAME_LETTERS} printable characters")
-    return {name: fields.number(name) for name in names}
+    step = call.services.curves.log(model.model_id, request.step, request.metrics)
+    return {"model_id": model.model_id, "step": step}
 
 
 @operation(
@@ -59,7 +61,7 @@ def _metrics(fields: Fields) -> dict[str, float]:
     query={"after": {"type": "number", "minimum": 0}},
 )
 def metrics(call: Call) -> JsonObject:
-    """The points, all of them or those that are new since a cursor; some may come twice."""
+    """All points, or those since a cursor; some may come twice."""
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     after = _cursor(call.query.get("after", "0"))
     found = call.services.curves.points(model.model_id, after)

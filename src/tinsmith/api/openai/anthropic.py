@@ -1,37 +1,24 @@
-"""Anthropic's messages, over any base model or checkpoint: as `openai` does it, in other words."""
+"""Anthropic's messages, over any base model or checkpoint."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.errors import anthropic_error
-from tinsmith.api.openai.chat import GENERATION, MESSAGES, read_fields
-from tinsmith.api.openai.generation import Prepared, give_up, prepare, sampled, seated
+from tinsmith.api.openai.generation import Prepared, give_up, read, sampled, seated
 from tinsmith.api.openai.streaming import Events, event, follow, unless_gone
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, SHORT_TEXT, TEXT, TEXTS, fields, integer
-from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, authenticate, operation, read_body, run
-from tinsmith.chat.messages import Blocks, message, read_counted, read_message, stop, usage, whole_message
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields
+from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, operation, run
+from tinsmith.chat.messages import Blocks, CountRequest, MessageRequest, message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
 from tinsmith.store.implicit_sessions import Seat
 from tinsmith.types import SampleResult
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Schema
 
-COUNTED: Mapping[str, Schema] = {
-    "system": {"type": ["string", "array"]},
-    "tools": {"type": "array", "items": ANYTHING},
-    "tool_choice": ANYTHING,
-}
-MESSAGE_BODY = fields(
-    {"model": SHORT_TEXT, "messages": MESSAGES, "max_tokens": integer(1)},
-    {**COUNTED, **GENERATION, "stop_sequences": TEXTS},
-)
-COUNT_BODY = fields({"model": SHORT_TEXT, "messages": MESSAGES}, COUNTED)
 MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
 
 
@@ -39,16 +26,14 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
     "POST",
     "/messages",
     "An answer to a chat, or its pieces",
-    body=MESSAGE_BODY,
+    body=MessageRequest,
     answer=MESSAGE,
     errors=(404, 429, 503),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     prefixes=ANTHROPIC,
 )
 async def messages(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    asked = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
-    prepared = await run(prepare, services, tenant_id, asked, read_message)
+    services, tenant_id, prepared = await read(request, MessageRequest)
     message_id = "msg_" + secrets.token_hex(12)
     if prepared.plan.stream:
         stack = AsyncExitStack()
@@ -62,15 +47,13 @@ async def messages(request: Request) -> Response:
     "POST",
     "/messages/count_tokens",
     "Its prompt's tokens",
-    body=COUNT_BODY,
+    body=CountRequest,
     answer=fields({"input_tokens": COUNT}),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
     prefixes=ANTHROPIC,
 )
 async def count_tokens(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    asked = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
-    prepared = await run(prepare, services, tenant_id, asked, read_counted)
+    _, _, prepared = await read(request, CountRequest)
     return answer({"input_tokens": len(prepared.plan.prompts[0])})
 
 

@@ -1,14 +1,16 @@
-"""Files as OpenAI's clients upload, list, read and delete them.
+"""OpenAI's files: upload, list, read and delete. Batches read and write them.
 
-An upload is a multipart form of one file and a few short fields. It is spooled to disk as it comes, and stored when it
-is whole and known to be allowed; nothing but a piece of it is in memory. `openai_batches` is what files are for.
+An upload is a multipart form of one file and a few short fields. The server spools it to disk, and stores it when it is
+complete and allowed; memory holds one chunk of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated, cast
 
 import orjson
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,11 +30,10 @@ from tinsmith.api.operation import (
 )
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
-from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import NotFoundError, TooLargeError
+from tinsmith.errors import NotFoundError, RequestError, TooLargeError
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Schema, show
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Schema, show, validate
 
 JSONL_TYPE = "application/jsonl"
 CHUNK_BYTES = 1 << 20
@@ -42,10 +43,9 @@ DAY_S = 86400
 KEPT_S = 30 * DAY_S
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * DAY_S
 ENDINGS = (".jsonl",)
-EXPIRY: Schema = integer(MIN_KEPT_S, MAX_KEPT_S)
 UPLOAD = fields(
     {"file": {"type": "string", "format": "binary"}, "purpose": one_of(BATCH)},
-    {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": EXPIRY},
+    {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": integer(MIN_KEPT_S, MAX_KEPT_S)},
 )
 FILES = fields({"data": {"type": "array", "items": ref("File")}, "has_more": FLAG})
 FILES_QUERY: Mapping[str, Schema] = {
@@ -54,6 +54,18 @@ FILES_QUERY: Mapping[str, Schema] = {
     "order": one_of("asc", "desc"),
     "purpose": one_of(BATCH, BATCH_OUTPUT),
 }
+
+
+class Expiry(ClosedBody):
+    anchor: Annotated[str, OneOf(("created_at",))]
+    seconds: Annotated[int, Field(ge=MIN_KEPT_S, le=MAX_KEPT_S)]
+
+
+class UploadForm(Body):
+    """The short fields of the form."""
+
+    purpose: Annotated[str, OneOf((BATCH,))]
+    expires_after: Expiry | None = None
 
 
 @operation(
@@ -75,7 +87,7 @@ async def upload(request: Request) -> Response:
             await run(_store, services, tenant_id, form, on=services.threads.transfers), media_type=JSON_TYPE
         )
     finally:
-        await form.close()  # which deletes what was spooled
+        await form.close()  # deletes the spooled file
 
 
 def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
@@ -89,35 +101,23 @@ def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
 
 
 def _checked(form: FormData) -> tuple[UploadFile, int]:
-    known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
-    if unknown := sorted(set(form) - known):
-        raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}; known are {sorted(known)}")
+    if unknown := sorted(set(form) - set(cast("Mapping[str, Schema]", UPLOAD["properties"]))):
+        raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}, which is not known here")
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise RequestError("file", "the form has no file; send it as the part 'file', with a filename")
     name = file.filename or ""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise RequestError("file", f"the filename is {show(name)}; it must have 1 to {MAX_NAME} printable characters")
-    if form.get("purpose") != BATCH:
-        raise RequestError("purpose", f"purpose is {show(form.get('purpose'))}; this server has a use for 'batch' only")
     if not name.lower().endswith(ENDINGS):
         raise RequestError("file", f"the filename is {show(name)}; a batch's file is JSON Lines and ends with .jsonl")
-    return file, _kept_s(form)
-
-
-def _kept_s(form: FormData) -> int:
-    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
-    if anchor is None and seconds is None:
-        return KEPT_S
-    if anchor != "created_at":
-        raise RequestError("expires_after.anchor", f"expires_after.anchor is {show(anchor)}; it must be 'created_at'")
-    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
-        seconds = show(seconds)
-    elif MIN_KEPT_S <= int(seconds) <= MAX_KEPT_S:
-        return int(seconds)
-    raise RequestError(
-        "expires_after.seconds", f"expires_after.seconds is {seconds}; it must be {MIN_KEPT_S} to {MAX_KEPT_S}"
-    )
+    seconds = form.get("expires_after[seconds]")
+    if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10:
+        seconds = int(seconds)
+    expiry = {"anchor": form.get("expires_after[anchor]"), "seconds": seconds}
+    wanted = None if expiry == dict.fromkeys(expiry) else expiry
+    given = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": wanted})
+    return file, given.expires_after.seconds if given.expires_after else KEPT_S
 
 
 def _pieces(file: UploadFile) -> Iterator[bytes]:
@@ -181,7 +181,7 @@ def delete(call: Call) -> JsonObject:
 
 @operation("GET", "/files/{file_id}/content", "Its bytes", answer=JSONL_TYPE, errors=(206, 404, 416), prefixes=OPENAI)
 async def content(request: Request) -> Response:
-    """The bytes, whole or in ranges."""
+    """The bytes, or ranges of them."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
@@ -193,7 +193,7 @@ async def content(request: Request) -> Response:
         try:
             return file_response(request, stored, JSONL_TYPE, headers, found.filename)
         except FileNotFoundError:
-            raise NotFoundError(f"file {file_id!r} was deleted at this moment") from None
+            raise NotFoundError(f"file {file_id!r} was deleted during this request") from None
 
     return await run(work, on=services.threads.transfers)
 

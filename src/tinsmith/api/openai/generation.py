@@ -1,8 +1,8 @@
 """Sampling for clients that wait for the answer itself: a plan becomes futures, and their results an answer.
 
-The same way as an asample's: admission, quotas, durable futures, usage. The samples are cancelled as soon as nobody
-waits for them any more: whoever awaits something here may be cancelled at any point. `answer` is the whole of it for
-one request that is not a stream, and needs no HTTP; the routes use the same parts.
+The path is that of asample: admission, quotas, durable futures, usage. Every coroutine here may be cancelled at any
+point, and cancels its samples then. `answer` serves one request that is not a stream without HTTP; the routes use the
+same parts.
 """
 
 from __future__ import annotations
@@ -11,38 +11,50 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
+import orjson
+from starlette.requests import Request
+
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import openai_error
-from tinsmith.api.operation import JsonObject, Services, run
+from tinsmith.api.operation import JsonObject, Services, authenticate, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
-from tinsmith.chat.chats import read_chat
-from tinsmith.chat.completions import read_completion
-from tinsmith.chat.generation_request import Plan, Target, read_target
-from tinsmith.chat.refusals import ContextLengthError, RequestError, not_supported
+from tinsmith.chat.chats import ChatRequest, CompletionRequest
+from tinsmith.chat.generation_request import ContextLengthError, Plan, Target
+from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.results import Head, whole
 from tinsmith.chat.texts import Text
-from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, StoppingError, TinsmithError, UserError
+from tinsmith.errors import (
+    EngineFailedError,
+    NotFoundError,
+    NotSupportedError,
+    RequestError,
+    StoppingError,
+    TinsmithError,
+    UserError,
+    not_supported,
+)
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture, Outcome
 from tinsmith.store.implicit_sessions import Seat
 from tinsmith.types import ModelShape, Sample, SampleResult
-from tinsmith.wire.fields import Fields, json_bytes
+from tinsmith.wire.bodies import JSON_TYPE, decode
+from tinsmith.wire.fields import read_object, validate
 from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-ReadPlan = Callable[[Fields, Text], Plan]
+Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest]
+KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that was understood: whose weights, and what of them."""
+    """A valid request: the weights that answer it, and its plan."""
 
     shape: ModelShape
     model_path: str | None
@@ -55,16 +67,16 @@ async def answer(
 ) -> tuple[int, JsonObject]:
     """Answer one request as the route `endpoint` (CHAT or COMPLETIONS) would: its status and its JSON.
 
-    Never raises for what a request holds: an error has OpenAI's body, {"error": {message, type, param, code}}. 429
-    means that a quota is full, 5xx that it may be sent again. Cancelling the call cancels the samples. `stream` is
-    refused, since there is nobody to stream to.
+    An invalid request raises nothing: an error has OpenAI's body, {"error": {message, type, param, code}}. 429 means
+    that a quota is full, 5xx that the request may be sent again. Cancelling the call cancels the samples. `stream` is
+    refused.
     """
     try:
-        if endpoint not in (CHAT, COMPLETIONS):
+        if endpoint not in KINDS:
             raise NotFoundError(f"endpoint {endpoint!r} is none of {CHAT!r} and {COMPLETIONS!r}")
         if body.get("stream"):
-            raise not_supported("stream", "here is nobody to stream to; leave it out")
-        prepared = await run(prepare, services, tenant_id, Fields(body), reader_of(endpoint == CHAT))
+            raise not_supported("stream", "a line of a file has one answer; leave it out")
+        prepared = await run(prepare, services, tenant_id, body, KINDS[endpoint])
         head = new_head(prepared.plan, chat=endpoint == CHAT)
         results = await sampled(services, tenant_id, prepared)
         return 200, await run(whole, prepared.plan, prepared.text, head, results)
@@ -73,21 +85,28 @@ async def answer(
         return status, {"error": openai_error(str(error), status, error)}
 
 
-def reader_of(chat: bool) -> ReadPlan:
-    return read_chat if chat else read_completion
-
-
 def new_head(plan: Plan, *, chat: bool) -> Head:
     prefix = "chatcmpl-" if chat else "cmpl-"
     return Head(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
 
 
-def prepare(services: Services, tenant_id: str, fields: Fields, read_plan: ReadPlan) -> Prepared:
+async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
+    """The services, the tenant and the request, authenticated and validated."""
+    services, tenant_id = await authenticate(request)
+    body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
+
+    def work() -> Prepared:
+        return prepare(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), kind)
+
+    return services, tenant_id, await run(work)
+
+
+def prepare(services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind) -> Prepared:
     """On a worker thread: it reads the database and runs the tokenizer. Raises UserError."""
-    target = read_target(fields)
-    shape, model_path = weights_of(services, tenant_id, target)
+    request = validate(kind, values)
+    shape, model_path = weights_of(services, tenant_id, Target.of(request.model))
     text = services.texts.of(shape)
-    return Prepared(shape, model_path, text, read_plan(fields, text))
+    return Prepared(shape, model_path, text, request.plan(text))
 
 
 def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[ModelShape, str | None]:
@@ -106,14 +125,14 @@ def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[Mode
 
 
 class ModelNotFoundError(RequestError, NotFoundError):
-    """There is no such model."""
+    """The model does not exist."""
 
 
 # Samples.
 
 
 async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
-    """Sample for every prompt and wait for all of it."""
+    """Sample for every prompt, and wait for all results."""
     async with seated(services, tenant_id, prepared) as seats:
         return [await settled(services, seat) for seat in seats]
 
@@ -122,10 +141,10 @@ async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> lis
 async def seated(
     services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
 ) -> AsyncIterator[list[Seat]]:
-    """Submit a plan's samples; those that are left at the end of the block are cancelled."""
+    """Submit a plan's samples. An exception inside the block cancels those that are not settled."""
     seats: list[Seat] = []
     try:
-        # Shielded, since what was submitted must be known here in order to be cancelled.
+        # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(_submit_all, services, tenant_id, prepared, stream, seats))
         yield seats
     except BaseException:
@@ -147,10 +166,10 @@ def _submit(
     plan, shape = prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
-        # So that an engine that takes over draws the same tokens again.
+        # So that an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
     body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
-    sample = read_sample(json_bytes(body), "", prepared.model_path)
+    sample = read_sample(orjson.dumps(body), "", prepared.model_path)
     _check(sample, shape, plan)
     seat = services.standing.seat(tenant_id, shape.name, prepared.model_path)
     body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}
@@ -160,7 +179,7 @@ def _submit(
         session_id=seat.session_id,
         base_model=shape.name,
         kind="sample",
-        body=json_bytes(body),
+        body=orjson.dumps(body),
         num_tokens=most_tokens(sample, shape),
         sampling_session_id=seat.sampling_session_id,
         seq_id=seat.seq_id,
@@ -171,7 +190,7 @@ def _submit(
 
 
 def _shown(plan: Plan) -> Mapping[str, object]:
-    """The logprobs that the answer shows."""
+    """The fields of an asample for the logprobs that the answer shows."""
     top = plan.top_logprobs
     if top is None:
         return {}
@@ -191,14 +210,14 @@ def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
 
 
 def give_up(services: Services, seats: Sequence[Seat]) -> None:
-    """Cancel what is not settled of these."""
+    """Cancel the samples that are not settled."""
     for seat in seats:
         with contextlib.suppress(NotFoundError):
             services.futures.cancel(seat.tenant_id, seat.request_id, "its client went away")
 
 
 async def settled(services: Services, seat: Seat) -> SampleResult:
-    """The result of a sample, however long it takes. Raises the error that it ended with."""
+    """Wait for the result of a sample. Raises its error."""
     with services.waiters.watch(seat.request_id) as woken:
         while (outcome := await _outcome(services, seat)) is None:
             if services.waiters.closed:

@@ -1,6 +1,6 @@
-"""What can be sampled, as OpenAI's clients and as Anthropic's list it: the base models, and the tenant's checkpoints.
+"""The list of models for OpenAI's and Anthropic's clients: base models, and the tenant's checkpoints.
 
-One path serves both at OpenAI's addresses; a client that names a version of Anthropic's API gets Anthropic's form.
+OpenAI's paths serve both; a client that sends `anthropic-version` gets Anthropic's form.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tinsmith.api.openai.generation import weights_of
 from tinsmith.api.openapi import LIST, TEXT, fields
 from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, answering, is_anthropic, operation
 from tinsmith.chat.generation_request import Target
-from tinsmith.chat.refusals import RequestError
+from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
 
 SINCE = 1_700_000_000
-"""When a base model was made is not known here; clients want a moment."""
+"""The creation time of base models, which clients require and this server does not know."""
 
 USUAL_PAGE = 20  # Anthropic's
 
@@ -47,10 +47,7 @@ def _all(call: Call) -> list[Served]:
 
 def _one(call: Call) -> Served:
     name = call.path["model"]
-    base, separator, path = name.partition(";")
-    target = Target(name, base, path) if separator else Target(name, name, None)
-    if name.startswith("tinker://"):
-        target = Target(name, None, name)
+    target = Target.of(name)
     shape, _ = weights_of(call.services, call.tenant_id, target)
     owner = "tinsmith" if target.model_path is None else call.tenant_id
     return Served(name, owner, SINCE, shape.max_context_length)
@@ -90,7 +87,7 @@ def _place(found: Sequence[Served], call: Call, name: str) -> int:
     wanted = call.query[name]
     place = next((place for place, each in enumerate(found) if each.name == wanted), None)
     if place is None:
-        raise RequestError(name, f"{name} is {show(wanted)}, which is no model of this list")
+        raise RequestError(name, f"{name} is {show(wanted)}, which is not a model of this list")
     return place
 
 

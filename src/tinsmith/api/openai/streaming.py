@@ -1,8 +1,7 @@
-"""Answers in pieces: what an engine tells of running samples, and what their results say, as one stream of pieces.
+"""Streams: the token stream of an engine and the stored results, as one stream of pieces.
 
-What is told is a hint; the stored result is the authority. It completes what is missing (all of it, where nothing is
-told), and if it contradicts what was sent already, the stream ends with an error. Each stream ends its samples when its
-client goes away, which is noticed at the next piece or sign of life.
+Streamed tokens may be lost; the stored result is the authority. It adds the tokens that are missing, and a result that
+contradicts tokens that were sent ends the stream with an error. When a client disconnects, its samples are cancelled.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What is new of one choice; `reason` comes with its last piece. Neither: nothing happened for a while."""
+    """A new piece of one choice; the last one has a `reason`. Without a piece: a keep-alive."""
 
     choice: Choice | None = None
     piece: Piece | None = None
@@ -45,22 +44,22 @@ class News:
 async def follow(
     services: Services, prepared: Prepared, seats: Sequence[Seat], results: list[SampleResult]
 ) -> AsyncIterator[News]:
-    """The pieces of all choices as they come; at the end `results` holds the results, prompt by prompt."""
+    """The pieces of all choices in their order of arrival. At the end `results` holds the result of every prompt."""
     number = prepared.plan.num_choices
     choices = [Choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
     of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
     found: dict[str, SampleResult] = {}
     with services.partials.listen(list(of_seat)) as queue:
         ends = {asyncio.create_task(settled(services, seat)) for seat in seats}
-        told: asyncio.Task[Partial] = asyncio.create_task(queue.get())
+        coming: asyncio.Task[Partial] = asyncio.create_task(queue.get())
         try:
             while ends:
-                done, _ = await asyncio.wait({*ends, told}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*ends, coming}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     yield News()
-                if told in done:
-                    partial = told.result()
-                    told = asyncio.create_task(queue.get())
+                if coming in done:
+                    partial = coming.result()
+                    coming = asyncio.create_task(queue.get())
                     if partial.request_id not in found:
                         news = _of_partial(of_seat[partial.request_id], partial)
                         if news:
@@ -72,7 +71,7 @@ async def follow(
                         yield _of_end(prepared, choice, sequence)
                 ends -= done
         finally:
-            for task in (*ends, told):
+            for task in (*ends, coming):
                 task.cancel()
     results += [found[seat.request_id] for seat in seats]
 
@@ -80,7 +79,7 @@ async def follow(
 def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
     choice = choices[partial.index]
     if partial.start != len(choice.token_ids):
-        return None  # something was lost before it; the result has it
+        return None  # tokens before it were lost; the result has them
     tops = partial.topk or [((), ())] * len(partial.tokens)
     for token_id, logprob, top in zip(partial.tokens, partial.logprobs, tops, strict=True):
         choice.push(token_id, logprob, top)
@@ -98,10 +97,10 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
 
 
 class Events(StreamingResponse):
-    """Server-sent events. Their source is closed when the client goes away, whatever it is waiting for."""
+    """Server-sent events. A disconnect of the client closes their source."""
 
     def __init__(self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack) -> None:
-        """`samples` is closed at the end, with the reason if there is one."""
+        """`samples` is closed at the end, with the exception if there is one."""
         super().__init__(source, media_type=EVENT_STREAM, headers=HEADERS)
         self._source = source
         self._samples = samples
@@ -113,7 +112,7 @@ class Events(StreamingResponse):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """What `work` returns; it is cancelled when the client's connection ends. Raises ClientDisconnect then."""
+    """The value of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(receive))
     try:

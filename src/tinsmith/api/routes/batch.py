@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import orjson
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -26,7 +26,7 @@ from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, Job
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
-from tinsmith.wire.fields import ClosedBody, Integer, Schema, bounds
+from tinsmith.wire.fields import ClosedBody, Integer, Schema
 
 EVENTS_PAUSE_S = 0.25
 """Between two looks at a job that changes all the time."""
@@ -80,7 +80,7 @@ JOB = fields(
     },
 )
 def submit(call: Call) -> JsonObject:
-    return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
+    return {"job_id": _create(call, JobSpec.from_dict(call.fields()))}
 
 
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
@@ -249,7 +249,7 @@ def pools(call: Call) -> JsonObject:
 
 
 class ResizePoolRequest(ClosedBody):
-    workers: Annotated[Integer, bounds(0, 1024)]
+    workers: Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 1024})]
 
 
 @operation(

@@ -16,7 +16,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.admission import check_ttl
 from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.api.routes.sessions import check_scope
@@ -162,7 +161,6 @@ class SetTtlRequest(Body):
 )
 def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
     ttl_s = request.ttl_seconds
-    check_ttl(ttl_s)
     call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), ttl_s)
     record(call, "checkpoint_ttl_set", ref_of(call), ttl_seconds=ttl_s)
     return {}
@@ -250,7 +248,6 @@ class CopyWeightsRequest(Body):
 def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
     services, ttl_s = call.services, request.ttl_seconds
     path = parse_path(request.source_path, "source_path")
-    check_ttl(ttl_s)
     destination = _destination(call, request)
     reason = f"copied from {path.path}"
     copied = CheckpointRef(destination.model_id, path.kind, path.name)

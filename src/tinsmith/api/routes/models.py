@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tinsmith.api.admission import check_lora
 from tinsmith.api.openapi import ANYTHING, TEXT, fields
 from tinsmith.api.operation import B, Call, Draft, JsonObject, operation, owned_model, stored
 from tinsmith.api.routes.weights import exchange_token, load_into_model, loadable
@@ -39,7 +38,6 @@ def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
     def plan(model_id: str, session_id: str) -> NewModel:
         asked = draft.read()
         call.services.bases.get(asked.base_model)
-        check_lora(asked.lora)
         return NewModel(
             model_id=model_id,
             session_id=session_id,

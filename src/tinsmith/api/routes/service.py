@@ -177,7 +177,7 @@ async def telemetry(request: Request) -> Response:
 
 
 def _count(body: bytes, encoding: str | None) -> None:
-    events = read_object(bodies.decode(body, encoding, MAX_BODY_BYTES)).values.get("events")
+    events = read_object(bodies.decode(body, encoding, MAX_BODY_BYTES)).get("events")
     if not isinstance(events, list):
         return
     found = [event for event in events if isinstance(event, dict)]

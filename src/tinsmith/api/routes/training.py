@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.admission import check_optimizer
-from tinsmith.api.legacy import JSON_PASS, pass_message
+from tinsmith.api.legacy import JsonPassBody, pass_message
 from tinsmith.api.operation import (
     Call,
     Draft,
@@ -42,10 +42,14 @@ from tinsmith.wire.custom_loss import (
     create_custom_loss_of,
     read_definition,
 )
-from tinsmith.wire.fields import validate
+from tinsmith.wire.fields import Body, validate
 from tinsmith.wire.training import OptimStepRequest, optim_step_of, parse_pass, pass_of, spans_of
 
 PASS_TYPES = (JSON_TYPE, PROTO_TYPE)
+
+
+class PassMode(Body):
+    forward_only: bool = False
 
 
 def _forward_backward(call: Call) -> Submission:
@@ -79,7 +83,7 @@ def _forward(call: Call) -> Submission:
 
 
 def _json_forward_backward(call: Call) -> Submission:
-    return _submit_json_pass(call, forward_only=call.fields().flag_or("forward_only", False))
+    return _submit_json_pass(call, forward_only=validate(PassMode, call.fields()).forward_only)
 
 
 def _json_forward(call: Call) -> Submission:
@@ -88,7 +92,7 @@ def _json_forward(call: Call) -> Submission:
 
 def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
     fields = call.fields()
-    named = validate(ModelRequest, fields.values)
+    named = validate(ModelRequest, fields)
     try:
         message = pass_message(fields, forward_only=forward_only)
     except UserError as error:
@@ -123,7 +127,7 @@ def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
     "POST",
     "/forward_backward",
     "One pass, with gradients or without",
-    body=JSON_PASS,
+    body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )
@@ -135,7 +139,7 @@ async def forward_backward(request: Request) -> Response:
     "POST",
     "/forward",
     "One pass without gradients",
-    body=JSON_PASS,
+    body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )

@@ -23,12 +23,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.admission import check_ttl
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, idempotent_session, made_before
-from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import TooLargeError, UnsupportedMediaError, UserError
+from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
 from tinsmith.store.audit import entry
@@ -227,11 +225,10 @@ def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
         texts["ttl_seconds"] = int(seconds)
     if (metadata := texts.get("user_metadata")) is not None:
         try:
-            texts["user_metadata"] = dict(read_object(str(metadata).encode(errors="replace")).values)
+            texts["user_metadata"] = read_object(str(metadata).encode(errors="replace"))
         except UserError as error:
             raise UserError(f"user_metadata: {error}") from None
     given = validate(UploadRequest, texts)
-    check_ttl(given.ttl_seconds)
     check_name(given.name)
     return given, files
 

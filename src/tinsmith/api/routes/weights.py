@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import orjson
 
-from tinsmith.api.admission import check_ttl
 from tinsmith.api.operation import Call, Draft, Submission, operation, submit_json_operation
 from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
@@ -44,7 +43,6 @@ def _check_named(asked: SaveRequest) -> None:
     if asked.path is None:
         raise UserError("path is missing; it names the checkpoint")
     check_name(asked.path)
-    check_ttl(asked.ttl_seconds)
 
 
 def _refuse_recipients(asked: SaveRequest) -> None:
@@ -90,7 +88,6 @@ def _check_sampler_save(_model: Model, asked: SaveRequest) -> None:
         check_name(asked.path)
     elif asked.sampling_session_seq_id is None:
         raise UserError("path and sampling_session_seq_id are both missing; one of them is needed")
-    check_ttl(asked.ttl_seconds)
     _refuse_recipients(asked)
 
 

@@ -21,7 +21,6 @@ from tinsmith.batch.openai.rows import lines
 from tinsmith.batch.types import Span
 from tinsmith.errors import CorruptFilesError
 from tinsmith.storage.locations import open_store
-from tinsmith.wire.fields import Fields
 
 PAGE = 1000
 
@@ -37,14 +36,11 @@ class Tally:
 
     def add(self, line: bytes) -> None:
         self.lines += 1
-        response = Fields(orjson.loads(line)).fields_or("response", None)
-        body = response.fields_or("body", None) if response else None
-        usage = body.fields_or("usage", None) if body else None
-        if usage is not None:
-            self.input_tokens += usage.integer_or("prompt_tokens", 0)
-            self.output_tokens += usage.integer_or("completion_tokens", 0)
-            details = usage.fields_or("prompt_tokens_details", None)
-            self.cached_tokens += details.integer_or("cached_tokens", 0) if details else 0
+        body = (orjson.loads(line).get("response") or {}).get("body") or {}
+        if usage := body.get("usage"):
+            self.input_tokens += usage["prompt_tokens"]
+            self.output_tokens += usage["completion_tokens"]
+            self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
 
     def usage(self) -> dict[str, object]:
         return {

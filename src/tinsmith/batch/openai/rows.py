@@ -26,7 +26,7 @@ from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
-from tinsmith.wire.fields import read_object
+from tinsmith.wire.fields import Body, Text, read_object, validate
 
 CANCELLABLE = ("validating", "in_progress")
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -232,6 +232,10 @@ def _refused(code: str, message: str) -> Checked:
     return Checked(0, None, [{"code": code, "line": None, "message": message, "param": None}])
 
 
+class _Named(Body):
+    model: Text | None = None
+
+
 def _judge(
     line: bytes, max_line_bytes: int, endpoint: str, seen: set[str], model: str | None
 ) -> tuple[tuple[str, str | None, str] | None, str | None]:
@@ -242,12 +246,12 @@ def _judge(
         asked = read_object(line)
     except UserError as error:
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
-    if found := problem_of(dict(asked.values), seen, (endpoint,)):
+    if found := problem_of(asked, seen, (endpoint,)):
         return found, None
     try:
-        named = asked.fields("body").text_or("model", None)
+        named = validate(_Named, asked["body"]).model
     except UserError as error:
-        return ("invalid_model", "body.model", str(error)), None
+        return ("invalid_model", "body.model", f"body.{error}"), None
     if not named:
         return ("missing_required_parameter", "body.model", "body.model is missing; name the batch's model"), None
     if model not in (None, named):
