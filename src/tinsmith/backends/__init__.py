@@ -1,10 +1,10 @@
-"""What the engine asks of a device, and the backends that answer.
+"""The Backend protocol: what the engine calls on a device. Each implementation is a module or package beside this file.
 
-A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no
-HTTP. The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that
-one request; an exception out of the call means that nothing has changed, and MemoryError that what was asked does not
-fit. What `capture` returned may be written by another thread, meanwhile. `load(name)` imports the heavy library only
-when its backend is chosen.
+A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no HTTP.
+The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that one
+request; an exception out of a call means that nothing has changed, and MemoryError that the work does not fit. A
+`Capture` may be written by another thread meanwhile. `registry.load(name)` imports heavy libraries only when their
+backend is chosen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from tinsmith.types import LoraSpec, OptimStep, Pass, PassResult
 T = TypeVar("T")
 
 MicroBatches = Generator[None, None, list[PassResult | UserError]]
-"""A packed step, which pauses between two micro-batches and returns the outcome of each pass. To `close` it is to give
-the step up.
-"""
+"""A packed step: it pauses between micro-batches and returns the outcome of each pass. `close` abandons the step."""
 
 
 def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | None = None) -> T:
@@ -43,9 +41,7 @@ def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | No
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A model or version as it was at one moment. `write` puts it into a directory, from any thread, and touches
-    nothing that lives.
-    """
+    """A model or version as it was at one moment. `write` writes it into a directory, from any thread."""
 
     num_bytes: int
     write: Callable[[Path], None]
@@ -71,17 +67,15 @@ class Backend(Protocol):
 
     @property
     def model_budget_bytes(self) -> int:
-        """What models in training may take together, as far as the backend can tell, beside everything else."""
+        """How many bytes all models in training may take together."""
         ...
 
     def model_bytes(self, model_id: str) -> int:
-        """What a model in training takes."""
+        """How many bytes a model in training takes."""
         ...
 
     def memory_use(self) -> Mapping[str, int]:
-        """Bytes of the device by who holds them, as the backend reckons, and its `budget` if it has one; nothing, if it
-        cannot tell.
-        """
+        """Bytes of the device by holder, and the memory `budget` if there is one."""
         ...
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
@@ -99,24 +93,24 @@ class Backend(Protocol):
         ...
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        """The model as it is now, as `save` writes it, stacked; with `gradient`, what has accumulated goes with it."""
+        """The model as it is now, in the form of a stacked `save`; with `gradient`, the accumulated gradient too."""
         ...
 
     def capture_version(self, version_id: str) -> Capture:
-        """A version, as `save_version` writes it."""
+        """A version, in the form of `save_version`."""
         ...
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        """Write the adapter in PEFT's format, and `optimizer.safetensors` beside it if asked, into a directory.
-        `stacked`: a mixture's experts as Tinker's exports have them, which is a fraction of what PEFT writes.
+        """Write the adapter in PEFT's format into a directory, with `optimizer.safetensors` if `optimizer` is set.
+        `stacked`: experts in the form of Tinker's exports, which is a fraction of PEFT's size.
         """
         ...
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
-        """Create an adapter from a saved one, with the gradient if one was saved with its optimizer state. Raises
-        UserError if optimizer state is asked for and is not there.
+        """Create an adapter from a saved one; with `optimizer`, also its optimizer state and saved gradient. Raises
+        UserError if `optimizer` is set and the directory has no optimizer state.
         """
         ...
 
@@ -129,7 +123,7 @@ class Backend(Protocol):
         ...
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        """Write a version as `load_version` reads it: in PEFT's format, experts stacked."""
+        """Write a version for `load_version`: in PEFT's format, experts stacked."""
         ...
 
     def has_version(self, version_id: str) -> bool: ...

@@ -1,8 +1,8 @@
-"""A backend with no model behind it: deterministic, instant, for tests of everything around compute.
+"""A backend without a model: deterministic, instant, for tests of everything around compute.
 
 An adapter is one number, `weight`; a gradient is the sum over targets of weight-independent tokens; a logprob is
--(token mod 7 + 1) / 8 - weight. It keeps every promise of the Backend protocol (isolation, all or nothing,
-save and load, immutable versions) so that the engine can be tested against it.
+-(token mod 7 + 1) / 8 - weight. It keeps every promise of the Backend protocol (isolation, all or nothing, save and
+load, immutable versions), so that the engine can be tested with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinsmith.types import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, Pa
 STATE_FILE = "fake_adapter.json"
 
 ADAPTER_BYTES = 64
-"""What an adapter is said to take."""
+"""The reported size of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class FakeBackend:
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         results: list[PassResult | UserError] = []
         gradients: dict[str, float] = {}
-        for pass_ in passes:
-            weight = self._models[pass_.model_id].weight
-            logprobs = tuple(_logprobs(datum, weight) for datum in pass_.data)
+        for request in passes:
+            weight = self._models[request.model_id].weight
+            logprobs = tuple(_logprobs(datum, weight) for datum in request.data)
             elementwise: tuple[F32, ...] = ()
-            if LOSSES[pass_.loss_fn].elementwise:
-                weights = map(cross_entropy_weights, pass_.data)
+            if LOSSES[request.loss_fn].elementwise:
+                weights = map(cross_entropy_weights, request.data)
                 elementwise = tuple(map(elementwise_cross_entropy, weights, logprobs))
             loss = float(sum(values.sum(dtype=np.float64) for values in elementwise or [-lp for lp in logprobs]))
-            if not pass_.forward_only:
-                gradients[pass_.model_id] = gradients.get(pass_.model_id, 0.0) + loss
-            metrics = {"loss:sum": loss, "tokens:sum": float(pass_.num_tokens)}
+            if not request.forward_only:
+                gradients[request.model_id] = gradients.get(request.model_id, 0.0) + loss
+            metrics = {"loss:sum": loss, "tokens:sum": float(request.num_tokens)}
             results.append(PassResult(logprobs, metrics, elementwise))
             yield
         for model_id, gradient in gradients.items():

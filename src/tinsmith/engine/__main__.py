@@ -5,15 +5,12 @@ when the server dies, however it dies, its engines follow. Settings come by pipe
 by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
 this engine was taken for dead.
 
-The backend of a process, with the sampler that the settings choose: its own, or another engine's.
+`open_backend` gives the backend of a process, with the sampler that the settings choose: its own, or an external
+engine.
 
-A process that trains has a device of its own; where another engine samples, one that only samples holds nothing but
-files (`VersionFiles`), and loads no torch.
-
-Whether a base model can be laid over this engine's devices as the settings say: asked before a weight is loaded.
-
-The plan's arithmetic, for the families that it counts. What cannot divide is refused, and so is what a GPU or a memory
-budget has no room for; of a CPU's memory, which can be swapped, a shortage is only told.
+`check_fit` holds the settings against the plan of the base model before a weight is loaded, for the families that the
+plan counts. What cannot be divided is refused, and so is a model that does not fit into a GPU or a memory budget; where
+a CPU's memory, which can be swapped, is too small, there is only a warning.
 """
 
 from __future__ import annotations
@@ -205,7 +202,7 @@ def main() -> int:
         registry.preload()
     line = sys.stdin.readline()
     if not line:
-        return 0  # the server ended before it had a use for us
+        return 0  # the server ended before it needed this process
     spec = json.loads(line)
     if early:
         _write_to(spec["log"])
@@ -251,7 +248,7 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What this process is among the others."""
+    """The place of this process among the others."""
 
     shape: ModelShape
     seat: Seat
@@ -277,7 +274,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
         engines.release(seat, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
-    # What was computed is not given up because another process holds the database.
+    # Computed results must not be lost because another process holds the database.
     database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf, exists=True)
     engine_id = place.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
@@ -287,7 +284,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     engine, close = start(stores, database, mailbox, settings)
     database.time_use(engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
-    # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
+    # Loaded modules stay: to search them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
     kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")

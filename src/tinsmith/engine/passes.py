@@ -1,6 +1,6 @@
-"""Stored passes as the backend takes them: the body's arrays, and the custom loss that its configuration names.
+"""Reads stored passes: the body's arrays, and the custom loss that its configuration names.
 
-Losses are immutable, so a parsed one is kept; the rows stay the truth.
+Losses are immutable, so parsed ones are cached; the rows are the truth.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from tinsmith.types import CustomLoss, Pass, Pending
 from tinsmith.wire.custom_loss import read_definition
 from tinsmith.wire.training import read_pass
 
-KEPT = 256
+CACHED_LOSSES = 256
 
 
 class PassReader:
     def __init__(self, custom_losses: CustomLosses) -> None:
-        @lru_cache(maxsize=KEPT)
+        @lru_cache(maxsize=CACHED_LOSSES)
         def find(session_id: str, loss_id: str) -> CustomLoss:
             return read_definition(custom_losses.get(session_id, loss_id))
 
         self._find = find
 
     def read(self, body: bytes, request: Pending, *, replayed: bool = False) -> Pass:
-        """Raises UserError if the pass names a loss that there is not."""
+        """Raises UserError if the pass names an unknown loss."""
         pass_ = read_pass(body, request.request_id)
         if (loss_id := loss_id_of(pass_)) is None:
             return pass_

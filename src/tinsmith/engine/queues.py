@@ -1,24 +1,21 @@
 """The engine's view of its waiting requests: metadata in memory, mirrored from the database.
 
-Holds which seq_id each model may run next; skips refused and given-up numbers. Knows no SQL and no device.
+`Lane` knows which seq_id a model may run next, and skips refused and given-up numbers. `Queues` has all lanes and the
+samples by tenant. Both know no SQL and no device.
 
-What arrives for an engine: its requests out of the rows and into its queues, each once.
+`Arrivals` reads the engine's requests from the rows into its queues, each once: what came after the last row that it
+saw, what a wake-up names, and once a second what it may have missed. It claims requests without an engine: at once
+those that it is `preferred` for, the others a second later, since their preferred engine may be busy or about to die.
+Once a second it also frees the requests of engines whose lease has lapsed. With the runs of a dead engine comes its
+in-flight journal (`quarantine`).
 
-The engine reads what came after the last row that it saw, what a wake-up names, and once a second what it may have
-missed. What is nobody's it claims: at once what it is `preferred` for, what others are a second later, since they may
-be busy or about to die. Once a second it also frees what lapsed engines had. With the runs of a dead engine comes the
-word of what that was working on (`suspects`).
-
-Whether passes that could run now wait for others that will be here in a moment, so that all share one step.
-
-A short step takes about as long for one model as for several. Clients that work in lockstep send within milliseconds of
-each other, and an engine that begins with the first of them has the others wait for all of its step. So each model's
-`Rhythm` notes when its client sends. A model is expected if its last two passes came at the same time as those of one
-that is here again, or if both came right after an answer. Passes are held for as long as somebody is expected, and for
-a share of what a short step takes at most, whatever comes; so a model that is alone never waits, and a wait for nobody
-costs little. An optimizer step with a pass behind it is as good as that pass.
-
-Seconds and moments are given: no clock here. Knows no request, no tenant and no device.
+`BatchingWindow` decides whether passes that could run now wait for others that will arrive in a moment, so that all
+share one step. A short step takes about as long for one model as for several. Clients that work in lockstep send within
+milliseconds of each other, and an engine that begins with the first of them has the others wait for its whole step. So
+each model's `Rhythm` notes when its client sends. A model is expected if its last two passes came at the same time as
+those of one that is here again, or if both came right after an answer. Passes are held while a model is expected, and
+at most for a share of a short step's time; so a model that is alone never waits, and a wrong guess costs little. An
+optimizer step with a pass behind it counts as that pass. Seconds and moments are arguments: no clock there.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ SHARE = 0.5
 """Passes are held for MOST_S, or this share of a short step's time, whichever is less."""
 
 LATE_S = 0.002
-"""Somebody is expected until this much later than before, and by half of the time that it took then."""
+"""A pass is expected until half of its usual delay and this much later than usual."""
 
 REMEMBERED = 9
 
@@ -73,11 +70,11 @@ class Rhythm:
 
     @property
     def pause_s(self) -> float | None:
-        """The pause after the next answer; None if it cannot be told."""
+        """The pause after the next answer; None if it is unknown."""
         return max(self._pauses_s) if len(self._pauses_s) == self._pauses_s.maxlen else None
 
     def due_in_s(self, moment: float) -> float | None:
-        """Until when the next pass is expected after the last answer; None if it is not, or not any more."""
+        """For how long the next pass is still expected after the last answer; None if it is not."""
         if self._answered_at is None or (pause_s := self.pause_s) is None:
             return None
         return _left(self._answered_at, pause_s, moment)
@@ -132,7 +129,7 @@ class BatchingWindow:
 
 
 IDLE_LANE_S = 600.0
-"""After so long the rhythm of a run says nothing any more."""
+"""After this time the rhythm of a run is out of date."""
 
 
 class Lane:
@@ -296,13 +293,13 @@ class Queues:
         return any(head is not None and head.kind in PASS_KINDS for head in heads)
 
     def forget_idle_lanes(self) -> None:
-        """Of runs that sent nothing for long. A request makes its lane anew, from what the run's row says."""
+        """Drop lanes of runs without requests for long. A request makes its lane again, from the run's row."""
         until = time.monotonic() - IDLE_LANE_S
         for lane in [lane for lane in self.lanes.values() if not lane.waiting and lane.idle_since < until]:
             del self.lanes[lane.model_id]
 
     def forget_lane(self, model_id: str) -> list[Pending]:
-        """Drop a model's lane; returns what still waited in it."""
+        """Drop a model's lane; returns its waiting requests."""
         lane = self.lanes.pop(model_id, None)
         return list(lane.waiting.values()) if lane else []
 

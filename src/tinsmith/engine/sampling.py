@@ -1,14 +1,14 @@
 """Samples: from their queue into the sampler's continuous batch, and out of it one by one.
 
-Tenants take turns at the door of the sampler, and each has a share of its places, so that a flood of one tenant's
-samples does not hold up another's. After a training step the sampler decodes for as long as the engine says. During a
-long step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them
-have steps of their own in between. What is cancelled leaves the queue or the batch and is settled as failed,
-together with the request to cancel it.
+Tenants are admitted in turn, and each has a share of the sampler's places, so that a flood of one tenant's samples does
+not delay another's. After a training step the sampler decodes for as long as the engine says; in the pauses of a long
+step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them have
+steps of their own in between. A cancelled sample leaves the queue or the batch and is settled as failed, together with
+the request to cancel it.
 
-A session that was not heard of for a while is absent: its client may have been killed, or cut off. Its samples make way
-for those of others that wait: they go back into the queue, and are admitted again once the session is heard of, or
-nothing else is to be sampled. So nothing is lost if the client comes back, but for what was drawn.
+A session without a sign of life for a while is absent: its client may have been killed, or cut off. Its samples make
+way for those of others that wait: they go back into the queue, and are admitted again once the session is back or
+nothing else is to be sampled. If the client comes back, nothing is lost but the tokens drawn so far.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ LONG_STEP_S = 0.05
 """A tenant with few sequences waits for the whole batch if a decode step takes no longer than this."""
 
 FEW = 8
-"""A tenant has few sequences if the largest tenant has at least this many times as many."""
+"""A tenant has few sequences if the largest tenant has at least this many times as many of them."""
 
 LEAST_STEP_S = 0.01
-"""What a decode step counts at least: one that could not compute anything takes no time."""
+"""The least time that a decode step counts for: one that could not compute anything takes no time."""
 
 MOST_AT_ONCE = 500
-"""Cancelled samples that are settled in one transaction: others want to write, too."""
+"""Cancelled samples that are settled in one transaction, so that other writers wait for a short time only."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, what will be
-    kept of it, whether its tokens are told as they are drawn, and how many answers it has.
+    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, the sample
+    to keep, whether its tokens are streamed, and how many answers it has.
     """
 
     request: Pending
@@ -99,7 +99,7 @@ class Sampling:
         self._returned: list[Pending] = []
         self._last_tenant = ""
         self._whole_step_s = 0.0  # the last decode step of all
-        self._few_ahead_s = 0.0  # what steps of tenants with few sequences took beyond half of what those of all took
+        self._few_ahead_s = 0.0  # time of steps with few sequences beyond half of that of whole steps
         self.decoded_s = 0.0
         """Seconds that decoding has taken so far."""
 
@@ -121,7 +121,7 @@ class Sampling:
         self._admit(queues)
         if not self._backend.sampler.has_work:
             return False
-        alone = self._backend.sampler.runs_by_itself  # the trainer takes nothing from it
+        alone = self._backend.sampler.runs_by_itself  # training does not delay it
         deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
         self.slice()
         while self._backend.sampler.has_work and time.monotonic() < deadline:
@@ -241,7 +241,7 @@ class Sampling:
         return {tenant_id for tenant_id, count in counts.items() if FEW * count <= largest}
 
     def measure(self) -> None:
-        """Tell the meters how full the sampler is."""
+        """Update the meters of the sampler's load."""
         self._meters.sampler(len(self._inside), self._backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:

@@ -1,12 +1,12 @@
 """Settlements on their way into the database, and what an engine does while the database is away.
 
-An error of the database is never the failure of a request. A transient one (a lost connection, a deadlock, a full
-disk) is waited out: what is finished stays here until its settlement is committed, and nothing of it is computed again.
-A settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
+An error of the database is never the failure of a request. A transient one (a lost connection, a deadlock, a full disk)
+is waited out: a finished request stays here until its settlement is committed, and nothing is computed again. A
+settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
 the engine, and its successor computes from the log what was not committed.
 
-`settle` returns when everything is committed. `leave` tries once and never waits, so that it may be called in the
-middle of a training step; the next `flush` or `settle` commits what it had to keep.
+`settle` returns when everything is committed. `leave` tries once and never waits, so that it may be called during a
+training step; the next `flush` or `settle` commits what is left.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FIRST_PAUSE_S = 0.05
 """Before the second attempt; each later pause is twice as long."""
 
 LONGEST_PAUSE_S = 1.0
-"""Also how long an engine that was told to stop may take to notice."""
+"""Also the delay after which a stopping engine notices."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
 class TurnFailedError(BaseException):
-    """The engine's own work failed: no request is to blame. No Exception, so that no handler of a request's errors can
-    take it for one. It ends the engine; `__cause__` says why.
+    """The engine's own work failed, not a request. No Exception, so that handlers of request errors do not catch it. It
+    ends the engine; `__cause__` says why.
     """
 
 
@@ -46,7 +46,7 @@ def is_transient(error: SQLAlchemyError) -> bool:
 
 
 class Patience:
-    """How an engine waits for a database that is away: with growing pauses, for as long as it is not told to stop.
+    """Waits for a database that is away: with growing pauses, until the engine is to stop.
 
     It waits without a limit, since a restarted engine would wait for the same database with less in memory. Another
     engine that takes over meanwhile raises this one's epoch, and the next write fails with LeaseLostError.
@@ -66,7 +66,7 @@ class Patience:
             except SQLAlchemyError as error:
                 if not is_transient(error) or self.stopping():
                     raise
-                log.warning("the database does not answer as it should; trying again", error=repr(error))
+                log.warning("the database failed; trying again", error=repr(error))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -79,7 +79,7 @@ class Outbox:
         patience: Patience,
         committed: Callable[[Sequence[Settlement]], None],
     ) -> None:
-        """`committed` is told of settlements that are in the database, once of each."""
+        """`committed` is called once with each settlement that is in the database."""
         self._futures = futures
         self._timings = timings
         self._patience = patience
@@ -89,7 +89,7 @@ class Outbox:
         self._pause_s = FIRST_PAUSE_S
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int] | None = None) -> None:
-        """Commit these, and what was kept before them, however long it takes. `applied` is the progress of models.
+        """Commit these, and earlier ones that were kept, however long it takes. `applied` is the progress of models.
 
         Raises TurnFailedError if that is impossible, or if the engine is to stop first.
         """
@@ -131,11 +131,11 @@ class Outbox:
                 self._clean_up(settlement.clean_up)
 
     def _clean_up(self, clean_up: Callable[[], None]) -> None:
-        """What fails here fails no request: it is settled, and files that no row names are swept."""
+        """A failure here fails no request: it is settled, and files that no row names are swept."""
         try:
             self._patience.insist(clean_up)
         except (SQLAlchemyError, OSError) as error:
-            log.error("what a settled request leaves behind could not be cleaned up", exc_info=error)
+            log.error("cleaning up after a settled request failed", exc_info=error)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The durable parts that an engine or a dedicated sampler works with, as one thing to hand around."""
+"""The stores that an engine or a dedicated sampler works with, as one value."""
 
 from __future__ import annotations
 

@@ -1,19 +1,16 @@
-"""What an engine tells of its work for people to look at: curves of runs, recent steps, some samples.
+"""The engine's telemetry: curves of runs, recent steps, kept samples; the times of requests; and its meters.
 
-What passes say of their losses is gathered in memory until the optimizer step that uses it, and written by the
-transaction that settles that step: one row more, and no transaction. So the first point after an engine's death tells
-of the passes since then. Samples are kept within a rate for each tenant, so that a burst of them costs next to nothing.
-Steps are written about once a second. Whatever fails here fails nothing else.
+`Recorder` gathers the metrics of passes in memory until the optimizer step that uses them, and writes them in the
+transaction that settles that step: one row more, and no transaction. So the first point after an engine's death covers
+only the passes since then. Steps are written about once a second. `SampleKeeper` keeps samples within a rate for each
+tenant, so that a burst of them costs next to nothing. A failure here fails nothing else.
 
-What the engine knows of the time of its requests: when it planned each, began it and had its result.
+`RequestTimings` has an entry from a request's arrival in memory to its settlement: when it was planned, begun and done.
+The entry goes into the request's row with the settlement, and costs no write of its own. Then the meters count it, and
+its spans are sent if it came with a trace. It uses the wall clock, as the server's part of the trace does.
 
-From a request's arrival in memory to its settlement there is one entry, which goes into the request's row with the
-settlement, and so costs no write of its own. Then the meters count it, and its spans are sent if it came with a trace.
-The wall clock is meant, since the server's part of the story is told by that, too.
-
-What an engine counts and times, in the meters of its base model. One thread writes; whoever reads, reads the files.
-
-Every label set is looked up once: a meter costs a microsecond or two, and some are written in every decode step.
+`EngineMeters` are the Prometheus meters of a base model. One thread writes; readers read the files. Every label set is
+looked up once: a meter costs a microsecond or two, and some are written in every decode step.
 """
 
 from __future__ import annotations
@@ -102,7 +99,7 @@ class EngineMeters:
         self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
 
     def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
-        """Passes shared a step; `others_wait` says that more of them were there."""
+        """Passes shared a step; `others_wait` says that more of them waited."""
         if not requests:
             return
         num_tokens = sum(request.num_tokens for request in requests)
@@ -114,7 +111,7 @@ class EngineMeters:
             self._efficiency.observe(min(1.0, num_tokens / self._token_budget))
 
     def worked(self, work: str, seconds: float) -> None:
-        """Anything else that a step did."""
+        """Other work of a step."""
         self._seconds(work).observe(seconds)
 
     def sampler(self, running: int, use: CacheUse) -> None:
@@ -125,7 +122,7 @@ class EngineMeters:
         self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
 
     def memory(self, use: Mapping[str, int]) -> None:
-        """Who holds how much of the device now."""
+        """Bytes of the device by holder."""
         for holder, num_bytes in use.items():
             self._held(holder).set(num_bytes)
 
@@ -153,7 +150,7 @@ class EngineMeters:
 
 
 MOST_RUNS = 10_000
-"""Runs whose gathered metrics are remembered; the least recently used is forgotten first."""
+"""Runs whose gathered metrics are in memory; the least recently used is dropped first."""
 
 MOST_NAMED_MODELS = 64
 """Models whose share of a step is kept by name; that of the others is their tenant's."""
@@ -236,7 +233,7 @@ class BegunSample:
 
 
 class Records:
-    """The durable parts that are written to, and how many samples of each tenant are kept; none if it is 0."""
+    """The stores of records, and how many samples of each tenant are kept; 0 keeps none."""
 
     def __init__(self, db: Database, kept_samples: int) -> None:
         self.curves = Curves(db)
@@ -407,12 +404,12 @@ class RequestTimings:
         self._entries[request.request_id] = _Entry(request)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Others work on these now."""
+        """They belong to another process now."""
         for request_id in request_ids:
             self._entries.pop(request_id, None)
 
     def planned(self, requests: Iterable[Pending], planned_at: float) -> None:
-        """These are one step; to plan it was begun at `planned_at`."""
+        """They are one step, whose planning began at `planned_at`."""
         self._step += 1
         for request in requests:
             if entry := self._entries.get(request.request_id):
@@ -426,7 +423,7 @@ class RequestTimings:
                 entry.started_at = started_at
 
     def timed(self, settlements: Sequence[Settlement]) -> list[Settlement]:
-        """The same settlements with what is known of the work, which is over now."""
+        """The same settlements with the times of the work, which ends now."""
         ran_at = time.time()
         return [
             replace(settlement, work=Work(entry.started_at, max(entry.started_at, ran_at), entry.step))

@@ -1,11 +1,11 @@
-"""The weight versions that samples are taken from: which are in memory, which have files, how the others come back.
+"""The weight versions that samples are taken from: which are in memory, which have files, how they are restored.
 
-An ephemeral publish is a copy in memory. Its files are written behind, before a snapshot covers the publish, so that
-it can always be had again: from its files, or by replaying its model's log. The oldest of a model leave memory, so that
-it does not grow with the length of a run: those that have files at the next publish, the others when the engine is
-idle. Beyond the room for all of them it is whichever was not published or sampled for longest, so that memory does not
-grow with the number of models. Versions that came from files are kept until others take their place. An inflight
-version is replaced by every publish; the newest one counts.
+An ephemeral publish is a copy in memory. Its files are written in the background, before a snapshot covers the publish,
+so that it can always be restored: from its files, or by replaying its model's log. The oldest of a model leave memory,
+so that it does not grow with the length of a run: those that have files at the next publish, the others when the engine
+is idle. Beyond the memory budget of all versions the least recently published or sampled ones leave, so that memory
+does not grow with the number of models. Versions that were loaded from files are evicted, the least recently used
+first. An inflight version is replaced by every publish; the newest one counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ for copies that multiply faster.
 """
 
 BringBack = Callable[[str], TinsmithError | None]
-"""Bring a model to its acknowledged state, versions included; why not, if that is impossible."""
+"""Restore a model to its acknowledged state, versions included; returns the error if that is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Versions:
             self._bytes_in_memory += num_bytes
             self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
             self._let_written_go(model_id)
-            self._make_room(version_id)
+            self._evict(version_id)
 
     def republish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
         """The same in a replay, where a version may have outlived what is replayed."""
@@ -110,14 +110,14 @@ class Versions:
         self.publish(model_id, version_id)
 
     def forget(self, model_id: str) -> None:
-        """A model is unloaded, and with it what was only in memory."""
+        """A model is unloaded: drop its versions that are only in memory."""
         for version_id in (*self._ephemeral.pop(model_id, ()), inflight_version(model_id)):
             self._drop(version_id)
 
     def prepare(self, sampler: SamplingSession, bring_back: BringBack) -> str | None:
         """Make sure that a sampling session's weights are in memory; returns their version id.
 
-        Raises UserError or LostStateError if they cannot be had any more.
+        Raises UserError or LostStateError if they are gone.
         """
         version_id = sampler.version_id
         if version_id is None:
@@ -141,7 +141,7 @@ class Versions:
 
     @contextmanager
     def _files_of(self, sampler: SamplingSession, bring_back: BringBack) -> Iterator[Path | None]:
-        """The files of a version that is not in memory; None if it is there by now, brought back with its model."""
+        """The files of a version that is not in memory; None if it was restored with its model."""
         if sampler.model_path is not None:
             checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
             with self._checkpoints.reading(checkpoint) as path:
@@ -166,7 +166,7 @@ class Versions:
     # Writing.
 
     def capture(self, model_id: str) -> list[CapturedVersion]:
-        """What of a model is in memory only, to be given to `write` and then to `noted`."""
+        """Capture the model's versions that have no files; pass them to `write` and then to `noted`."""
         ids = [one for one in self._ephemeral.get(model_id, ()) if one not in self._written]
         if (inflight := inflight_version(model_id)) in self._newer_inflight:
             self._newer_inflight.discard(inflight)
@@ -198,14 +198,14 @@ class Versions:
         return False
 
     def keep_all(self) -> None:
-        """The engine stops in good order: what is in memory only is written, which spares its successor a replay."""
+        """The engine stops: versions without files are written, which spares its successor a replay."""
         for model_id in self._ephemeral:
             captured = self.capture(model_id)
             self.write(captured)
             self.noted(model_id, captured, None)
 
     def _move_oldest(self, model_id: str, *, leave: int) -> bool:
-        """False if there are no more than `leave` that can move now."""
+        """False if no more than `leave` can be moved now."""
         versions = self._ephemeral[model_id]
         moved = False
         while len(versions) > leave and self._move(model_id, next(iter(versions))):
@@ -213,13 +213,13 @@ class Versions:
         return moved
 
     def _let_written_go(self, model_id: str) -> None:
-        """The older versions that have files: the memory that they leave is the next ones', which is there already."""
+        """Drop older versions that have files from memory."""
         for version_id in list(self._ephemeral[model_id])[:-VERSIONS_IN_MEMORY]:
             if version_id in self._written:
                 self._move(model_id, version_id)
 
-    def _make_room(self, but: str) -> None:
-        """Move what was not used for longest, until the others fit."""
+    def _evict(self, but: str) -> None:
+        """Move the least recently used versions to disk until the others fit into the budget."""
         for version_id, (model_id, _) in list(self._in_memory.items()):
             if self._bytes_in_memory <= self._budget_bytes:
                 return
@@ -227,7 +227,7 @@ class Versions:
                 continue
             try:
                 self._move(model_id, version_id)
-            except OSError as error:  # a full disk: they stay where they are, in memory
+            except OSError as error:  # a full disk: they stay in memory
                 log.error("an ephemeral version could not be moved to disk", exc_info=error)
                 return
 
@@ -244,7 +244,7 @@ class Versions:
         return True
 
     def are_written(self, model_id: str) -> bool:
-        """Whether nothing of a model's versions is in memory only."""
+        """Whether all of a model's versions have files."""
         ids = self._ephemeral.get(model_id, {}).keys()
         return ids <= self._written and inflight_version(model_id) not in self._newer_inflight | self._being_written
 
@@ -253,7 +253,7 @@ class Versions:
         return not self._being_written.isdisjoint((*self._ephemeral.get(model_id, ()), inflight_version(model_id)))
 
     def look_for_samplers(self) -> bool:
-        """Once a second: whether what is published is to be written at once, since dedicated samplers want it."""
+        """Once a second: whether published versions must be written at once, for dedicated samplers."""
         if self._transfer is None:
             return False
         self._transfer.look(list(self._in_memory), self._backend.capture_version)

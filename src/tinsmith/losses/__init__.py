@@ -91,58 +91,58 @@ LOSSES: Mapping[str, Loss] = {
 LOSS_ID = "loss_id"
 
 
-def check_pass(pass_: Pass, shape: ModelShape) -> None:
+def check_pass(request: Pass, shape: ModelShape) -> None:
     """Raise UserError unless the backend can compute this pass. Inputs unknown to the loss are ignored."""
-    loss = LOSSES.get(pass_.loss_fn)
+    loss = LOSSES.get(request.loss_fn)
     if loss is None:
-        raise UserError(f"loss_fn is {_quote(pass_.loss_fn)}; it must be one of {', '.join(LOSSES)}")
-    config = resolve_config(pass_)
-    if not pass_.data:
+        raise UserError(f"loss_fn is {_quote(request.loss_fn)}; it must be one of {', '.join(LOSSES)}")
+    config = resolve_config(request)
+    if not request.data:
         raise UserError("data is empty; send at least one datum")
-    for index, datum in enumerate(pass_.data):
-        _check_shapes(index, datum, pass_.loss_fn, loss, shape)
-    _check_values(pass_.data, "model_input tokens", _tokens, 0, shape.vocab_size)
-    _check_values(pass_.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
+    for index, datum in enumerate(request.data):
+        _check_shapes(index, datum, request.loss_fn, loss, shape)
+    _check_values(request.data, "model_input tokens", _tokens, 0, shape.vocab_size)
+    _check_values(request.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
     for name in (*loss.required[1:], *loss.optional):
-        _check_values(pass_.data, name, _values_of(name))
+        _check_values(request.data, name, _values_of(name))
     if CLIP_LOW in loss.config:
-        _check_clips(pass_.data, config)
+        _check_clips(request.data, config)
     if "sequence_ratio_mask" in loss.optional:
-        _check_ratio_masks(pass_.data)
-    if pass_.custom_loss is not None:
-        for index, datum in enumerate(pass_.data):
-            _check_custom_inputs(index, datum, pass_.custom_loss)
+        _check_ratio_masks(request.data)
+    if request.custom_loss is not None:
+        for index, datum in enumerate(request.data):
+            _check_custom_inputs(index, datum, request.custom_loss)
 
 
-def loss_id_of(pass_: Pass) -> str | None:
+def loss_id_of(request: Pass) -> str | None:
     """What a custom loss is stored under; None for every other loss. Raises UserError if it is missing."""
-    loss = LOSSES.get(pass_.loss_fn)
+    loss = LOSSES.get(request.loss_fn)
     if loss is None or not loss.custom:
         return None
-    loss_id = pass_.loss_config.get(LOSS_ID)
-    if not isinstance(loss_id, str) or len(pass_.loss_config) != 1:
+    loss_id = request.loss_config.get(LOSS_ID)
+    if not isinstance(loss_id, str) or len(request.loss_config) != 1:
         raise UserError(
-            f"loss_fn_config is {_quote(dict(pass_.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
+            f"loss_fn_config is {_quote(dict(request.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
             "create_custom_loss answers"
         )
     return loss_id
 
 
-def resolve_config(pass_: Pass) -> dict[str, float]:
+def resolve_config(request: Pass) -> dict[str, float]:
     """The pass's configuration with its loss's defaults filled in. Raises UserError on a bad key or value."""
-    if loss_id_of(pass_) is not None:
+    if loss_id_of(request) is not None:
         return {}
-    defaults = LOSSES[pass_.loss_fn].config
-    for key, value in pass_.loss_config.items():
+    defaults = LOSSES[request.loss_fn].config
+    for key, value in request.loss_config.items():
         where = f"loss_fn_config[{_quote(key)}]"
         if key not in defaults:
             known = f"it takes {', '.join(defaults)}" if defaults else "it takes no configuration"
-            raise UserError(f"{where} is not a setting of {pass_.loss_fn}; {known}")
+            raise UserError(f"{where} is not a setting of {request.loss_fn}; {known}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{where} is {_quote(value)}; it must be a number")
         if not math.isfinite(value) or value < 0:
             raise UserError(f"{where} is {value}; it must be finite and not negative")
-    config = {key: float(pass_.loss_config.get(key, default)) for key, default in defaults.items()}
+    config = {key: float(request.loss_config.get(key, default)) for key, default in defaults.items()}
     if CLIP_LOW in config and config[CLIP_LOW] > config[CLIP_HIGH]:
         raise UserError(
             f"loss_fn_config: {CLIP_LOW} {config[CLIP_LOW]} is above {CLIP_HIGH} {config[CLIP_HIGH]}; "
@@ -178,19 +178,19 @@ def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
         return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
-def token_weight(pass_: Pass) -> float | None:
+def token_weight(request: Pass) -> float | None:
     """How many tokens `loss:sum` of an admitted pass is a sum over; None if its loss is not a sum over tokens.
 
     cross_entropy: the sum of its weights' sizes, so that prompts of weight 0 do not count, and weights of both signs
     (a gradient that the client computed itself) never sum to 0 unless all are 0. Losses of a policy: the number of
     positions whose advantage is not 0, which are the ones that their loss sums. custom: None, it is a sum over data.
     """
-    loss = LOSSES[pass_.loss_fn]
+    loss = LOSSES[request.loss_fn]
     if loss.custom:
         return None
     if loss.is_policy:
-        return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in pass_.data))
-    return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in pass_.data))
+        return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in request.data))
+    return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in request.data))
 
 
 def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:

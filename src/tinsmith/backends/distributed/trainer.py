@@ -23,7 +23,7 @@ from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trainer import Job, Trainer
+from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.types import F32
 
@@ -31,7 +31,7 @@ NOTHING = MicroBatch(())
 
 
 class _Shortage(NamedTuple):
-    """Memory ran out over a micro-batch; `alone` is the pass of its one sequence, if it was one."""
+    """Memory ran out over a micro-batch; `alone` is its pass, if it was a single sequence."""
 
     alone: int | None
     num_tokens: int
@@ -55,9 +55,9 @@ class RankedTrainer(Trainer):
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
-        jobs: Sequence[Job | UserError],
+        checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
-        adapters = _trained(jobs)
+        adapters = _trained(checked)
         buffers = {
             key: torch.zeros(gradient_layout(adapter).numel, device=self._base.device)
             for key, adapter in adapters.items()
@@ -70,28 +70,33 @@ class RankedTrainer(Trainer):
                 if number:
                     yield
                 if shortage is None:
-                    shortage = self._try(batch, specs, jobs, train=train)
+                    shortage = self._try(batch, specs, checked, train=train)
         finally:
             for adapter in adapters.values():
                 adapter.gradients = None
         self._agree(shortage)
-        self._exchange(jobs)
-        self._finish_custom(jobs)
+        self._exchange(checked)
+        self._finish_custom(checked)
         return {key: self._ranks.sum_all(whole_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
 
     def _try(
-        self, batch: MicroBatch, specs: Mapping[int, LossSpec], jobs: Sequence[Job | UserError], *, train: bool
+        self,
+        batch: MicroBatch,
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+        *,
+        train: bool,
     ) -> _Shortage | None:
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
-                    self._keep(batch, self._run_one(batch, specs, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
                 elif self._ranks.degrees.shard_base:
                     assert isinstance(self._base, PartedBase)
                     self._base.idle(train=train)
         except MemoryError as error:
             if self._ranks.degrees.parted:
-                # The others wait for this rank in the middle of a layer.
+                # The other ranks wait for this one in the middle of a layer.
                 raise RanksLostError(
                     f"rank {self._ranks.rank} ran out of memory over {sum(batch.lengths)} tokens: {error}"
                 ) from error
@@ -111,30 +116,30 @@ class RankedTrainer(Trainer):
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
 
-    def _exchange(self, jobs: Sequence[Job | UserError]) -> None:
-        """Each data rank's log probabilities, on all of them: whoever has none adds zeros."""
+    def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
+        """Give all data ranks the log probabilities of each: a rank adds zeros for sequences of others."""
         if self._ranks.degrees.data == 1:
             return
-        examples = [example for job in jobs if isinstance(job, Job) for example in job.examples]
+        examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
         all_P = torch.zeros(int(ends[-1]), device=self._base.device)
         places = list(zip(examples, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         for example, start, stop in places:
-            if (own := _job_of(example, jobs).logprobs[example.datum_index]) is not None:
+            if (own := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
                 all_P[start:stop] = torch.from_numpy(own.reshape(-1)).to(all_P.device)
         found_P = self._ranks.sum_data(all_P).cpu().numpy()
         for example, start, stop in places:
             logprobs = found_P[start:stop].reshape(example.target_shape)
-            _job_of(example, jobs).logprobs[example.datum_index] = logprobs
+            _pass_of(example, checked).logprobs[example.datum_index] = logprobs
 
-    def _finish_custom(self, jobs: Sequence[Job | UserError]) -> None:
-        """Whether a custom loss fails may hang on one rank's clock: the first that knows of a failure is believed."""
-        runs = [(job, job.spec.custom) for job in jobs if isinstance(job, Job) and job.spec.custom]
+    def _finish_custom(self, checked: Sequence[CheckedPass | UserError]) -> None:
+        """Whether a custom loss fails may depend on one rank's clock: the failure of the lowest rank counts for all."""
+        runs = [(entry, entry.spec.custom) for entry in checked if isinstance(entry, CheckedPass) and entry.spec.custom]
         if not runs:
             return
         failures = []
-        for job, custom in runs:
-            outcome = custom.finish([array for array in job.logprobs if array is not None])
+        for entry, custom in runs:
+            outcome = custom.finish([array for array in entry.logprobs if array is not None])
             failures.append(str(outcome) if isinstance(outcome, UserError) else None)
         everyones = cast("list[list[str | None]]", self._ranks.gather(failures))
         for (_, custom), found in zip(runs, zip(*everyones, strict=True), strict=True):
@@ -151,12 +156,12 @@ class _RankedHead(Head):
         weight_P = super()._weights(batch, hidden_TD, specs)
         if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
-        # Which rows are differentiated hangs on them.
+        # They decide which rows are differentiated.
         return self._ranks.first_of_tensor(self._device(weight_P)).cpu().numpy()
 
 
 def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
-    """The longest first, each to whom has the fewest tokens so far."""
+    """The longest first, each to the share with the fewest tokens so far."""
     shares: list[list[Example]] = [[] for _ in range(num_shares)]
     filled = [0] * num_shares
     for example in sorted(examples, key=lambda example: -example.num_tokens):
@@ -166,16 +171,18 @@ def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example
     return shares
 
 
-def _trained(jobs: Sequence[Job | UserError]) -> Mapping[int, Adapter]:
+def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
     """The adapters that any rank's sequences have a gradient for, by id."""
     return {
-        id(job.trained.adapter): job.trained.adapter
-        for job in jobs
-        if isinstance(job, Job) and job.trained is not None and any(example.has_weight for example in job.examples)
+        id(entry.trained.adapter): entry.trained.adapter
+        for entry in checked
+        if isinstance(entry, CheckedPass)
+        and entry.trained is not None
+        and any(example.has_weight for example in entry.examples)
     }
 
 
-def _job_of(example: Example, jobs: Sequence[Job | UserError]) -> Job:
-    job = jobs[example.pass_index]
-    assert isinstance(job, Job)
-    return job
+def _pass_of(example: Example, checked: Sequence[CheckedPass | UserError]) -> CheckedPass:
+    entry = checked[example.pass_index]
+    assert isinstance(entry, CheckedPass)
+    return entry

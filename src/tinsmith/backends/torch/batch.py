@@ -109,11 +109,11 @@ class MicroBatch:
         return rows_T
 
 
-def examples_of(pass_: Pass, pass_index: int, adapter: Adapter) -> list[Example]:
+def examples_of(request: Pass, pass_index: int, adapter: Adapter) -> list[Example]:
     """A checked pass's data. Raises what `losses.check_pass` would have raised earlier."""
-    config = losses.resolve_config(pass_)
+    config = losses.resolve_config(request)
     examples = []
-    for datum_index, datum in enumerate(pass_.data):
+    for datum_index, datum in enumerate(request.data):
         targets = losses.dense(datum.inputs["target_tokens"])
         examples.append(
             Example(
@@ -123,14 +123,14 @@ def examples_of(pass_: Pass, pass_index: int, adapter: Adapter) -> list[Example]
                 datum.tokens_N,
                 targets.shape,
                 np.asarray(targets, np.int64).reshape(-1),
-                _columns(pass_, datum, config, targets.size),
+                _columns(request, datum, config, targets.size),
             )
         )
     return examples
 
 
-def _columns(pass_: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
-    loss = losses.LOSSES[pass_.loss_fn]
+def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
+    loss = losses.LOSSES[request.loss_fn]
     sources = {
         # 1 where cross_entropy has no weights. A custom loss's are only known once its log probabilities are: until
         # then every position may count.

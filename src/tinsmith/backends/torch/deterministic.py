@@ -18,7 +18,7 @@ from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trained import Trained
-from tinsmith.backends.torch.trainer import Job, Trainer
+from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import SettingsError, UserError
 
 
@@ -50,24 +50,24 @@ class DeterministicTrainer(Trainer):
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
-        jobs: Sequence[Job | UserError],
+        checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         totals: dict[int, Tensor] = {}
         for number, (batch, train) in enumerate(batches):
             if number:
                 yield
-            own = yield from super()._run_all([(batch, train)], specs, jobs)
+            own = yield from super()._run_all([(batch, train)], specs, checked)
             for key, gradient_P in own.items():
                 if key not in totals:
-                    totals[key] = _accumulated(batch, jobs)
+                    totals[key] = _accumulated(batch, checked)
                 totals[key] += gradient_P
         return totals
 
 
-def _accumulated(batch: MicroBatch, jobs: Sequence[Job | UserError]) -> Tensor:
-    job = jobs[batch.examples[0].pass_index]
-    assert isinstance(job, Job) and job.trained is not None
-    return job.trained.gradient_or_zeros().clone()
+def _accumulated(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) -> Tensor:
+    entry = checked[batch.examples[0].pass_index]
+    assert isinstance(entry, CheckedPass) and entry.trained is not None
+    return entry.trained.gradient_or_zeros().clone()
 
 
 class _EvenHead(Head):

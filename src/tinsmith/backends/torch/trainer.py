@@ -1,16 +1,14 @@
 """One packed training step over the passes of many tenants.
 
-All or nothing: gradients of a step gather in buffers of their own and join the adapters' accumulated
-gradients only when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight
-(forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
-optimizer and no file.
+All or nothing: the gradients of a step are accumulated in buffers of their own and added to those of the adapters only
+when every micro-batch has run, so an exception changes nothing. Data that cannot move a weight (forward-only, or all
+weights zero) run without autograd. A malformed pass fails alone. Knows no optimizer and no file.
 
-Where memory runs out, or a budget has not so much, the step begins again with micro-batches of half the size, down to
-one sequence; a sequence that does not fit alone fails its pass. The smaller size stays for a while, since what took the
-memory may.
+When memory runs out, or the memory budget is too small, the step begins again with micro-batches of half the size, down
+to one sequence; a sequence that does not fit alone fails its pass. The smaller size is kept for GROW_AFTER steps.
 
-A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer
-is dropped, and what else wanted that adapter runs again without the failed pass; other adapters notice nothing.
+A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer is
+dropped, and the other passes of that adapter run again without the failed one; other adapters are not affected.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
-"""Steps without trouble after which the size of a micro-batch is doubled again."""
+"""After this many steps without a shortage of memory the size of a micro-batch is doubled again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A checked pass. `logprobs` fills up as micro-batches finish."""
+class CheckedPass:
+    """`logprobs` fills up as micro-batches finish."""
 
     spec: LossSpec
     examples: list[Example]
@@ -66,7 +64,7 @@ class Trainer:
         self.memory: StepMemory | None = None
 
     def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
-        # Blocks of gradients last from step to step for nobody: who is not done with a row gets it to keep.
+        # A gradient that has accumulated must not keep the block of the whole step in memory.
         for trained in models.values():
             trained.keep_own_gradient()
         refused: dict[int, UserError] = {}
@@ -79,7 +77,7 @@ class Trainer:
                     results = dict(zip(left, outcomes, strict=True))
             except MemoryError as error:
                 if self._running is None:
-                    raise  # not for want of smaller micro-batches
+                    raise  # smaller micro-batches would not help
                 if unfit := self._shrink(self._running, str(error)):
                     index, refusal = unfit
                     refused[left[index]] = refusal
@@ -89,12 +87,12 @@ class Trainer:
             return [results[index] for index in range(len(passes))]
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
-        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may do."""
+        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
         alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
         return self._shrink_to(sum(batch.lengths), alone, problem)
 
     def _shrink_to(self, num_tokens: int, alone: int | None, problem: str) -> tuple[int, UserError] | None:
-        """`alone`: the pass of the one sequence that did not fit, if it was one."""
+        """`alone`: the pass of the micro-batch, if it was a single sequence."""
         self._steps_at_limit = 0
         if alone is not None:
             text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
@@ -109,35 +107,35 @@ class Trainer:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
     def _run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
-        jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
-        good = [job for job in jobs if isinstance(job, Job)]
+        checked = [self._check(index, request, models) for index, request in enumerate(passes)]
+        good = [entry for entry in checked if isinstance(entry, CheckedPass)]
         train, score = [], []
-        for job in good:
-            for example in job.examples:
-                (train if job.trained is not None and example.has_weight else score).append(example)
+        for entry in good:
+            for example in entry.examples:
+                (train if entry.trained is not None and example.has_weight else score).append(example)
         batches = [(batch, True) for batch in self._cut(train)]
         batches += [(batch, False) for batch in self._cut(score)]
-        specs = {index: job.spec for index, job in enumerate(jobs) if isinstance(job, Job)}
-        buffers = yield from self._run_all(batches, specs, jobs)
-        results = [_result(job) if isinstance(job, Job) else job for job in jobs]
+        specs = {index: entry.spec for index, entry in enumerate(checked) if isinstance(entry, CheckedPass)}
+        buffers = yield from self._run_all(batches, specs, checked)
+        results = [_result(entry) if isinstance(entry, CheckedPass) else entry for entry in checked]
         spoiled = {
-            id(job.trained.adapter)
-            for job, result in zip(jobs, results, strict=True)
-            if isinstance(job, Job) and isinstance(result, UserError) and job.trained is not None
+            id(entry.trained.adapter)
+            for entry, result in zip(checked, results, strict=True)
+            if isinstance(entry, CheckedPass) and isinstance(result, UserError) and entry.trained is not None
         }
         again = [
             index
-            for index, job in enumerate(jobs)
-            if isinstance(job, Job)
+            for index, entry in enumerate(checked)
+            if isinstance(entry, CheckedPass)
             and not isinstance(results[index], UserError)
-            and job.trained is not None
-            and id(job.trained.adapter) in spoiled
+            and entry.trained is not None
+            and id(entry.trained.adapter) in spoiled
         ]
         if again:
             outcomes = yield from self.run([passes[index] for index in again], models)
             for index, result in zip(again, outcomes, strict=True):
                 results[index] = result
-        trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
+        trained_by_adapter = {id(entry.trained.adapter): entry.trained for entry in good if entry.trained is not None}
         for key, buffer_P in buffers.items():
             if key not in spoiled:
                 self._join(trained_by_adapter[key], buffer_P)
@@ -149,36 +147,36 @@ class Trainer:
     def _join(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
 
-    def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> Job | UserError:
-        trained = models.get(pass_.model_id)
+    def _check(self, index: int, request: Pass, models: Mapping[str, Trained]) -> CheckedPass | UserError:
+        trained = models.get(request.model_id)
         if trained is None:
-            return UserError(f"model {pass_.model_id!r} is not loaded")
+            return UserError(f"model {request.model_id!r} is not loaded")
         try:
-            losses.check_pass(pass_, self._base.shape)
-            custom = _custom_run(pass_)
+            losses.check_pass(request, self._base.shape)
+            custom = _custom_run(request)
         except UserError as error:
             return error
-        return Job(
-            LossSpec(losses.LOSSES[pass_.loss_fn], losses.resolve_config(pass_), custom),
-            examples_of(pass_, index, trained.adapter),
-            [None] * len(pass_.data),
-            None if pass_.forward_only else trained,
+        return CheckedPass(
+            LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
+            examples_of(request, index, trained.adapter),
+            [None] * len(request.data),
+            None if request.forward_only else trained,
         )
 
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
-        jobs: Sequence[Job | UserError],
+        checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         """The gradients of this step by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
-        # What is to blame if the budget has no room for it.
+        # The micro-batch to shrink if the memory budget is too small.
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
-        # Of several adapters, matrices may stand beside each other for as long as a micro-batch takes (`sites`).
+        # Matrices of several adapters may be stacked while a micro-batch runs.
         beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._memory_of(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
-            self._running = None  # smaller micro-batches make no room for gradients
+            self._running = None  # smaller micro-batches free no memory for gradients
             gathered = dict(zip(adapters, self._gradients([*adapters.values()]), strict=True))
             try:
                 for key, adapter in adapters.items():
@@ -187,7 +185,7 @@ class Trainer:
                     if number:
                         yield
                     self._running = batch
-                    self._keep(batch, self._run_one(batch, specs, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
                 self._running = None
             finally:
                 for adapter in adapters.values():
@@ -210,13 +208,13 @@ class Trainer:
         if not train:
             return self._head.score(batch, hidden_TD).cpu().numpy()
         logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
-        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to go back through.
+        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to differentiate.
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
         return logprob_P.cpu().numpy()
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
-        """[T, D], with a way back to the adapters if they are trained."""
+        """[T, D], differentiable if adapters are trained."""
         device = self._base.device
         tokens_T = torch.from_numpy(batch.tokens_T).to(device)
         positions_T = torch.from_numpy(batch.positions_T).to(device)
@@ -226,39 +224,39 @@ class Trainer:
             return self._base.hidden(tokens_T, positions_T, plan, batch.routing)
 
     @staticmethod
-    def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[Job | UserError]) -> None:
+    def _keep(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
         starts = batch.example_starts.tolist()
         for example, start, stop in zip(batch.examples, starts, starts[1:], strict=False):
-            job = jobs[example.pass_index]
-            assert isinstance(job, Job)
-            job.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
+            entry = checked[example.pass_index]
+            assert isinstance(entry, CheckedPass)
+            entry.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
 
 
-def _custom_run(pass_: Pass) -> CustomRun | None:
-    if (loss_id := losses.loss_id_of(pass_)) is None:
+def _custom_run(request: Pass) -> CustomRun | None:
+    if (loss_id := losses.loss_id_of(request)) is None:
         return None
-    if pass_.custom_loss is None:
+    if request.custom_loss is None:
         raise UserError(f"loss_id {loss_id!r} is unknown")
-    # A replayed pass was within its time once, and must take effect again.
-    return CustomRun(pass_.custom_loss, pass_.data, max_seconds=math.inf if pass_.replayed else MAX_SECONDS)
+    # A replayed pass was within its time before, and must take effect again.
+    return CustomRun(request.custom_loss, request.data, max_seconds=math.inf if request.replayed else MAX_SECONDS)
 
 
-def _result(job: Job) -> PassResult | UserError:
-    logprobs = [array for array in job.logprobs if array is not None]
-    if job.spec.custom is None:
-        metrics = measure(job.spec, job.examples, logprobs)
-        return PassResult(tuple(logprobs), metrics, _elementwise(job, logprobs))
-    outcome = job.spec.custom.finish(logprobs)
+def _result(entry: CheckedPass) -> PassResult | UserError:
+    logprobs = [array for array in entry.logprobs if array is not None]
+    if entry.spec.custom is None:
+        metrics = measure(entry.spec, entry.examples, logprobs)
+        return PassResult(tuple(logprobs), metrics, _elementwise(entry, logprobs))
+    outcome = entry.spec.custom.finish(logprobs)
     if isinstance(outcome, UserError):
         return outcome
-    num_tokens = float(sum(example.num_tokens for example in job.examples))
+    num_tokens = float(sum(example.num_tokens for example in entry.examples))
     return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens})
 
 
-def _elementwise(job: Job, logprobs: Sequence[F32]) -> tuple[F32, ...]:
-    if not job.spec.loss.elementwise:
+def _elementwise(entry: CheckedPass, logprobs: Sequence[F32]) -> tuple[F32, ...]:
+    if not entry.spec.loss.elementwise:
         return ()
     return tuple(
         losses.elementwise_cross_entropy(example.columns["weight"].reshape(example.target_shape), array)
-        for example, array in zip(job.examples, logprobs, strict=True)
+        for example, array in zip(entry.examples, logprobs, strict=True)
     )
