@@ -13,8 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from support.engine_bench import BASE, Bench
 from tinsmith.backends import MicroBatches
-from tinsmith.engine.loop import CostModel
-from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
+from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, CostModel, Pace
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import Partial, Pass, Sample, SampleResult
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backends import Backend, run_to_end
-from tinsmith.backends.registry import load as load_backend
+from tinsmith.engine.__main__ import load_backend
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import (
     EMPTY_LOGPROB,

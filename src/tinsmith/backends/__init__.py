@@ -3,8 +3,7 @@
 A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no HTTP.
 The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that one
 request; an exception out of a call means that nothing has changed, and MemoryError that the work does not fit. A
-`Capture` may be written by another thread meanwhile. `registry.load(name)` imports heavy libraries only when their
-backend is chosen.
+`Capture` may be written by another thread meanwhile.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ engine.
 `check_fit` holds the settings against the plan of the base model before a weight is loaded, for the families that the
 plan counts. What cannot be divided is refused, and so is a model that does not fit into a GPU or a memory budget; where
 a CPU's memory, which can be swapped, is too small, there is only a warning.
+
+`load_backend` is the one place that imports backends, each when it is chosen.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import TYPE_CHECKING
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.backends import Backend, registry
+from tinsmith.backends import Backend
 from tinsmith.base_models import eos_token_ids, read_shape
 from tinsmith.cluster.early import EARLY
 from tinsmith.cluster.engines import (
@@ -64,6 +66,7 @@ from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged,
 from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import open_directories
@@ -79,6 +82,38 @@ from tinsmith.types import ModelShape
 
 if TYPE_CHECKING:
     from tinsmith.samplers.remote.client import Engine as InferenceServer
+
+
+def preload_torch() -> None:
+    """Import what the torch backend takes seconds to import."""
+    with importing():
+        import tinsmith.backends.torch
+        import tinsmith.samplers.local.engine  # noqa: F401
+
+
+def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
+    """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    if name == "torch":
+        with importing():
+            from tinsmith.backends.torch import TorchBackend
+
+        return TorchBackend(shape, **options)
+    if name == "sharded":
+        with importing():
+            from tinsmith.backends import distributed
+
+        return distributed.load(shape, **options)
+    if name == "full":
+        with importing():
+            from tinsmith.backends.full import FullBackend
+
+        return FullBackend(shape, **options)
+    if name == "fake":
+        from tinsmith.backends.fake import FakeBackend
+
+        return FakeBackend(shape, **options)
+    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
+
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """An engine for which less than this fits is of no use."""
@@ -146,11 +181,11 @@ def open_backend(settings: Settings, shape: ModelShape, place: str, options: Map
     """
     _check_full(settings)
     if settings.sampler == "local":
-        return registry.load(settings.resolved_backend, shape, **options)
+        return load_backend(settings.resolved_backend, shape, **options)
     from tinsmith.backends.with_remote_sampler import with_remote_sampler
 
     engine = _inference_server(settings, place)
-    backend = registry.load(settings.resolved_backend, shape, **options)
+    backend = load_backend(settings.resolved_backend, shape, **options)
     return with_remote_sampler(backend, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
@@ -199,7 +234,7 @@ log = structlog.get_logger()
 def main() -> int:
     early = EARLY in sys.argv
     if early:
-        registry.preload()
+        preload_torch()
     line = sys.stdin.readline()
     if not line:
         return 0  # the server ended before it needed this process

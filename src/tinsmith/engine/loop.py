@@ -5,19 +5,12 @@ all its futures in one transaction, and lets the sampler decode for about as lon
 while several tenants have work. An error of one request is that request's answer. After an exception out of a packed
 step the engine runs its requests one by one, so that only the one at fault fails; a request that ends the process is
 found by `quarantine`. The engine is the only settler of futures.
-
-`CostModel` predicts the time of work from recent measurements. Singles have the median of the last few, so that one
-whose model had to be restored first does not make its kind look expensive. A token's cost is the larger of two: the
-median over the tokens of the last steps, where a short step, which is mostly overhead, counts for little; and the mean
-of the last two steps, so that a change to more expensive work shows after one.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -32,7 +25,7 @@ from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
-from tinsmith.engine.pacing import Pace
+from tinsmith.engine.pacing import CostModel, Pace
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
@@ -54,49 +47,6 @@ from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import ModelShape, Partial, Pass, PassResult, Pending
 from tinsmith.wire.token_stream import line_of
 from tinsmith.wire.training import read_optim_step, write_pass_result
-
-REMEMBERED = 9
-NEWEST = 2
-
-
-class CostModel:
-    """Seconds per token of passes, and how many tokens take as long as one save, load or creation."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds
-        self._single_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-
-    def note_passes(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens:
-            self._steps.append((num_tokens, seconds))
-
-    def note_single(self, kind: str, seconds: float) -> None:
-        self._single_s[kind].append(seconds)
-
-    def in_tokens(self) -> dict[str, int]:
-        """Cost in tokens by kind of single; empty before the first pass, without the kinds that have not run."""
-        if not self._steps or not (token_s := statistics.median(seconds / tokens for tokens, seconds in self._steps)):
-            return {}
-        return {kind: round(statistics.median(seconds) / token_s) for kind, seconds in self._single_s.items()}
-
-    def token_s(self) -> float | None:
-        """Seconds that one token of a step is expected to take; None before the first pass."""
-        if not self._steps:
-            return None
-        newest = list(self._steps)[-NEWEST:]
-        mean = sum(seconds for _, seconds in newest) / sum(tokens for tokens, _ in newest)
-        return max(mean, self._median())
-
-    def _median(self) -> float:
-        """Half of the tokens took at least this long each."""
-        costs = sorted((seconds / tokens, tokens) for tokens, seconds in self._steps)
-        left = sum(tokens for _, tokens in costs) / 2
-        for cost_s, tokens in costs:
-            left -= tokens
-            if left <= 0:
-                return cost_s
-        return costs[-1][0]
-
 
 QUIET_S = 0.05
 """An engine that is idle for this long does deferrable work; requests of a training loop follow each other faster."""

@@ -7,11 +7,18 @@ decoding have half of the time each. A tenant that is alone decodes for as long 
 times as long: a second tenant may come at any moment, and what a step costs besides its tokens is by then less than a
 hundredth of it. Before the first pass no cost is known, and a step is short (COLD_TOKENS).
 
+`CostModel` predicts the time of work from recent measurements. Singles have the median of the last few, so that one
+whose model had to be restored first does not make its kind look expensive. A token's cost is the larger of two: the
+median over the tokens of the last steps, where a short step, which is mostly overhead, counts for little; and the mean
+of the last two steps, so that a change to more expensive work shows after one.
+
 The caller passes moments: no clock here. Knows no request and no device.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Iterable
 
 LATELY_S = 60.0
@@ -67,3 +74,48 @@ class Pace:
         in any case.
         """
         return min(trained_s, self._step_s / 2) if self._is_shared else 0.0
+
+
+REMEMBERED = 9
+
+
+NEWEST = 2
+
+
+class CostModel:
+    """Seconds per token of passes, and how many tokens take as long as one save, load or creation."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds
+        self._single_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def note_passes(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens:
+            self._steps.append((num_tokens, seconds))
+
+    def note_single(self, kind: str, seconds: float) -> None:
+        self._single_s[kind].append(seconds)
+
+    def in_tokens(self) -> dict[str, int]:
+        """Cost in tokens by kind of single; empty before the first pass, without the kinds that have not run."""
+        if not self._steps or not (token_s := statistics.median(seconds / tokens for tokens, seconds in self._steps)):
+            return {}
+        return {kind: round(statistics.median(seconds) / token_s) for kind, seconds in self._single_s.items()}
+
+    def token_s(self) -> float | None:
+        """Seconds that one token of a step is expected to take; None before the first pass."""
+        if not self._steps:
+            return None
+        newest = list(self._steps)[-NEWEST:]
+        mean = sum(seconds for _, seconds in newest) / sum(tokens for tokens, _ in newest)
+        return max(mean, self._median())
+
+    def _median(self) -> float:
+        """Half of the tokens took at least this long each."""
+        costs = sorted((seconds / tokens, tokens) for tokens, seconds in self._steps)
+        left = sum(tokens for _, tokens in costs) / 2
+        for cost_s, tokens in costs:
+            left -= tokens
+            if left <= 0:
+                return cost_s
+        return costs[-1][0]

@@ -85,6 +85,8 @@ class Writer:
     def submit(self, task: WriteTask) -> None:
         self._captured_bytes += task.num_bytes
         with self._lock:
+            if self._end is not None:
+                return  # `collect` raises it
             self._tasks.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
