@@ -38,7 +38,7 @@ class Bases:
 
 
 def resolve(models: Iterable[str]) -> Bases:
-    """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry at all means the embedded model."""
+    """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry means the embedded model."""
     entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
     shapes = [_resolve_one(entry) for entry in entries]
     names = [shape.name for shape in shapes]

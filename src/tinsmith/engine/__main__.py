@@ -318,7 +318,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     stores = open_stores(database, settings, ownership, tracing)
     engine, close = start(stores, database, mailbox, settings)
     database.time_use(engine.meters.database_used)
-    threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
+    threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
     # Loaded modules stay: to search them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
     kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
@@ -399,9 +399,9 @@ def _degrees(settings: Settings) -> dict[str, str]:
     }
 
 
-def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, place: _Place) -> None:
-    """A step that is longer than the patience of whoever stops us is no reason to suspect its requests. A sampler that
-    finishes what it has begun gets nothing more.
+def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, place: _Place) -> None:
+    """Clear the journal when this process is to stop: it may be killed in a long step, and no request is the reason. A
+    sampler that finishes its samples is assigned no more.
     """
     stopping.wait()
     engine.clear_journal()

@@ -347,7 +347,7 @@ class Arrivals:
             self._take(self._missed())
 
     def fetch_late(self) -> list[str]:
-        """The slow poll: rows whose wake-up was lost, or that were committed out of order, or that nobody wanted.
+        """The slow poll: rows whose wake-up was lost, that were committed out of order, or that no engine claimed.
         Returns the engines that were found to be dead.
         """
         gone = self._ownership.free_lapsed()
@@ -357,7 +357,7 @@ class Arrivals:
         self.fetch()
         missed = self._missed()
         self._take(missed)
-        # What is free still at the next look is claimed then, whoever was to have it.
+        # Requests that are still free at the next look are claimed then, whichever engine is preferred.
         self._left_to_others = {one.request.request_id for one in missed if one.free} - self._queues.known
         for lane in self._queues.lanes.values():
             if lane.has_gap:

@@ -216,7 +216,7 @@ class Sampling:
             self._put_back(queues)
 
     def _put_back(self, queues: Queues) -> None:
-        """Out of the sampler and into the queue with the samples of absent sessions, unless their tokens were told."""
+        """Move samples of absent sessions from the sampler back into the queue, unless their tokens are streamed."""
         gone = [
             inside.request
             for inside in self._inside.values()
@@ -311,7 +311,7 @@ class Sampling:
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
             if quarantined := [request for request in waiting if self._quarantine.batch_size(request.request_id)]:
-                # They come first, when the sampler is still empty: nobody else is to share their fate.
+                # They come first, while the sampler is empty, so that no other sample fails with them.
                 return self._quarantine.groups(quarantined)[0]
         inside = Counter(inside.request.tenant_id for inside in self._inside.values())
         waiting = self._present(queues.waiting_samples())

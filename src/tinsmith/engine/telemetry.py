@@ -461,14 +461,14 @@ class RequestTimings:
     def _send(self, entry: _Entry, settlement: Settlement, outcome: str, settled_at: float) -> None:
         request, work = entry.request, settlement.work
         assert request.traceparent is not None
-        told: dict[str, str | int | float] = {
+        attributes: dict[str, str | int | float] = {
             "tinsmith.request_id": request.request_id,
             "tinsmith.tenant_id": request.tenant_id,
             "tinsmith.outcome": outcome,
         }
         if request.model_id:
-            told["tinsmith.model_id"] = request.model_id
-        whole = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, told)
+            attributes["tinsmith.model_id"] = request.model_id
+        whole = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, attributes)
         if work is None:
             return
         planned_at = entry.planned_at if entry.planned_at is not None else work.started_at

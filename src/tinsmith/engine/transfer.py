@@ -242,10 +242,10 @@ class _File:
 
 
 def _receive(response: http.client.HTTPResponse, key: bytes, nonce: str, into: Path, most_bytes: int) -> int:
-    told = response.headers.get(MANIFEST_BYTES, "")
-    if not (told.isascii() and told.isdigit() and len(told) < 9 and int(told) <= MOST_MANIFEST_BYTES):
+    size = response.headers.get(MANIFEST_BYTES, "")
+    if not (size.isascii() and size.isdigit() and len(size) < 9 and int(size) <= MOST_MANIFEST_BYTES):
         raise CorruptFilesError("the answer has no manifest")
-    manifest = response.read(int(told))
+    manifest = response.read(int(size))
     if not hmac.compare_digest(_answer_signature(key, manifest, nonce), response.headers.get(SIGNATURE, "")):
         raise CorruptFilesError("the manifest is not signed with our key: another signing secret, or another program")
     files = [_File(**facts) for facts in json.loads(manifest)]

@@ -232,8 +232,8 @@ class Versions:
                 return
 
     def _move(self, model_id: str, version_id: str) -> bool:
-        """To disk, out of memory; False if it is being written just now, or will be with the next snapshot: nobody
-        waits here until it is sent far away.
+        """Move a version to disk; False if it is being written, or if the next snapshot will write it: uploads to a
+        remote storage must not be waited for here.
         """
         if version_id in self._being_written or (self._directories.is_far and version_id not in self._written):
             return False

@@ -3,7 +3,7 @@
 The server calls `check_graph` before it stores a loss, without torch; the backend runs only what these tables name,
 and `tests/test_loss_graphs.py` holds it to them. Everything here is a name: nothing that a client sends is ever
 imported, evaluated or looked up as an attribute. Left out on purpose: randomness (a replay must repeat what was
-done), memory that nobody has written (`empty_like` would show another tenant's), writing in place by methods,
+done), uninitialised memory (`empty_like` would show another tenant's), writing in place by methods,
 host values, and whatever loops or grows by a number that it is given. Knows neither torch nor a device.
 """
 

@@ -100,7 +100,7 @@ def _restored(code: int, data: bytes) -> object:
 LENGTH = struct.Struct("<Q")
 
 END_S = 10.0
-"""How long a rank that was told to end may take."""
+"""How long a rank may take to end."""
 
 
 class Link:

@@ -150,8 +150,8 @@ class GroupSampler:
         return finished
 
     def partials(self) -> list[Partial]:
-        told, self._partials = self._partials, []
-        return told
+        partials, self._partials = self._partials, []
+        return partials
 
     def cache_use(self) -> CacheUse:
         """Of all data ranks together, as of their last steps."""

@@ -1,8 +1,8 @@
 """`FullBackend`: the Backend protocol where a model is a copy of all weights of its base, and all of them are trained.
 
 A model takes 16 bytes a weight (weights, gradient, two moments), where an adapter takes a thousandth of that: it is
-meant for one run at a time. Others wait on disk while one needs the room, as cold adapters do, and a version is a whole
-model, so that sampling goes from version to version. Training and sampling are in float32.
+meant for one run at a time. Other runs wait on disk while one needs the memory, as cold adapters do, and a version is a
+whole model, so that sampling goes from version to version. Training and sampling are in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FullBackend(TorchBackend):
         quantize: str = "off",
         **options: str,
     ) -> None:
-        """Raises SettingsError on what is for adapters over a frozen base."""
+        """Raises SettingsError on options that are for adapters over a frozen base."""
         if dtype not in ("auto", "float32"):
             raise SettingsError(f"dtype is {dtype!r}; backend 'full' trains in float32 only")
         for name, value in (("deterministic", deterministic), ("quantize", quantize)):

@@ -1,34 +1,19 @@
-"""A base model whose own weights are trained: which weights are in it at the moment, and the proof of its gradients.
+"""Training of all weights: the model's weights as one flat float32 buffer, and the base, sampler and trainer for them.
 
-Weights are put in by reference (`bind`): parameters become views of their flat buffer, and nothing is copied. Training,
-sampling and the original weights take turns, in one thread. Layers that are written out elsewhere keep copies of what
-they were made from, so everything goes through the model's own modules here.
+`FullWeights` take the place of an adapter (`Trained`, the trainer, the sampler), but adapt nothing: `FullBase` binds
+them to the parameters of the model before rows run, so `compute` is empty. On disk such a model is a directory that
+`transformers` loads: `model.safetensors` holds float32 under the model's own names, tied weights once;
+`optimizer.safetensors` and `gradient.safetensors` name each tensor after its parameter.
 
-All weights of a base model as one flat float32 buffer with a view per parameter.
+`FullSampler` is continuous batching where each version is a whole model: requests of one version at a time. A request
+waits, in order of arrival, until the versions of earlier requests have been sampled; a request of the running version
+joins it only if no other waits before it.
 
-They stand where an adapter stands elsewhere (`Trained`, the trainer, the sampler), but adapt nothing: rows that are
-routed to them meet the base model itself, into whose parameters `FullBase` puts them first. So `compute` is empty.
+`FullTrainer` is the packed step of `backends.torch.trainer` with three differences: a micro-batch belongs to one model,
+whose weights are bound for it; backward adds to the gradients of the parameters; and the unembedding, whose logits
+never exist whole, gets its own gradient chunk by chunk.
 
-Shapes: P all numbers of a model.
-
-Files of a model that is trained in full: a directory that `transformers` loads, and the optimizer's state beside it.
-
-`model.safetensors` holds float32 under the model's own names; tied weights are there once. `optimizer.safetensors` and
-`gradient.safetensors` name each tensor after its parameter.
-
-Continuous batching where each version is a whole model: requests of one version at a time.
-
-A request waits, in order of arrival, until the versions of those before it have been sampled; meanwhile others of the
-version that is running join it only if nobody else waits before them. Prefixes that are cached belong to their
-version, as everywhere.
-
-The packed training step where every weight of the base model is trained.
-
-As `backends.torch.trainer`, but for three things: a micro-batch belongs to one model, whose weights are put into the
-base model for it; backward adds to the gradients of its parameters; and the unembedding, whose logits never exist
-whole, gets its own gradient chunk by chunk.
-
-Shapes: C rows of a chunk, V vocabulary, D hidden size.
+Shapes: P all numbers of a model, C rows of a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -63,12 +48,12 @@ from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
 
 FULL = LoraSpec(rank=0)
-"""What such a model is created with: no adapter has this rank."""
+"""The spec of such a model: no adapter has this rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class FullLayout:
-    """Where each parameter lies in the flat buffer. Gaps stay zero for ever. A tied weight is there once."""
+    """Where each parameter is in the flat buffer. Gaps are always zero. A tied weight is there once."""
 
     shapes: dict[str, tuple[int, ...]]
     starts: tuple[int, ...]
@@ -88,7 +73,7 @@ class FullLayout:
         }
 
     def filled(self, tensors: dict[str, Tensor], device: torch.device) -> Tensor:
-        """A flat buffer of these, which must be the layout's."""
+        """A flat buffer of these tensors, which must be those of the layout."""
         flat_P = torch.zeros(self.numel, device=device)
         for name, view in self.views(flat_P).items():
             view.copy_(tensors[name])
@@ -120,7 +105,7 @@ class FullWeights(Adapter):
 
 
 class FullGradients(Gradients):
-    """name -> a view. They begin as zeros: autograd adds to every parameter's."""
+    """Name -> view. They begin as zeros, since autograd adds to each of them."""
 
     def __init__(self, weights: FullWeights) -> None:
         self.flat_P = torch.zeros_like(weights.flat_P)
@@ -138,7 +123,7 @@ class FullGradients(Gradients):
 
 
 TOLERANCE = 1e-3
-"""Between a gradient and the one of the model's own attention, relative to the largest."""
+"""The largest relative error between gradients under packed attention and those of the model's own."""
 
 
 class FullBase(BaseModel):
@@ -162,7 +147,7 @@ class FullBase(BaseModel):
         self.bind(self.original)
 
     def bind(self, weights: FullWeights) -> None:
-        """From now on the model computes with these."""
+        """Have the model compute with these weights."""
         if self._bound is weights:
             return
         for name, parameter in self._parameters.items():
@@ -171,7 +156,7 @@ class FullBase(BaseModel):
 
     @contextmanager
     def training(self, gradients: dict[str, Tensor]) -> Iterator[None]:
-        """Backward adds to these buffers meanwhile."""
+        """Within the block, backward adds to these buffers."""
         try:
             for name, parameter in self._parameters.items():
                 parameter.requires_grad_(True)
@@ -212,7 +197,7 @@ def save_weights(weights: FullWeights, directory: Path) -> None:
 
 
 def save_config_and_tokenizer(base: BaseModel, directory: Path) -> None:
-    """What makes a model of the weights: configuration and tokenizer."""
+    """Configuration and tokenizer, which make the weights a model for other software."""
     config = copy.deepcopy(base.model.config)
     config.dtype = torch.float32
     config.save_pretrained(directory)

@@ -1,8 +1,8 @@
 """`TorchBackend`: the Backend protocol over one base model in this process.
 
 Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A
-version is what nobody writes to; publishing other weights puts another object in its place, so whoever holds
-the old one keeps it. Called from one thread. Knows no SQL and no HTTP.
+version never changes; publishing other weights puts another object in its place, and running samples keep the old one.
+Called from one thread. Knows no SQL and no HTTP.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class TorchBackend:
     def capture_version(self, version_id: str) -> Capture:
         if version_id not in self._versions:
             raise UserError(f"version {version_id!r} is not loaded")
-        adapter = self._versions[version_id]  # nobody writes to it: there is nothing to copy
+        adapter = self._versions[version_id]  # a version never changes: there is nothing to copy
         return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:

@@ -1,10 +1,10 @@
 """Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
 
 An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang
-read them, or, where there are experts and whoever saves asks for it, as Tinker's exports are;
+read them, or, for experts if `stacked` is set, in the form of Tinker's exports;
 `optimizer.safetensors` beside them makes training continue bit for bit, and `gradient.safetensors`, of a snapshot
 only, holds what has accumulated and was not stepped. Files are fsynced one by one; making the directory appear at
-once is the caller's affair.
+once is the caller's responsibility.
 
 Experts' adapters in files: as Tinker's exports hold them, and as PEFT does.
 

@@ -3,7 +3,7 @@
 A `CustomRun` is one pass's loss at work. It takes each datum's log probabilities once, differentiates the loss by
 autograd, and keeps the datum's loss and metrics; the gradient goes on into the packed step's ordinary backward. The
 host is where the log probabilities go anyway, has no kernels to launch for a few numbers, and a loss that needs too
-much memory hurts nobody's device. A failure ends the pass that it belongs to and never leaves as an exception. The
+much memory takes none of the device's. A failure ends the pass that it belongs to and never leaves as an exception. The
 sizes of results are bounded before they are computed (`_Bounds`), time between nodes. Knows `loss_graphs`' tables,
 which check what the client sent, and looks up nothing that is not in them.
 """
