@@ -334,12 +334,11 @@ class LocalSampler:
     ) -> Tensor:
         """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`."""
         num = self._piece_rows
-        padded_T = torch.from_numpy(np.pad(tokens_T, (0, num - len(tokens_T)), "edge"))
+        tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
         rows = Rows(first, first + num, [*blocks, *[0] * num])
         plan = PagedPlan(cache, [rows], self._base.device, written=wanted)
-        return self._base.hidden(
-            padded_T.to(self._base.device, torch.int64), plan.positions_T, plan, Routing([Segment(0, num, adapter)])
-        )[wanted]
+        rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        return self._base.hidden(rows_T, plan.positions_T, plan, Routing([Segment(0, num, adapter)]))[wanted]
 
     @torch.inference_mode()
     def _check_repeatable(self) -> None:
