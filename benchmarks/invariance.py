@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -160,7 +161,8 @@ def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple
 
 
 def fresh_sampler(backend: TorchBackend, options: SamplerOptions | None = None) -> LocalSampler:
-    return type(backend.sampler)(backend.base, backend._versions, options=options or SamplerOptions())
+    options = replace(options or SamplerOptions(), deterministic=backend._deterministic)
+    return LocalSampler(backend.base, backend._versions, options=options)
 
 
 def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:

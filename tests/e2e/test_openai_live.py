@@ -395,7 +395,7 @@ def test_anthropics_client_gets_thoughts_if_it_asks(place: Place, thinker: str, 
     turns = [*SAY, {"role": "assistant", "content": found}, *SAY]
     said({"type": "adaptive"}, messages=turns, max_tokens=4)  # a thought may be sent back
     if not stream:
-        with pytest.raises(anthropic.BadRequestError, match="budget_tokens must be at least 1024"):
+        with pytest.raises(anthropic.BadRequestError, match="thinking has budget_tokens 10; it must be at least 1024"):
             said(enabled | {"budget_tokens": 10})
         with pytest.raises(anthropic.BadRequestError, match=r"together with output_config\.format"):
             said(enabled, output_config={"format": {"type": "json_schema", "schema": ROW}})

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "gpu"
 
 
 def test_all_are_collected_when_a_device_is_named_and_some_run_here() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER), "-k", "capture_reads"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER), "-k", "files_of_a_version"]
     there = {**os.environ, "TEST_DEVICE": "cpu"}
     found = subprocess.run(command, capture_output=True, text=True, env=there, cwd=FOLDER.parents[1], check=False)
     assert found.returncode == 0, found.stdout

@@ -310,6 +310,7 @@ MAY_ASK = {
     "cli/bench.py",
     "cli/demo.py",
     "engine/transfer.py",
+    "exchange/merging.py",  # asks nothing: of huggingface_hub it has the function that splits files
     "exchange/transfer.py",
     "samplers/remote/connection.py",
 }

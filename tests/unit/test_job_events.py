@@ -131,7 +131,7 @@ def test_a_wake_up_that_is_lost_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int]
 ) -> None:
     monkeypatch.setattr(routes, "SAFETY_POLL_S", 0.01)
-    monkeypatch.setattr(BatchJobs, "tell", lambda *_args: None)
+    monkeypatch.setattr(BatchJobs, "on_change", lambda *_args: None)
 
     async def main() -> None:
         async with running(tmp_path) as services:

@@ -142,17 +142,14 @@ class ByType:
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds = list(self.models)
-        other = Annotated[dict[str, Any], AfterValidator(self._refuse)]
+        known = core_schema.typed_dict_field(core_schema.literal_schema(kinds))
+        other = core_schema.typed_dict_schema({"type": known})  # refuses every value that gets here, with its path
 
         def choose(value: object) -> int:
             kind = value.get("type") if isinstance(value, dict) else None
             return kinds.index(kind) if isinstance(kind, str) and kind in kinds else len(kinds)
 
-        return _chosen([*map(handler.generate_schema, self.models.values()), handler.generate_schema(other)], choose)
-
-    def _refuse(self, value: dict[str, Any]) -> None:
-        kind = value.get("type")
-        raise unsupported(f"its type is {show(kind)}; known are {', '.join(self.models)}")
+        return _chosen([*map(handler.generate_schema, self.models.values()), other], choose)
 
 
 def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
