@@ -131,7 +131,7 @@ def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
 
 TOLD_EARLY = """
 import os, signal, sys
-from tinsmith import server
+from tinsmith.server import process as server
 
 def told(*_arguments):
     os.kill(os.getpid(), signal.SIGTERM)
