@@ -395,7 +395,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def role_environment() -> dict[str, str]:
-    """The environment of a process whose settings come by pipe and which may connect to Ray itself."""
+    """The environment of a process that may connect to Ray and reads its settings from a pipe."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
     }

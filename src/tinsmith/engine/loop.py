@@ -348,7 +348,7 @@ class Engine:
         return self._versions.prepare(sampler, self._bring_back)
 
     def _bring_back(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
-        """Why a model cannot be had in memory; None if it is there. With `interleave`, samples are decoded meanwhile.
+        """Load a model; the reason if that fails, otherwise None. With `interleave`, samples are decoded meanwhile.
         Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
         """
         if self._backend.has_model(model_id):

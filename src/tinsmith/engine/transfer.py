@@ -347,7 +347,7 @@ MOST_VERSION_BYTES = 64 << 30
 
 @dataclass(frozen=True, slots=True)
 class WantedVersion:
-    """A version by its key, and its source: a checkpoint as it was found, or a run's ephemeral version."""
+    """A version's key and its source: a checkpoint, or an ephemeral version of a run."""
 
     key: str
     sampler: SamplingSession
