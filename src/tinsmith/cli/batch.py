@@ -359,7 +359,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     import importlib.util
 
     from tinsmith.batch.client.functions import is_remote_function
-    from tinsmith.batch.operations.base import Operation
+    from tinsmith.batch.operations.base import RowOperation
 
     file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
     path = Path(file)
@@ -375,7 +375,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
         raise UserError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
     if name:
         found = getattr(module, name, None)
-        if not (callable(found) or isinstance(found, Operation | list)):
+        if not (callable(found) or isinstance(found, RowOperation | list)):
             raise UserError(f"{file} has no function and no operations {name!r}")
         return found
     own = {

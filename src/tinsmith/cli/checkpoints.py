@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
-    from tinsmith.exchange.transfer import Server
+    from tinsmith.exchange.transfer import TinkerServer
 
 REFUSED = 2
 CONVERTER = "convert_hf_to_gguf.py"
@@ -173,11 +173,11 @@ def _convert(script: Path, model: Path, target: Path) -> None:
 
 
 @contextmanager
-def _server() -> Iterator[Server]:
+def _server() -> Iterator[TinkerServer]:
     from tinsmith import settings
-    from tinsmith.exchange.transfer import Server
+    from tinsmith.exchange.transfer import TinkerServer
 
-    server = Server(*settings.client_address())
+    server = TinkerServer(*settings.client_address())
     try:
         yield server
     finally:

@@ -57,7 +57,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class AdaptedLinear:
     """One adapted linear, and the keys of its two matrices in the file."""
 
     rank: int
@@ -74,7 +74,7 @@ class AdapterFacts:
     rank_pattern: Mapping[str, float]
     alpha_pattern: Mapping[str, float]
     base_name: str
-    linears: Mapping[str, Linear]
+    linears: Mapping[str, AdaptedLinear]
     copies: Mapping[str, str]
     """Weights of the base that PEFT stores with an adapter of the unembedding: module -> key."""
 
@@ -258,7 +258,7 @@ def _require_plain(config: Mapping[str, object]) -> None:
             raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT}")
 
 
-def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
+def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]:
     """The linears, and the copies of the base's embeddings."""
     copies: dict[str, str] = {}
     sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -281,7 +281,7 @@ def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
         if len(matrices) != 2 or matrices["A"][1][0] != matrices["B"][1][1] or 0 in matrices["A"][1] + matrices["B"][1]:
             raise UserError(f"{path.name}: {name} must have lora_A [rank, inputs] and lora_B [outputs, rank]")
         (key_a, (rank, inputs)), (key_b, (outputs, _)) = matrices["A"], matrices["B"]
-        linears[name] = Linear(rank, inputs, outputs, (key_a, key_b))
+        linears[name] = AdaptedLinear(rank, inputs, outputs, (key_a, key_b))
     if not linears:
         raise UserError(f"{path.name} holds no adapter")
     return linears, copies

@@ -41,7 +41,7 @@ class Pulled:
     files: Mapping[str, int]
 
 
-class Server:
+class TinkerServer:
     """One server and one key."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
