@@ -36,8 +36,8 @@ MOST_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
-output = Console(soft_wrap=True, highlight=False)
-notes = Console(stderr=True, soft_wrap=True, highlight=False)
+output = Console(soft_wrap=True, highlight=False, emoji=False)
+notes = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="API keys: each names a tenant, and a server that has any takes no others.", no_args_is_help=True
 )
-output = Console(soft_wrap=True, highlight=False)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+output = Console(soft_wrap=True, highlight=False, emoji=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]

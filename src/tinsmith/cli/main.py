@@ -24,6 +24,7 @@ from tinsmith import __version__
 from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
+from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.malloc import importing
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
 )
-output = Console()
-errors = Console(stderr=True)
+output = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL = typer.Option(
@@ -91,6 +92,7 @@ def serve(
 
 
 app.add_typer(keys_cli.app, name="keys")
+app.add_typer(runs_cli.app, name="runs")
 app.add_typer(batch_cli.app, name="batch")
 app.add_typer(checkpoints_cli.app, name="checkpoints")
 app.command()(up_cli.up)

@@ -53,6 +53,10 @@ class TinkerServer:
         self._http.close()
         self._keyless.close()
 
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to GET /api/v1/`path`. Raises UserError."""
+        return self._asked(lambda: self._http.get(path, params=dict(query or {}))).json()
+
     def pull(self, path: str, directory: Path, progress: Progress) -> Pulled:
         """Fetch all files of a checkpoint. Raises UserError."""
         run_id, kind, name = _parts(path)
