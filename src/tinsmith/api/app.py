@@ -168,9 +168,8 @@ class _Answered:
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [Middleware(_Answered, services=services), Middleware(LocalOriginGuard, services=services)]
-    app = Starlette(
-        routes=[*API, *dashboard.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
-    )
+    routes = [*API, Route("/healthz", healthz, methods=["GET"]), *dashboard.ROUTES]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False
     app.state.services = services

@@ -144,6 +144,6 @@ def _download(hub_id: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(
-            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what "
-            f"is on this disk. The hub's client says: {reason}"
+            f"--model: could not load {hub_id!r}: there is no such directory here, and the model hub did not send "
+            f"it; --model NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
         ) from error

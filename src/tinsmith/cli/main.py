@@ -252,12 +252,19 @@ def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool)
         names = ", ".join(models)
         if not settings.answers_clients:
             output.print(f"[bold]Tinsmith {__version__}[/] works as {settings.role} for {names}", highlight=False)
-            output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+            output.print(f"  data in {settings.resolved_data_dir}", highlight=False, soft_wrap=True)
+            output.print("Press Ctrl-C to stop.", highlight=False)
             return
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
         key = "tml-local" if server.accepts_anyone else "..."
-        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}", highlight=False)
-        output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+        for what, line in (
+            ("tinker SDK", f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}"),
+            ("dashboard", f"{url}/"),
+            ("data", f"{settings.resolved_data_dir}"),
+            ("API key", "any" if server.accepts_anyone else "tinsmith keys create TENANT"),
+        ):
+            output.print(f"  {what:<11} {line}", highlight=False, soft_wrap=True)
+        output.print("Press Ctrl-C to stop.", highlight=False)
 
     server.run(announce)
 
