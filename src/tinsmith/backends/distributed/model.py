@@ -40,7 +40,6 @@ from tinsmith.backends.distributed.tensor_parallel import (
     RowLinear,
     SplitRowLinear,
     divided,
-    gradient_layout,
     whole_gradient,
 )
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
@@ -224,14 +223,12 @@ class PartedBase(BaseModel):
             layout = Layout.of(rank, self.adaptable())
             flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
             adapters.append(self.adapter(LoraSpec(rank), layout, flat_P))
-            buffers.append(torch.zeros(gradient_layout(adapters[-1]).numel, device=self.device))
         num_rows = sum(PROBE_LENGTHS)
         tokens_T = torch.randint(0, self.shape.vocab_size, (num_rows,), generator=generator).to(self.device)
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in PROBE_LENGTHS])
         routing = Routing.of(adapters, PROBE_LENGTHS)
         try:
-            for adapter, buffer_P in zip(adapters, buffers, strict=True):
-                adapter.gradients = gradient_layout(adapter).views(buffer_P)
+            buffers += [adapter.open_gradients() for adapter in adapters]
             with torch.enable_grad():
                 hidden_TD = self.hidden(tokens_T, positions_T, PackedCausal(PROBE_LENGTHS, self.device), routing)
             grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).to(hidden_TD)
