@@ -6,7 +6,7 @@ gradients of some probe tokens, with random adapters. It is divided on the host 
 share. Once all ranks have their share, the same tokens must give the same, or the model is refused: a plan that does
 not suit a family is found at start.
 
-Layers of a parted model run as modules; the decoders that are written out expect whole weights.
+Layers of a parted model run as modules; the decoder that is written out expects whole weights.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """
@@ -125,9 +125,9 @@ class PartedBase(BaseModel):
             return Adapter(spec, layout, flat_P, self.dtype)
         return PartedAdapter(spec, layout, flat_P, self.dtype, self.parting)
 
-    def _compare_gradients(self) -> None:
-        """Nothing to compare: only modules can be divided."""
-        self._written_out = self._differentiable = None
+    def _check_training(self) -> None:
+        """Only modules can be divided."""
+        self._written_out = None
 
     def divide(self, ranks: Ranks) -> None:
         """Keep this rank's share, on its device."""

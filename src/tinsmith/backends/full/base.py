@@ -116,7 +116,7 @@ class FullBase(BaseModel):
         quantize: str = "off",
     ) -> None:
         super().__init__(model, tokenizer, shape, recompute, quantize)
-        self._written_out = self._differentiable = None
+        self._written_out = None
         if self.experts:
             raise SettingsError(f"{shape.name} is a mixture of experts; backend 'full' trains dense models only")
         self._parameters = dict(model.named_parameters())
@@ -147,7 +147,7 @@ class FullBase(BaseModel):
                 parameter.grad = None
                 parameter.requires_grad_(False)
 
-    def _compare_gradients(self) -> None:
+    def _check_training(self) -> None:
         """Raises SettingsError unless packed rows lead to the gradients of the model's own forward."""
         buffers = [torch.zeros(self.layout.numel, device=self.device) for _ in range(2)]
         tokens_T = torch.arange(9, device=self.device) * 7 % self.shape.vocab_size
