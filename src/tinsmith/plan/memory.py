@@ -93,7 +93,7 @@ def _kept_by_written_out(model: Architecture, tensor: int) -> float:
     the first two also turned, and what attention makes of them; gate, up and their product.
     """
     queries, keys = model.heads * model.key_dim, model.key_heads * model.key_dim
-    wide = sum(linear.outputs for linear in model.linears if linear.name in ("gate_proj", "up_proj"))
+    wide = sum(linear.outputs for linear in model.linears if linear.name.endswith(("gate_proj", "up_proj")))
     return model.layers * (4 * model.hidden + (3 * queries + 3 * keys + 1.5 * wide) / tensor)
 
 

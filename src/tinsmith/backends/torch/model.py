@@ -50,15 +50,10 @@ from tinsmith.backends.torch.servable import check_config, check_layers, check_p
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.errors import SettingsError
+from tinsmith.plan.architecture import NOT_ADAPTED
 from tinsmith.types import ModelShape
 
 log = structlog.get_logger()
-
-NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-"""Last names of linears that choose experts: training them on part of the batch would move everyone's
-routing.
-"""
-
 
 RECOMPUTE_SHARE = 0.4
 

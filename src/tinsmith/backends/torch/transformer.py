@@ -32,8 +32,7 @@ from tinsmith.backends.torch.lora import MultiLoRALinear, apply_with_gradient
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, product
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
-
-LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+from tinsmith.plan.architecture import WRITTEN_OUT
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -348,7 +347,7 @@ def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in LAYERS:
+    if type(layer).__name__ not in WRITTEN_OUT:
         return False
     linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]
     activation = layer.get_submodule("mlp.act_fn")
