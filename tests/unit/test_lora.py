@@ -17,14 +17,13 @@ from support import tiny_models
 from support.properties import examples
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import _norm, step_together
 from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
-from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
-from tinsmith.backends.torch.adapters import Adapter, Layout, initialise, layout_for
-from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
+from tinsmith.backends.torch.adapters import Adapter, Layout, Trained, initialise, layout_for
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,
@@ -33,8 +32,7 @@ from tinsmith.backends.torch.memory import (
     memory_errors,
 )
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trained import Trained
-from tinsmith.backends.torch.trainer import Trainer
+from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
@@ -93,8 +91,6 @@ class TorchBackend:
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
-        if self._deterministic:
-            pin(self._base)
         if not isinstance(logits_chunk, int):
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, LEAST_CHUNK), LARGEST_CHUNK)

@@ -32,8 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target
-from tinsmith.backends.torch.trained import Trained
+from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target, Trained
 from tinsmith.errors import UserError
 from tinsmith.types import LORA_ALPHA, OPTIMIZERS
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.backends.torch.trained import Trained
+from tinsmith.backends.torch.adapters import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import OPTIMIZERS, AdamParams, DimuonParams, OptimParams
 
