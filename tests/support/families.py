@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from support import tiny_models
 from tinsmith.types import ModelShape
@@ -71,18 +71,29 @@ LONGROPE = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
+GATED_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
 AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`model_type` as config.json has it. `core`: the test is part of `make test`."""
+    """`model_type` as config.json has it. `states`: some layers keep a state. `core`: the test is in `make test`."""
 
     model_type: str
     title: str
     what: str = ""
     config: Mapping[str, object] = field(default_factory=dict)
     experts: bool = False
+    states: bool = False
     core: bool = False
 
 
@@ -105,6 +116,12 @@ FAMILIES = (
     Family("deepseek_v3", "DeepSeek-V3", "latent attention, experts, shared experts, one dense layer, YaRN",
            {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
             "first_k_dense_replace": 1, "rope_parameters": YARN}, experts=True, core=True),
+    Family("qwen3_next", "Qwen3-Next", "gated delta nets, gated attention, experts, a shared expert",
+           {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True, core=True),
+    Family("qwen3_5_text", "Qwen3.5", "gated delta nets, gated attention", GATED_DELTA, states=True,
+           core=True),
+    Family("qwen3_5_moe_text", "Qwen3.5-MoE", "gated delta nets, gated attention, experts, a shared expert",
+           {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True),
     Family("gemma", "Gemma"),
     Family("qwen2_moe", "Qwen2-MoE", "experts, a shared expert",
            {**EXPERTS, "shared_expert_intermediate_size": 24}, experts=True),
@@ -200,8 +217,6 @@ REFUSED = (
     Refusal("jamba", "Jamba", LAYERS_OF + "linear_attention"),
     Refusal("falcon_h1", "Falcon-H1", LAYERS_OF + "hybrid"),
     Refusal("nemotron_h", "Nemotron-H", LAYERS_OF + "linear_attention, mlp, moe"),
-    Refusal("qwen3_next", "Qwen3-Next", LAYERS_OF + "linear_attention"),
-    Refusal("qwen3_5_text", "Qwen3.5", LAYERS_OF + "linear_attention"),
     Refusal("recurrent_gemma", "RecurrentGemma", LAYERS_OF + "linear_attention"),
     Refusal("minimax", "MiniMax-Text-01", LAYERS_OF + "linear_attention"),
     Refusal("kimi_linear", "Kimi Linear", LAYERS_OF + "linear_attention"),
@@ -231,26 +246,33 @@ REFUSED = (
 
 def make(directory: Path, family: Family) -> ModelShape:
     """A random model whose logits differ."""
+    return _write(directory, build(family), family.model_type)
+
+
+def build(family: Family) -> PreTrainedModel:
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma's norms multiply by one more than their weight.
-    offset = 0.0 if "gemma" in family.model_type else 1.0
-    return _write(directory, model, family.model_type, offset)
+    return _randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
 
 
 def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
     config = AutoConfig.for_model(refusal.model_type, **{**COMMON, **refusal.config})
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return _write(directory, auto.from_config(config, dtype=torch.float32), refusal.model_type, 1.0)
+    return _write(directory, _randomised(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
 
 
-def _write(directory: Path, model: torch.nn.Module, name: str, norm_offset: float) -> ModelShape:
+def _randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             is_norm = "norm" in path and path.endswith("weight") and parameter.dim() == 1
             parameter.copy_(norm_offset + noise if is_norm else noise)
+    return model
+
+
+def _write(directory: Path, model: PreTrainedModel, name: str) -> ModelShape:
     model.save_pretrained(directory)
     tiny_models.tokenizer().save_pretrained(directory)
     return ModelShape(f"tiny/{name}", str(directory), tiny_models.VOCAB, 128, type(model).__name__)

@@ -44,6 +44,7 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
+from tinsmith.backends.torch.recurrent import is_mixer, wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
@@ -80,6 +81,7 @@ class BaseModel:
         quantization.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._switchboard, quantization.maker(quantize))
         self.experts = _swap_experts(model, self._switchboard)
+        self.mixers = wrap_mixers(self._decoder, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
         self._differentiable = DifferentiableDecoder.of(self._decoder)
@@ -251,7 +253,7 @@ class BaseModel:
     def _check_layers(self) -> None:
         seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
-        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.kept)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
     @torch.no_grad()
@@ -303,6 +305,7 @@ def _swap_linears(
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
     inside = set(decoder.modules())
+    mixed = {linear for module in inside if is_mixer(module) for linear in module.modules()}
     targets = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or (module is not head and module not in inside):
@@ -313,7 +316,8 @@ def _swap_linears(
         if ".experts." in name:
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
-        group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
+        attends = module in mixed or "attn" in name or "attention" in name
+        group = "unembed" if module is head else "attn" if attends else "mlp"
         targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
         setattr(model.get_submodule(parent_name), last, targets[name])
     if not any(target.group == "attn" for target in targets.values()):

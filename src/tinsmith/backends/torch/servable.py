@@ -3,7 +3,7 @@
 A model is refused at start rather than served nearly right. Its configuration tells most. The rest is seen when a
 token goes through it: every layer has to attend exactly once, through our attention, and with the window that its
 configuration speaks of, since what lies beyond a window is too far for the comparison with the model's own forward
-at load. Knows no adapter and no weight.
+at load; a layer that keeps a state has to be a mixer that `recurrent` knows. Knows no adapter and no weight.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from tinsmith.types import ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+STATEFUL = frozenset({"linear_attention", "conv", "hybrid"})
+"""Kinds of layers that keep a state; 'hybrid' ones attend, too."""
+
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raises SettingsError on what a configuration rules out."""
@@ -28,11 +31,11 @@ def check_config(config: PreTrainedConfig) -> None:
     name = f"{config.model_type!r}"
     if config.is_encoder_decoder:
         raise SettingsError(f"{name} is an encoder and a decoder; only models that are one decoder are served")
-    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING})
+    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING} - STATEFUL)
     if other:
         raise SettingsError(
             f"{name} has layers of kind {', '.join(other)}; in every layer a token must attend to all tokens before "
-            "it, or to a window of them"
+            "it, or to a window of them, or the layer must keep a state"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
@@ -44,12 +47,20 @@ def check_config(config: PreTrainedConfig) -> None:
             )
 
 
-def check_layers(name: str, config: PreTrainedConfig, seen: Mapping[int, Sequence[int | None]]) -> None:
-    """Raises SettingsError unless each layer asked for what its configuration says."""
+def check_layers(
+    name: str,
+    config: PreTrainedConfig,
+    seen: Mapping[int, Sequence[int | None]],
+    kept: Mapping[int, Sequence[object]] | None = None,
+) -> None:
+    """Raises SettingsError unless each layer asked for what its configuration says. `kept`: the states, by layer."""
     kinds = _kinds(config)
     window = cast("int | None", getattr(config, "sliding_window", None))
     for layer in range(cast(int, config.num_hidden_layers)):
         asked = seen.get(layer, ())
+        if kinds and kinds[layer] in STATEFUL:
+            _check_stateful(name, layer, kinds[layer], len((kept or {}).get(layer, ())), len(asked))
+            continue
         if len(asked) != 1:
             times = "does not attend" if not asked else f"attends {len(asked)} times"
             raise SettingsError(
@@ -63,9 +74,19 @@ def check_layers(name: str, config: PreTrainedConfig, seen: Mapping[int, Sequenc
             )
 
 
+def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_asked: int) -> None:
+    if num_kept != 1:
+        raise SettingsError(
+            f"{name} cannot be served: layer {layer} is of kind {kind}, and its state is not one that is known here"
+        )
+    if num_asked != (kind == "hybrid"):
+        raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} attends {num_asked} times")
+
+
 def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]) -> None:
     """Raises SettingsError if there are experts that cannot carry adapters."""
-    known = {id(parameter) for module in experts for parameter in module.parameters()}
+    convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv1d)]
+    known = {id(parameter) for module in [*experts, *convolutions] for parameter in module.parameters()}
     for path, parameter in decoder.named_parameters():
         if parameter.dim() > 2 and id(parameter) not in known:
             raise SettingsError(
