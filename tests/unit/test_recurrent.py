@@ -257,9 +257,9 @@ def test_snapshots_are_bounded_and_the_one_used_longest_ago_goes() -> None:
 
 def test_states_take_at_most_half_of_a_cache_and_one_sequence_always_runs() -> None:
     assert StateRoom.of(0, 1000, 8) == (8, 0, 0)
-    assert StateRoom.of(10, 1000, 8) == (8, 12, 280)
-    assert StateRoom.of(10, 1000, 256) == (19, 12, 500)
-    assert StateRoom.of(10, 15, 256) == (1, 0, 20)
+    assert StateRoom.of(10, 1000, 8) == (8, 12, 360)
+    assert StateRoom.of(10, 1000, 256) == (12, 12, 480)
+    assert StateRoom.of(10, 15, 256) == (1, 0, 30)
 
 
 def test_cuts_are_those_strictly_within_a_span() -> None:

@@ -369,8 +369,14 @@ class LocalSampler:
             inside = cuts_between(span.start, span.stop, span.sequence.cuts)
             for cut, state in zip(inside, states, strict=True):
                 self._snapshot(span.sequence, span.start + cut, state)
-            if span.stop in span.sequence.cuts:
-                self._snapshot(span.sequence, span.stop, span.sequence.state)
+            self._state_behind(span.sequence, span.stop, span.sequence.state)
+
+    def _state_behind(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
+        """Keep the state for others, if a snapshot is wanted there, or as the answer's last one so far."""
+        if position in sequence.cuts:
+            self._snapshot(sequence, position, state)
+        elif state is not None and position > sequence.request.num_prompt and not position % self._batcher.block_size:
+            sequence.tail = position, state.apart()
 
     def _snapshot(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
         snapshots, weights, size = self._batcher.snapshots, sequence.request.weights, self._batcher.block_size
@@ -432,8 +438,7 @@ class LocalSampler:
                 found.append(hidden_TD)
                 if whole:  # the next piece begins behind it
                     state = after
-                    if first + wanted.stop in sequence.cuts:
-                        self._snapshot(sequence, first + wanted.stop, state)
+                    self._state_behind(sequence, first + wanted.stop, state)
             sequence.state = state
             self._batcher.advance(span)
         return [(span, span.stop - span.start) for span in spans], torch.cat(found)
@@ -543,6 +548,8 @@ class LocalSampler:
                 self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
             if reason is None:
                 continue
+            if sequence.tail is not None:
+                self._snapshot(sequence, *sequence.tail)
             self._batcher.remove([sequence])
             self._requests[request.sample.request_id].remove(sequence)
             result = request.finish(sequence.index, sequence.answer(reason))

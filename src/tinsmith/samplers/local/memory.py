@@ -58,7 +58,8 @@ class CacheBudget:
         return self._live_states() + (len(snapshots) * self._state_bytes if snapshots is not None else 0)
 
     def _live_states(self) -> int:
-        return self._state_bytes * sum(sequence.state is not None for sequence in self._batcher.running)
+        held = [(own.state is not None) + (own.tail is not None) for own in self._batcher.running]
+        return self._state_bytes * sum(held)
 
     def idle(self) -> int:
         """What could go without anything being computed again now."""

@@ -102,6 +102,8 @@ class Sequence:
         self.state: SequenceState | None = None
         self.cuts: tuple[int, ...] = ()
         """Positions behind whole blocks at which a snapshot of the state is wanted."""
+        self.tail: tuple[int, SequenceState] | None = None
+        """The state behind the last whole block of the answer so far, and where that is."""
         self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []

@@ -22,7 +22,7 @@ compute it twice.
 
 A model with layers that keep a state (`snapshots` is not None) reuses blocks up to a snapshot only. A prompt asks for
 snapshots behind its last whole block, and where the blocks that it found end, since there another prompt went its own
-way.
+way; an answer leaves one behind its last whole block.
 """
 
 from __future__ import annotations
@@ -427,7 +427,7 @@ class Batcher:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_cached = 0
-        sequence.state = None
+        sequence.state = sequence.tail = None
         if self._computing:
             self._computing = {key: owner for key, owner in self._computing.items() if owner is not sequence}
 

@@ -52,11 +52,12 @@ SNAPSHOTS_SHARE = 0.25
 """Of the bytes for states: the most that snapshots may take."""
 
 MOST_SNAPSHOTS = 1024
+STATES_EACH = 3
 
 
 class StateRoom(NamedTuple):
-    """How many sequences of a model may run, how many snapshots may be kept, and what both take together in a step,
-    in which a sequence's state is there twice.
+    """How many sequences of a model may run, how many snapshots may be kept, and what both take together in a step, in
+    which a sequence has the state before it, that behind it, and the one at its answer's last block.
     """
 
     max_sequences: int
@@ -69,8 +70,8 @@ class StateRoom(NamedTuple):
             return cls(max_sequences, 0, 0)
         room = STATES_SHARE * cache_bytes
         num_snapshots = min(int(SNAPSHOTS_SHARE * room // state_bytes), MOST_SNAPSHOTS)
-        num_running = max(1, min(max_sequences, int((room / state_bytes - num_snapshots) // 2)))
-        return cls(num_running, num_snapshots, (2 * num_running + num_snapshots) * state_bytes)
+        num_running = max(1, min(max_sequences, int((room / state_bytes - num_snapshots) // STATES_EACH)))
+        return cls(num_running, num_snapshots, (STATES_EACH * num_running + num_snapshots) * state_bytes)
 
 
 class Snapshots:
