@@ -71,15 +71,17 @@ LONGROPE = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
+STATES_FIRST = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
 GATED_DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 4,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    **STATES_FIRST,
 }
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
 AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1}
 
@@ -122,6 +124,27 @@ FAMILIES = (
            core=True),
     Family("qwen3_5_moe_text", "Qwen3.5-MoE", "gated delta nets, gated attention, experts, a shared expert",
            {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True),
+    Family("kimi_linear", "Kimi Linear", "delta nets with a gate for each channel, latent attention, experts",
+           {**EXPERTS, **LATENT, **STATES_FIRST, "q_lora_rank": None, "num_experts_per_token": 2, "linear_head_dim": 8,
+            "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}, experts=True, states=True),
+    Family("granitemoehybrid", "Granite 4", "Mamba-2, experts, a shared expert",
+           {**MAMBA2, **STATES_FIRST, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+            "logits_scaling": 4.0, "attention_multiplier": 0.2}, experts=True, states=True, core=True),
+    Family("nemotron_h", "Nemotron-H", "Mamba-2, layers with an MLP alone",
+           {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2,
+            "chunk_size": 8}, states=True),
+    Family("bamba", "Bamba", "Mamba-2", {**MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [2]}, states=True),
+    Family("falcon_h1", "Falcon-H1", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 64}, states=True),
+    Family("jamba", "Jamba", "Mamba-1, experts",
+           {"num_hidden_layers": 3, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 2,
+            "mamba_d_state": 6, "mamba_dt_rank": 4}, experts=True, states=True),
+    Family("lfm2", "LFM2", "short convolutions", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}, states=True,
+           core=True),
+    Family("lfm2_moe", "LFM2-MoE", "short convolutions, experts",
+           {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1}, experts=True, states=True),
+    Family("minimax", "MiniMax-Text-01", "lightning attention, experts",
+           {**STATES_FIRST, "num_local_experts": 4, "block_size": 8}, experts=True, states=True),
     Family("gemma", "Gemma"),
     Family("qwen2_moe", "Qwen2-MoE", "experts, a shared expert",
            {**EXPERTS, "shared_expert_intermediate_size": 24}, experts=True),
@@ -214,13 +237,7 @@ MANY_MATRICES = "in a form that cannot carry adapters here"
 REFUSED = (
     Refusal("mamba", "Mamba", LAYERS_OF + "linear_attention"),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("jamba", "Jamba", LAYERS_OF + "linear_attention"),
-    Refusal("falcon_h1", "Falcon-H1", LAYERS_OF + "hybrid"),
-    Refusal("nemotron_h", "Nemotron-H", LAYERS_OF + "linear_attention, mlp, moe"),
     Refusal("recurrent_gemma", "RecurrentGemma", LAYERS_OF + "linear_attention"),
-    Refusal("minimax", "MiniMax-Text-01", LAYERS_OF + "linear_attention"),
-    Refusal("kimi_linear", "Kimi Linear", LAYERS_OF + "linear_attention"),
-    Refusal("lfm2", "LFM2", LAYERS_OF + "conv", {"layer_types": ["conv", "full_attention"]}),
     Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4}),
     Refusal("deepseek_v32", "DeepSeek-V3.2", LAYERS_OF + "indexed_attention",
             {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),

@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
 
 
 class Switchboard:
-    """Holds the routing of the call in progress; every linear of one model shares one."""
+    """Holds the routing and the plan of the call in progress; every linear and mixer of one model share one."""
 
-    __slots__ = ("routing",)
+    __slots__ = ("plan", "routing")
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
+        self.plan: AttentionPlan | None = None
 
 
 class MultiLoRALinear(nn.Module):

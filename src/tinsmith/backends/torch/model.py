@@ -44,7 +44,7 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.recurrent import is_mixer, wrap_mixers
+from tinsmith.backends.torch.recurrent import linears_in_mixers, wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
@@ -184,7 +184,7 @@ class BaseModel:
         return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
     def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
-        with self._routed(routing, len(tokens_T)):
+        with self._routed(routing, plan, len(tokens_T)):
             output = self._decoder(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
             )
@@ -218,13 +218,13 @@ class BaseModel:
         return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
 
     @contextmanager
-    def _routed(self, routing: Routing, num_rows: int) -> Iterator[None]:
+    def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
         assert routing.num_rows == num_rows
-        self._switchboard.routing = routing
+        self._switchboard.routing, self._switchboard.plan = routing, plan
         try:
             yield
         finally:
-            self._switchboard.routing = None
+            self._switchboard.routing = self._switchboard.plan = None
 
     def _compared(self, decoder: Decoder) -> Decoder | None:
         """The decoder, ready for use, if it has room and does what the modules do."""
@@ -305,13 +305,13 @@ def _swap_linears(
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
     inside = set(decoder.modules())
-    mixed = {linear for module in inside if is_mixer(module) for linear in module.modules()}
+    mixed, excluded = linears_in_mixers(decoder)
     targets = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        if not NOT_ADAPTED.isdisjoint(name.split(".")):
+        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in excluded:
             continue
         if ".experts." in name:
             # It would see rows in an order of its own, for which segments do not hold.

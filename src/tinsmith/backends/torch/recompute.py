@@ -2,8 +2,8 @@
 
 A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
 part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
-owner has chosen. The layer that runs again must meet the routing of its first run, which is why this is not
-transformers' own switch.
+owner has chosen. The layer that runs again must meet the routing and the plan of its first run, which is why this is
+not transformers' own switch.
 """
 
 from __future__ import annotations
@@ -73,14 +73,15 @@ class Recompute:
         def run(*args: object, **kwargs: object) -> Tensor:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            routing = self._switchboard.routing
+            board = self._switchboard
+            routing, plan = board.routing, board.plan
 
             def again(*args: object, **kwargs: object) -> Tensor:
-                before, self._switchboard.routing = self._switchboard.routing, routing
+                before, (board.routing, board.plan) = (board.routing, board.plan), (routing, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    self._switchboard.routing = before
+                    board.routing, board.plan = before
 
             # The base draws nothing at random, so there is no generator state to keep.
             return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)

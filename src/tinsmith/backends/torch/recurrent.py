@@ -22,12 +22,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinsmith.backends.torch.attention import PLAN_KEY, AttentionPlan, MixerState
+from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import Switchboard
-from tinsmith.errors import SettingsError
 
 MIXERS = frozenset(
     {
+        "BambaMixer",
+        "FalconH1Mixer",
+        "GraniteMoeHybridMambaLayer",
+        "JambaMambaMixer",
+        "KimiLinearDeltaAttention",
+        "Lfm2MoeShortConv",
+        "Lfm2ShortConv",
+        "MiniMaxLightningAttention",
+        "NemotronHMamba2Mixer",
         "Qwen3NextGatedDeltaNet",
         "Qwen3_5GatedDeltaNet",
         "Qwen3_5MoeGatedDeltaNet",
@@ -37,9 +45,33 @@ MIXERS = frozenset(
 length, and to compute each sequence of a batch by itself.
 """
 
+STEPWISE = frozenset({"JambaMambaMixer"})
+"""Those that continue from a state by one row at a time only."""
+
+_NOT_ADAPTED = {
+    "FalconH1Mixer": frozenset({"out_proj"}),
+    "JambaMambaMixer": frozenset({"dt_proj"}),
+    "NemotronHMamba2Mixer": frozenset({"out_proj"}),
+}
+"""Last names of linears without adapters, by class: Jamba multiplies with the weight of `dt_proj` by itself, and PEFT
+refuses the others because fused kernels do so with theirs.
+"""
+
 
 def is_mixer(module: nn.Module) -> bool:
     return type(module).__name__ in MIXERS
+
+
+def linears_in_mixers(decoder: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
+    """All linears of a decoder's mixers, and those among them that carry no adapters."""
+    inside: set[nn.Module] = set()
+    excluded: set[nn.Module] = set()
+    for mixer in filter(is_mixer, decoder.modules()):
+        names = _NOT_ADAPTED.get(type(mixer).__name__, frozenset())
+        linears = {name: module for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
+        inside.update(linears.values())
+        excluded.update(module for name, module in linears.items() if name in names)
+    return inside, excluded
 
 
 def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMixer]:
@@ -57,8 +89,8 @@ class SequenceMixer:
 
     def __init__(self, module: nn.Module, switchboard: Switchboard) -> None:
         self.layer = cast(int, module.layer_idx)
-        self._name = type(module).__name__
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
+        self._is_stepwise = type(module).__name__ in STEPWISE
         self._switchboard = switchboard
         known = inspect.signature(self._forward).parameters
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
@@ -68,6 +100,12 @@ class SequenceMixer:
         self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         cache = _LayerCache(state) if keep or state is not None else None
+        pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
+        outputs = [self._piece(x, starts, cache) for x in pieces]
+        y_nLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return y_nLD, cache.state if cache is not None else None
+
+    def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: _LayerCache | None) -> Tensor:
         routing = self._switchboard.routing
         assert routing is not None
         self._switchboard.routing = routing.spread(starts, x_nLD.shape[1])
@@ -75,15 +113,12 @@ class SequenceMixer:
             out = self._forward(hidden_states=x_nLD, attention_mask=None, **{self._cache_name: cache}, **self._required)
         finally:
             self._switchboard.routing = routing
-        y_nLD = out if isinstance(out, Tensor) else out[0]
-        return y_nLD, cache.state if cache is not None else None
+        return out if isinstance(out, Tensor) else out[0]
 
     def planned(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
-        """What stands in for the module's forward: [1, T, D] in and out, as the plan among the keywords says."""
-        plan = cast("AttentionPlan | None", kwargs.pop(PLAN_KEY, None))
+        """What stands in for the module's forward: [1, T, D] in and out, as the plan of the call in progress says."""
+        plan = self._switchboard.plan
         if plan is None:
-            if self._switchboard.routing is not None:
-                raise SettingsError(f"{self._name} is not handed the attention plan, so packed rows would mix")
             return self._forward(hidden_states, *args, **kwargs)
         y_1TD = plan.mix(self, hidden_states[0])[None]
         return (y_1TD, y_1TD.new_empty(0)) if self._required else y_1TD
@@ -113,6 +148,12 @@ class _LayerCache:
         kept_nCK = nn.functional.pad(kept_nCK, (missing, 0)) if missing else kept_nCK.contiguous()
         self.state = MixerState(kept_nCK, self.state.recurrent)
         return seen_nCL
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.state.recurrent
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.state = MixerState(None, linear_cache)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_: object) -> Tensor:
         self.state = MixerState(self.state.conv, recurrent_states)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from tinsmith.backends.torch.recurrent import is_mixer
 from tinsmith.errors import SettingsError
 from tinsmith.types import ModelShape
 
@@ -24,6 +25,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 STATEFUL = frozenset({"linear_attention", "conv", "hybrid"})
 """Kinds of layers that keep a state; 'hybrid' ones attend, too."""
 
+ALONE = frozenset({"mlp", "moe"})
+"""Kinds of layers in which no token meets another."""
+
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raises SettingsError on what a configuration rules out."""
@@ -31,7 +35,7 @@ def check_config(config: PreTrainedConfig) -> None:
     name = f"{config.model_type!r}"
     if config.is_encoder_decoder:
         raise SettingsError(f"{name} is an encoder and a decoder; only models that are one decoder are served")
-    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING} - STATEFUL)
+    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING} - STATEFUL - ALONE)
     if other:
         raise SettingsError(
             f"{name} has layers of kind {', '.join(other)}; in every layer a token must attend to all tokens before "
@@ -58,7 +62,7 @@ def check_layers(
     window = cast("int | None", getattr(config, "sliding_window", None))
     for layer in range(cast(int, config.num_hidden_layers)):
         asked = seen.get(layer, ())
-        if kinds and kinds[layer] in STATEFUL:
+        if kinds and kinds[layer] in STATEFUL | ALONE:
             _check_stateful(name, layer, kinds[layer], len((kept or {}).get(layer, ())), len(asked))
             continue
         if len(asked) != 1:
@@ -75,7 +79,7 @@ def check_layers(
 
 
 def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_asked: int) -> None:
-    if num_kept != 1:
+    if num_kept != (kind in STATEFUL):
         raise SettingsError(
             f"{name} cannot be served: layer {layer} is of kind {kind}, and its state is not one that is known here"
         )
@@ -85,8 +89,8 @@ def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_asked: 
 
 def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]) -> None:
     """Raises SettingsError if there are experts that cannot carry adapters."""
-    convolutions = [module for module in decoder.modules() if isinstance(module, nn.Conv1d)]
-    known = {id(parameter) for module in [*experts, *convolutions] for parameter in module.parameters()}
+    mixers = [module for module in decoder.modules() if is_mixer(module)]
+    known = {id(parameter) for module in [*experts, *mixers] for parameter in module.parameters()}
     for path, parameter in decoder.named_parameters():
         if parameter.dim() > 2 and id(parameter) not in known:
             raise SettingsError(
