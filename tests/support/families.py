@@ -228,6 +228,7 @@ class Refusal:
 
 
 LAYERS_OF = "has layers of kind "
+UNKNOWN_STATE = "whose state is not one that is known here"
 NOT_ATTENDING = "layer 0 does not attend through our attention"
 ONE_DECODER = "only models that are one decoder are served"
 OWN_MASK = "does not hand on the attention plan or builds its own mask"
@@ -235,9 +236,11 @@ NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
 REFUSED = (
-    Refusal("mamba", "Mamba", LAYERS_OF + "linear_attention"),
+    Refusal("mamba", "Mamba", UNKNOWN_STATE),
+    Refusal("mamba2", "Mamba-2", UNKNOWN_STATE, {"num_heads": 8, "head_dim": 8}),
+    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("recurrent_gemma", "RecurrentGemma", LAYERS_OF + "linear_attention"),
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
     Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4}),
     Refusal("deepseek_v32", "DeepSeek-V3.2", LAYERS_OF + "indexed_attention",
             {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),

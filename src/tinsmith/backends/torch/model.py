@@ -45,7 +45,7 @@ from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import linears_in_mixers, wrap_mixers
-from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
+from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.errors import SettingsError
@@ -122,6 +122,7 @@ class BaseModel:
         safe = {"trust_remote_code": False, "local_files_only": True}
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
+            check_mixers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
             if shape.vocab_size > base.vocab_size:
@@ -285,7 +286,7 @@ class BaseModel:
                 )
 
 
-def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
+def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
     check_config(AutoConfig.from_pretrained(shape.path, **safe))
     return AutoModelForCausalLM.from_pretrained(
         shape.path,

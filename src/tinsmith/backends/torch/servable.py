@@ -51,6 +51,16 @@ def check_config(config: PreTrainedConfig) -> None:
             )
 
 
+def check_mixers(config: PreTrainedConfig, model: nn.Module) -> None:
+    """Raises SettingsError if layers keep a state in a form that is not known here."""
+    text = config.get_text_config()
+    kinds = sorted({kind for kind in _kinds(text) if kind in STATEFUL})
+    if sum(kind in STATEFUL for kind in _kinds(text)) > sum(map(is_mixer, model.modules())):
+        raise SettingsError(
+            f"{config.model_type!r} has layers of kind {', '.join(kinds)} whose state is not one that is known here"
+        )
+
+
 def check_layers(
     name: str,
     config: PreTrainedConfig,
@@ -81,7 +91,7 @@ def check_layers(
 def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_asked: int) -> None:
     if num_kept != (kind in STATEFUL):
         raise SettingsError(
-            f"{name} cannot be served: layer {layer} is of kind {kind}, and its state is not one that is known here"
+            f"{name} cannot be served: layer {layer} of kind {kind} keeps a state {num_kept} times"
         )
     if num_asked != (kind == "hybrid"):
         raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} attends {num_asked} times")
