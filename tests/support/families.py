@@ -273,16 +273,16 @@ def build(family: Family) -> PreTrainedModel:
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma's norms multiply by one more than their weight.
-    return _randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
+    return randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
 
 
 def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
     config = AutoConfig.for_model(refusal.model_type, **{**COMMON, **refusal.config})
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return _write(directory, _randomised(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
+    return _write(directory, randomised(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
 
 
-def _randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
+def randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in sorted(model.named_parameters()):

@@ -62,7 +62,7 @@ def read_shape(name: str, directory: Path) -> ModelShape:
             name=name,
             path=str(directory),
             vocab_size=int(text["vocab_size"]),
-            max_context_length=int(text["max_position_embeddings"]),
+            max_context_length=int(text.get("model_max_length") or text["max_position_embeddings"]),
             arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
         )
     except KeyError as error:

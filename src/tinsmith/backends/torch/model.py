@@ -53,6 +53,9 @@ from tinsmith.types import ModelShape
 
 log = structlog.get_logger()
 
+TEXT_KEYS = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+"""From the names of a wrapper's weights to those of its text model."""
+
 NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 """Last names of linears that choose experts: training them on part of the batch would move everyone's
 routing.
@@ -287,15 +290,33 @@ class BaseModel:
 
 
 def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
-    check_config(AutoConfig.from_pretrained(shape.path, **safe))
-    return AutoModelForCausalLM.from_pretrained(
+    """The model; of one that wraps a text model and others, such as a vision tower, the text model where transformers
+    knows it. Raises SettingsError if a weight is not in the files: it would be random.
+    """
+    config = AutoConfig.from_pretrained(shape.path, **safe)
+    check_config(config)
+    own = {}
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        text = config.get_text_config()
+        if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
+            raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
+        own = {"config": text, "key_mapping": TEXT_KEYS}
+    model, loading = AutoModelForCausalLM.from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         experts_implementation="eager",
         use_safetensors=True,
+        output_loading_info=True,
+        **own,
         **safe,
     )
+    if absent := sorted(loading["missing_keys"]):
+        raise SettingsError(
+            f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
+            "not those of this architecture"
+        )
+    return model
 
 
 def _swap_linears(

@@ -90,9 +90,7 @@ def check_layers(
 
 def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_asked: int) -> None:
     if num_kept != (kind in STATEFUL):
-        raise SettingsError(
-            f"{name} cannot be served: layer {layer} of kind {kind} keeps a state {num_kept} times"
-        )
+        raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} keeps a state {num_kept} times")
     if num_asked != (kind == "hybrid"):
         raise SettingsError(f"{name} cannot be served: layer {layer} of kind {kind} attends {num_asked} times")
 
