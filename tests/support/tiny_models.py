@@ -54,8 +54,8 @@ def config(arch: str, **overrides: object) -> PreTrainedConfig:
         own = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
         return GptOssConfig(**{**_COMMON, **own, **overrides})
     if arch == "qwen3_5":
-        own = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-               "linear_value_head_dim": 6, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+        own = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+               "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
         return Qwen3_5TextConfig(**{**_COMMON, "tie_word_embeddings": True, **own, **overrides})
     raise ValueError(arch)
 

@@ -13,12 +13,13 @@ numbers of an adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.adapters import Part, Target
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
@@ -48,13 +49,25 @@ class MultiLoRALinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._site = Site([self.target])
+        self.adapted: tuple[Target, ...] = (self.target,)
+        self._site = Site(self.adapted)
         self._switchboard = switchboard
         self._anchor: Tensor | None = None
 
     @property
     def target(self) -> Target:
         return Target(self.name, self.group, self.in_features, self.out_features)
+
+    def divide(self, parts: Sequence[tuple[str, int]]) -> None:
+        """Carry an adapter for each of these last names, on so many of the outputs each, from the first on."""
+        starts = accumulate((num_rows for _, num_rows in parts), initial=0)
+        parent = self.name.rpartition(".")[0]
+        self.adapted = tuple(
+            Target(f"{parent}.{last}", self.group, self.in_features, num_rows,
+                   part=Part(self.name, start, len(parts), self.out_features))
+            for (last, num_rows), start in zip(parts, starts, strict=False)
+        )  # fmt: skip
+        self._site = Site(self.adapted)
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._switchboard.routing

@@ -44,12 +44,12 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.recurrent import linears_in_mixers, wrap_mixers
+from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.errors import SettingsError
-from tinsmith.types import ModelShape
+from tinsmith.types import ModelShape, mixes_tokens
 
 log = structlog.get_logger()
 
@@ -163,7 +163,7 @@ class BaseModel:
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
-        return [*(linear.target for linear in self.targets.values()), *experts]
+        return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
 
     def hidden(
         self,
@@ -327,20 +327,21 @@ def _swap_linears(
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
     inside = set(decoder.modules())
-    mixed, excluded = linears_in_mixers(decoder)
+    mixed = MixerLinears.of(decoder)
     targets = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in excluded:
+        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in mixed.excluded:
             continue
         if ".experts." in name:
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
-        attends = module in mixed or "attn" in name or "attention" in name
-        group = "unembed" if module is head else "attn" if attends else "mlp"
+        group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
         targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
+        if module in mixed.parts:
+            targets[name].divide(mixed.parts[module])
         setattr(model.get_submodule(parent_name), last, targets[name])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")

@@ -16,8 +16,8 @@ Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,16 +62,37 @@ def is_mixer(module: nn.Module) -> bool:
     return type(module).__name__ in MIXERS
 
 
-def linears_in_mixers(decoder: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
-    """All linears of a decoder's mixers, and those among them that carry no adapters."""
-    inside: set[nn.Module] = set()
-    excluded: set[nn.Module] = set()
-    for mixer in filter(is_mixer, decoder.modules()):
-        names = _NOT_ADAPTED.get(type(mixer).__name__, frozenset())
-        linears = {name: module for name, module in mixer.named_modules() if isinstance(module, nn.Linear)}
-        inside.update(linears.values())
-        excluded.update(module for name, module in linears.items() if name in names)
-    return inside, excluded
+class MixerLinears(NamedTuple):
+    """The linears of a decoder's mixers: all, those that carry no adapters, and those that carry one for each part."""
+
+    all: set[nn.Module]
+    excluded: set[nn.Module]
+    parts: dict[nn.Module, Sequence[tuple[str, int]]]
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> MixerLinears:
+        found = cls(set(), set(), {})
+        for mixer in filter(is_mixer, decoder.modules()):
+            excluded, parts = _NOT_ADAPTED.get(type(mixer).__name__, frozenset()), _parts(mixer)
+            for name, linear in mixer.named_modules():
+                if isinstance(linear, nn.Linear):
+                    found.all.add(linear)
+                    if name in excluded:
+                        found.excluded.add(linear)
+                    if name in parts:
+                        found.parts[linear] = parts[name]
+        return found
+
+
+def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:
+    """Where Tinker has several adapters on one linear (`tinker_cookbook.weights`): their last names and outputs."""
+    if type(mixer).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"):
+        keys, values = cast(int, mixer.key_dim), cast(int, mixer.value_dim)
+        return {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}
+    if type(mixer).__name__ == "NemotronHMamba2Mixer":
+        inner = cast(int, mixer.intermediate_size)
+        return {"in_proj": (("gate_proj", inner), ("x_proj", inner))}
+    return {}
 
 
 def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMixer]:
