@@ -294,7 +294,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
     knows it. Raises SettingsError if a weight is not in the files: it would be random.
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
-    check_config(config)
+    check_config(config, shape.max_context_length)
     own = {}
     if type(config) not in AutoModelForCausalLM._model_mapping:
         text = config.get_text_config()

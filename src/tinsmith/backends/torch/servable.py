@@ -29,8 +29,8 @@ ALONE = frozenset({"mlp", "moe"})
 """Kinds of layers in which no token meets another."""
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Raises SettingsError on what a configuration rules out."""
+def check_config(config: PreTrainedConfig, context: int) -> None:
+    """Raises SettingsError on what a configuration rules out for sequences of up to `context` tokens."""
     text = config.get_text_config()
     name = f"{config.model_type!r}"
     if config.is_encoder_decoder:
@@ -42,12 +42,17 @@ def check_config(config: PreTrainedConfig) -> None:
             "it, or to a window of them, or the layer must keep a state"
         )
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
-    for kind in ("dynamic", "longrope"):
-        if kind in kinds:
-            # One tenant would change another's numbers.
+    for own in (each for each in (rope, *rope.values()) if isinstance(each, dict)):
+        kind, most = own.get("rope_type"), None
+        if kind == "dynamic":
+            most = text.max_position_embeddings
+        elif kind == "longrope":
+            most = own.get("original_max_position_embeddings")
+        if most is not None and context > most:
+            # Keys that are cached would be those of a shorter sequence, and one tenant would change another's numbers.
             raise SettingsError(
-                f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared"
+                f"RoPE of type {kind!r} changes for sequences of more than {most} tokens, and the context is "
+                f"{context}; only sequences within that length are served"
             )
 
 
