@@ -8,6 +8,7 @@ top-k list.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
@@ -161,6 +162,16 @@ class PassResult:
     logprobs: tuple[F32, ...]
     metrics: Mapping[str, float]
     elementwise_loss: tuple[F32, ...] = ()
+
+
+_MIXES_TOKENS = re.compile(r"attn|attention|\.(mamba|conv)\.|\.mixer\.(in|out|q|k|v|o|gate|x)_proj$")
+
+
+def mixes_tokens(path: str) -> bool:
+    """Whether a linear, by its path, is one of those that `train_attn` trains: attention's, or of a layer that keeps a
+    state.
+    """
+    return _MIXES_TOKENS.search(path) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ directory (downloading it, if the machine may) before anything starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
@@ -62,11 +62,21 @@ def read_shape(name: str, directory: Path) -> ModelShape:
             name=name,
             path=str(directory),
             vocab_size=int(text["vocab_size"]),
-            max_context_length=int(text["max_position_embeddings"]),
+            max_context_length=_context(text),
             arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
         )
     except KeyError as error:
         raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+
+
+def _context(text: Mapping[str, Any]) -> int:
+    """The longest sequence: with RoPE of type 'longrope', the length up to which keys stay as they are."""
+    context = int(text.get("model_max_length") or text["max_position_embeddings"])
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) == "longrope":
+        unchanged = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        context = min(context, int(unchanged or context))
+    return context
 
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -174,6 +174,11 @@ class PartedBase(BaseModel):
                 f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} are not divided; use "
                 "data_parallel with shard_base, which keeps a part of them on each device"
             )
+        if self.mixers:
+            raise SettingsError(
+                f"tensor_parallel is {degree}, and layers of {type(self.model).__name__} that keep a state are not "
+                "divided; use data_parallel, with shard_base where the model does not fit on one device"
+            )
         kinds = divided(self.shape.name, self.model.config.get_text_config(), decoder, degree)
         readers: dict[str, list[str]] = {}
         for path, kind in kinds.items():

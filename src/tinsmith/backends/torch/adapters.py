@@ -44,15 +44,30 @@ class Bank:
     interleaved: bool
 
 
+class Part(NamedTuple):
+    """That a target is some rows of a linear, from `start` on: Tinker has several adapters where transformers has one
+    linear.
+    """
+
+    whole: str
+    start: int
+    num_parts: int
+    num_rows: int
+    """Of the whole linear, of which the parts may be fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One linear, or one projection of experts, that may carry adapters: its path, its group and its sizes."""
+    """One linear, some rows of one, or one projection of experts, that may carry adapters: its path, its group and its
+    sizes.
+    """
 
     name: str
     group: str  # 'attn', 'mlp' or 'unembed'
     in_features: int
     out_features: int
     bank: Bank | None = None
+    part: Part | None = None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of A [r, I] and B [O, r]; those of experts are stacked, [E, r, I] and [E, O, r]."""

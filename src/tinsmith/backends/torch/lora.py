@@ -14,24 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.adapters import Part, Target
+from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
 
 
 class Switchboard:
-    """Holds the routing of the call in progress; every linear of one model shares one."""
+    """Holds the routing and the plan of the call in progress; every linear and mixer of one model share one."""
 
-    __slots__ = ("routing",)
+    __slots__ = ("plan", "routing")
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
+        self.plan: AttentionPlan | None = None
 
 
 class MultiLoRALinear(nn.Module):
@@ -48,12 +51,24 @@ class MultiLoRALinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._site = Site([self.target])
+        self.adapted: tuple[Target, ...] = (self.target,)
+        self._site = Site(self.adapted)
         self._switchboard = switchboard
 
     @property
     def target(self) -> Target:
         return Target(self.name, self.group, self.in_features, self.out_features)
+
+    def divide(self, parts: Sequence[tuple[str, int]]) -> None:
+        """Carry an adapter for each of these last names, on so many of the outputs each, from the first on."""
+        starts = accumulate((num_rows for _, num_rows in parts), initial=0)
+        parent = self.name.rpartition(".")[0]
+        self.adapted = tuple(
+            Target(f"{parent}.{last}", self.group, self.in_features, num_rows,
+                   part=Part(self.name, start, len(parts), self.out_features))
+            for (last, num_rows), start in zip(parts, starts, strict=False)
+        )  # fmt: skip
+        self._site = Site(self.adapted)
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._switchboard.routing

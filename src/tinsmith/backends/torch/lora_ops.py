@@ -11,7 +11,7 @@ a site (r for each of its linears that the adapter has).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -262,7 +262,7 @@ class Routing:
     keeps what each site has found to do.
     """
 
-    __slots__ = ("_runs", "num_rows", "segments", "work")
+    __slots__ = ("_runs", "_spread", "num_rows", "segments", "work")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -272,6 +272,7 @@ class Routing:
             end = segment.stop
         self.segments = tuple(segments)
         self._runs: list[Run] | None = None
+        self._spread: dict[tuple[tuple[int, ...], int], Routing] = {}
         self.work: dict[Site, list[Run]] = {}
         self.num_rows = end
 
@@ -300,6 +301,14 @@ class Routing:
         counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
         kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
         return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
+
+    def spread(self, starts: tuple[int, ...], length: int) -> Routing:
+        """The routing of sequences that begin at these rows, side by side and each of `length` rows."""
+        if (found := self._spread.get((starts, length))) is None:
+            stops = [segment.stop for segment in self.segments]
+            adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
+            found = self._spread[starts, length] = Routing.of(adapters, [length] * len(starts))
+        return found
 
     def slice(self, start: int, stop: int) -> Routing:
         """The routing of rows start..stop alone, numbered from 0."""

@@ -46,14 +46,18 @@ from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
-from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
+from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
+from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import NOT_ADAPTED
-from tinsmith.types import ModelShape
+from tinsmith.types import ModelShape, mixes_tokens
 
 log = structlog.get_logger()
+
+TEXT_KEYS = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+"""From the names of a wrapper's weights to those of its text model."""
 
 RECOMPUTE_SHARE = 0.4
 
@@ -68,8 +72,8 @@ class Recompute:
 
     A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
     part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
-    owner has chosen. A module that runs again must meet the routing of its first run, which is why this is not
-    transformers' own switch.
+    owner has chosen. A module that runs again must meet the routing and the plan of its first run, which is why
+    this is not transformers' own switch.
 
     `mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose, or whoever set
     `chosen`, which then holds whatever is free.
@@ -114,14 +118,15 @@ class Recompute:
         def run(*args: object, **kwargs: object) -> Tensor:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            routing = self._switchboard.routing
+            board = self._switchboard
+            routing, plan = board.routing, board.plan
 
             def again(*args: object, **kwargs: object) -> Tensor:
-                before, self._switchboard.routing = self._switchboard.routing, routing
+                before, (board.routing, board.plan) = (board.routing, board.plan), (routing, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    self._switchboard.routing = before
+                    board.routing, board.plan = before
 
             # The base draws nothing at random, so there is no generator state to keep.
             return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
@@ -158,6 +163,7 @@ class BaseModel:
         quantization.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._switchboard, quantization.maker(quantize))
         self.experts = _swap_experts(model, self._switchboard)
+        self.mixers = wrap_mixers(self._decoder, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
         self._threads = Threads(num_parameters, model.device)
@@ -197,6 +203,7 @@ class BaseModel:
         safe = {"trust_remote_code": False, "local_files_only": True}
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
+            check_mixers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
             if shape.vocab_size > base.vocab_size:
@@ -232,7 +239,7 @@ class BaseModel:
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
-        return [*(linear.target for linear in self.targets.values()), *experts]
+        return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
 
     def hidden(
         self,
@@ -256,7 +263,7 @@ class BaseModel:
         return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
     def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
-        with self._routed(routing, len(tokens_T)):
+        with self._routed(routing, plan, len(tokens_T)):
             output = self._decoder(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
             )
@@ -290,13 +297,13 @@ class BaseModel:
         return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
 
     @contextmanager
-    def _routed(self, routing: Routing, num_rows: int) -> Iterator[None]:
+    def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
         assert routing.num_rows == num_rows
-        self._switchboard.routing = routing
+        self._switchboard.routing, self._switchboard.plan = routing, plan
         try:
             yield
         finally:
-            self._switchboard.routing = None
+            self._switchboard.routing = self._switchboard.plan = None
 
     def _compared(self, decoder: Decoder) -> Decoder | None:
         """The decoder, if it does what the modules do, where gradients are asked for or where they are not."""
@@ -319,7 +326,7 @@ class BaseModel:
     def _check_layers(self) -> None:
         seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
-        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.kept)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
     @torch.no_grad()
@@ -351,16 +358,34 @@ class BaseModel:
                 )
 
 
-def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
-    check_config(AutoConfig.from_pretrained(shape.path, **safe))
-    return AutoModelForCausalLM.from_pretrained(
+def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
+    """The model; of one that wraps a text model and others, such as a vision tower, the text model where transformers
+    knows it. Raises SettingsError if a weight is not in the files: it would be random.
+    """
+    config = AutoConfig.from_pretrained(shape.path, **safe)
+    check_config(config, shape.max_context_length)
+    own = {}
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        text = config.get_text_config()
+        if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
+            raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
+        own = {"config": text, "key_mapping": TEXT_KEYS}
+    model, loading = AutoModelForCausalLM.from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         experts_implementation="eager",
         use_safetensors=True,
+        output_loading_info=True,
+        **own,
         **safe,
     )
+    if absent := sorted(loading["missing_keys"]):
+        raise SettingsError(
+            f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
+            "not those of this architecture"
+        )
+    return model
 
 
 def _swap_linears(
@@ -371,18 +396,21 @@ def _swap_linears(
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
     inside = set(decoder.modules())
+    mixed = MixerLinears.of(decoder)
     targets = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        if not NOT_ADAPTED.isdisjoint(name.split(".")):
+        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in mixed.excluded:
             continue
         if ".experts." in name:
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
-        group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
+        group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
         targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
+        if module in mixed.parts:
+            targets[name].divide(mixed.parts[module])
         setattr(model.get_submodule(parent_name), last, targets[name])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")

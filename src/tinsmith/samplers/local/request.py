@@ -1,9 +1,10 @@
 """What the local sampler remembers of a request and of each answer that is being generated for it.
 
 A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request
-runs. A `Sequence` is one of its answers: prompt and generated tokens, and which cache blocks hold the first
-`num_cached` of them. The rest, `num_pending` tokens, go through the model next: many for a prompt, one while
-decoding, many again after a preemption, which drops the blocks and keeps the tokens. No tensors, no model.
+runs. A `Sequence` is one of its answers: prompt and generated tokens, which cache blocks hold the first `num_cached` of
+them, and the state behind these in a model that keeps one. The rest, `num_pending` tokens, go through the model next:
+many for a prompt, one while decoding, many again after a preemption, which drops the blocks and keeps the tokens. No
+arithmetic, no model.
 
 Letters: T tokens, k entries of a top-k row.
 """
@@ -20,6 +21,7 @@ from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
+from tinsmith.samplers.local.states import SequenceState
 from tinsmith.samplers.local.stops import Decode, StopRule
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
@@ -97,6 +99,11 @@ class Sequence:
         self.tokens_T[: self.length] = request.sample.prompt_T
         self.num_cached = 0
         self.blocks: list[int] = []
+        self.state: SequenceState | None = None
+        self.cuts: tuple[int, ...] = ()
+        """Positions behind whole blocks at which a snapshot of the state is wanted."""
+        self.tail: tuple[int, SequenceState] | None = None
+        """The state behind the last whole block of the answer so far, and where that is."""
         self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
