@@ -14,8 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from support.properties import examples
-from tinsmith.backends.torch import model as base_model
-from tinsmith.backends.torch import optim
+from tinsmith.backends.torch import optim, recompute
 from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target, Trained
 from tinsmith.backends.torch.lora import Switchboard
 from tinsmith.backends.torch.lora_ops import Routing
@@ -221,12 +220,12 @@ def test_half_precision_is_near(kind: str) -> None:
 def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, _ = made("concatenated")
     switchboard = experts._switchboard
-    choice = base_model.Recompute("auto", switchboard)
+    choice = recompute.Recompute("auto", switchboard)
     choice.wrap(nn.ModuleList([experts]))
     call(experts, Routing.of([None], [3]), rows(3))
-    needed = 100 * base_model.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
-    for free, expected in ((1.01 * needed / base_model.RECOMPUTE_SHARE, False), (needed, True)):
-        monkeypatch.setattr(base_model, "_free_bytes", lambda device, free=free: free)
+    needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
+    for free, expected in ((1.01 * needed / recompute.RECOMPUTE_SHARE, False), (needed, True)):
+        monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
         choice.decide(100, torch.device("cpu"))
         assert choice.active == expected
 

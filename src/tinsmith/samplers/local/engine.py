@@ -532,7 +532,9 @@ class LocalSampler:
 
     def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
         topk_rows = _topk_rows(sequences, chosen)
-        token_ids, logprobs = chosen.token_ids_B.tolist(), chosen.logprobs_B.tolist()
+        # One read from the device: a float64 holds either exactly.
+        read_2B = torch.stack((chosen.token_ids_B.double(), chosen.logprobs_B.double())).cpu().numpy()
+        token_ids, logprobs = read_2B[0].astype(np.int64).tolist(), read_2B[1].tolist()
         for row, sequence in enumerate(sequences):
             request = sequence.request
             if request.sample.request_id not in self._requests:

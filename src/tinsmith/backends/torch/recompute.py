@@ -1,0 +1,96 @@
+"""Activations that are computed again in backward instead of being kept, when keeping them would not fit.
+
+A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
+part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
+owner has chosen. The layer that runs again must meet the routing and the plan of its first run, which is why
+this is not transformers' own switch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.errors import SettingsError
+
+RECOMPUTE_SHARE = 0.4
+
+KEPT_PER_LINEAR = 2.0
+"""Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and
+Gemma2), the rest is for what backward needs while it runs. An expert is two linears for each of its rows.
+"""
+
+
+class Recompute:
+    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose, or whoever set
+    `chosen`, which then holds whatever is free.
+    """
+
+    def __init__(self, mode: str, switchboard: Switchboard) -> None:
+        if mode not in ("auto", "on", "off"):
+            raise SettingsError(f"backend option recompute is {mode!r}; choose 'auto', 'on' or 'off'")
+        self.mode = mode
+        self.chosen: bool | None = None
+        self._switchboard = switchboard
+        self.active = False
+        self._linears_bytes = 0
+        self._experts: list[MultiLoRAExperts] = []
+
+    def wrap(self, decoder: nn.Module) -> None:
+        for layer in decoder.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = self._recomputing(layer.forward)
+        self.count(decoder)
+
+    def count(self, decoder: nn.Module) -> None:
+        """What the decoder's linears keep, again if these are others now."""
+        linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
+        self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
+        self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
+
+    def decide(self, num_tokens: int, device: torch.device) -> None:
+        """Choose for the next forward."""
+        if self.chosen is not None:
+            self.active = self.chosen
+            return
+        needed = num_tokens * self.bytes_per_token()
+        self.active = self.mode == "on" or (self.mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+
+    def bytes_per_token(self) -> float:
+        # How many experts a row chooses is known once rows have come.
+        experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
+        return KEPT_PER_LINEAR * (self._linears_bytes + experts)
+
+    def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: object, **kwargs: object) -> Tensor:
+            if not (self.active and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            board = self._switchboard
+            routing, plan = board.routing, board.plan
+
+            def again(*args: object, **kwargs: object) -> Tensor:
+                before, (board.routing, board.plan) = (board.routing, board.plan), (routing, plan)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    board.routing, board.plan = before
+
+            # The base draws nothing at random, so there is no generator state to keep.
+            return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+
+        return run
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
