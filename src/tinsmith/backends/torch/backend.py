@@ -128,13 +128,14 @@ class TorchBackend:
 
     def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
-        from tinsmith.samplers.local.kv_cache import layer_shapes
+        from tinsmith.samplers.local.kv_cache import layer_shapes, noted_layers
+        from tinsmith.samplers.local.states import STATES_EACH, state_bytes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
         training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
-        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE)
+        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_EACH * state_bytes(noted_layers(self._base))
         self._least_bytes = max(training, sampling)
         held = memory.use()
         needed = sum(held.values()) + adapter + self._least_bytes
@@ -143,7 +144,8 @@ class TorchBackend:
                 f"memory_budget is {in_words(memory.budget_bytes)}, and {self._base.shape.name} needs "
                 f"{in_words(needed)} to do anything: base {in_words(held[BASE])}, a sampler's step "
                 f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
-                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys and values of {in_words(sampling)}"
+                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys, values and states of "
+                f"{in_words(sampling)}"
             )
 
     def memory_use(self) -> dict[str, int]:

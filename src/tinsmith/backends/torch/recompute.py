@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.recurrent import is_mixer, kept_bytes
 from tinsmith.errors import SettingsError
 
 RECOMPUTE_SHARE = 0.4
@@ -42,6 +43,7 @@ class Recompute:
         self._switchboard = switchboard
         self.active = False
         self._linears_bytes = 0
+        self._mixers_bytes = 0.0
         self._experts: list[MultiLoRAExperts] = []
 
     def wrap(self, decoder: nn.Module) -> None:
@@ -54,6 +56,7 @@ class Recompute:
         """What the decoder's linears keep, again if these are others now."""
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
+        self._mixers_bytes = sum(kept_bytes(module) for module in decoder.modules() if is_mixer(module))
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
@@ -67,7 +70,7 @@ class Recompute:
     def bytes_per_token(self) -> float:
         # How many experts a row chooses is known once rows have come.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
-        return KEPT_PER_LINEAR * (self._linears_bytes + experts)
+        return KEPT_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
