@@ -322,13 +322,6 @@ def test_parameters_that_mean_nothing_are_refused_and_cost_nothing(
     assert float(backend._models["m"].step) == 0
 
 
-def test_a_rope_that_looks_at_the_whole_batch_is_refused(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    shape = tiny_models.make(tmp_path, "llama", rope_parameters=rope)
-    with pytest.raises(SettingsError, match="dynamic"):
-        BaseModel.load(shape, device="cpu")
-
-
 def test_weights_of_the_base_never_ask_for_gradients(qwen: ModelShape) -> None:
     base = BaseModel.load(qwen, device="cpu")
     assert not any(p.requires_grad for p in base.model.parameters()) and not base.model.training
