@@ -23,7 +23,7 @@ from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import norms_and_steps, step_together
-from tinsmith.errors import SettingsError, UserError
+from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 torch.set_num_threads(1)
