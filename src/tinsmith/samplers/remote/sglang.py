@@ -12,7 +12,18 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
-from tinsmith.samplers.remote.dialect import NO_ADJUSTMENTS, Ask, Call, Json, PromptAsk, Reply, Row, number, penalises
+from tinsmith.samplers.remote.dialect import (
+    NO_ADJUSTMENTS,
+    Ask,
+    Call,
+    Json,
+    PromptAsk,
+    Reply,
+    Row,
+    number,
+    penalises,
+    refuse_masks,
+)
 from tinsmith.types import SamplingParams
 
 GENERATE = "/generate"
@@ -63,6 +74,7 @@ class SglangDialect:
         given = params.adjustments or NO_ADJUSTMENTS
         if given.grammar is not None:
             raise NotSupportedError("a grammar (response_format, tools) is not supported where SGLang samples")
+        refuse_masks(params, "SGLang")
         if alternatives:
             raise NotSupportedError(
                 "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"
