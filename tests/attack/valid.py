@@ -53,6 +53,7 @@ PLAIN_BODIES: Mapping[str, object] = {
     **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
     **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
     **{prefix + "/messages": {"model": MODEL, **ROLLED_OUT} for prefix in ANTHROPIC},
+    "/inference/v1/generate": {"model": MODEL, "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
 }
 SEARCHED = {
     "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},

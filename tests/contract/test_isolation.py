@@ -19,7 +19,7 @@ from httpx import Response
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.openapi import body_schema
-from tinsmith.api.operation import ANTHROPIC, HUB, PREFIX, Access, Operation
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX, Access, Operation
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
@@ -27,7 +27,7 @@ from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sam
 from tinsmith.wire.bodies import PROTO_TYPE
 from tinsmith.wire.fields import described
 
-ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
+ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 """What other services' clients call: paths without the prefix."""
 
 

@@ -29,6 +29,7 @@ from tinsmith.chat.generation_request import ContextLengthError, Plan, Target
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.results import Head, whole
 from tinsmith.chat.texts import Text
+from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
     EngineFailedError,
     NotFoundError,
@@ -48,7 +49,7 @@ from tinsmith.wire.fields import read_object, validate
 from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest]
+Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
 KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 
 
@@ -104,9 +105,17 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
 def prepare(services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind) -> Prepared:
     """On a worker thread: it reads the database and runs the tokenizer. Raises UserError."""
     request = validate(kind, values)
-    shape, model_path = weights_of(services, tenant_id, Target.of(request.model))
+    shape, model_path = weights_of(services, tenant_id, Target.of(named_or_only(services, request.model)))
     text = services.texts.of(shape)
     return Prepared(shape, model_path, text, request.plan(text))
+
+
+def named_or_only(services: Services, model: str | None) -> str:
+    """The model that a request names, or the server's only base model."""
+    names = [shape.name for shape in services.bases]
+    if model is None and len(names) != 1:
+        raise RequestError("model", f"model is missing; this server has {', '.join(names)}")
+    return names[0] if model is None else model
 
 
 def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[ModelShape, str | None]:
@@ -192,20 +201,23 @@ def _submit(
 def _shown(plan: Plan) -> Mapping[str, object]:
     """The fields of an asample for the logprobs that the answer shows."""
     top = plan.top_logprobs
-    if top is None:
-        return {}
-    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": top} if plan.echo else {}
-    return {"topk_sample_logprobs": top} | of_prompt
+    asked = [count for count in (top if plan.echo else None, plan.prompt_logprobs) if count is not None]
+    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(asked)} if asked else {}
+    return of_prompt if top is None else {"topk_sample_logprobs": top} | of_prompt
 
 
 def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
     prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
     if prompt + (max_tokens or 1) > shape.max_context_length:
         raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
-    adjustments = sample.params.adjustments
-    for token_id, _ in adjustments.logit_bias if adjustments else ():
-        if token_id >= shape.vocab_size:
-            raise RequestError("logit_bias", f"logit_bias names token {token_id}; there are {shape.vocab_size}")
+    if adjustments := sample.params.adjustments:
+        biased = max((token_id for token_id, _ in adjustments.logit_bias), default=0)
+        for name, token_id in (
+            ("logit_bias", biased),
+            ("allowed_token_ids", max(adjustments.allowed_token_ids or (0,))),
+        ):
+            if token_id >= shape.vocab_size:
+                raise RequestError(name, f"{name} names token {token_id}; there are {shape.vocab_size}")
     check_sample(sample, shape)
 
 

@@ -20,9 +20,7 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not (yet) a ch
 class StopRule:
     """One sequence's stop conditions and the little text that it must remember."""
 
-    def __init__(
-        self, decode: Decode, *, strings: Sequence[str], tokens: frozenset[int], min_tokens: int = 0
-    ) -> None:
+    def __init__(self, decode: Decode, *, strings: Sequence[str], tokens: frozenset[int], min_tokens: int = 0) -> None:
         """`tokens` holds every token that stops the sequence, end-of-sequence tokens included. None of the first
         `min_tokens` tokens completes a stop string.
         """
