@@ -27,9 +27,11 @@ _BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 NEVER_200 = {
     *(f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")),
     f"GET {_BARE_ID}/archive",
+    "POST /api/v1/external_weights_upload_finish",
+    "PUT /api/v1/external_weights_uploads/{number}/{file}",
     f"DELETE {_BARE_ID}",
 }
-"""Routes that refuse: there are no embeddings, and the batch has failed."""
+"""Routes that refuse: there are no embeddings, the batch has failed, and nothing was uploaded by a signed link."""
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 QUERY: Mapping[str, str] = {
     "/audit": "?event_type=all&event_date=2020-01-01",

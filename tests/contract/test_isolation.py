@@ -43,6 +43,7 @@ class Things:
     job_id: str  # of a bulk job that failed
     file_id: str = ""
     batch_id: str = ""  # of OpenAI's
+    upload_id: str = ""  # of an adapter
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -60,6 +61,8 @@ class Things:
             checkpoint_id="one",
             file_id=self.file_id,
             batch_id=self.batch_id,
+            upload_id=self.upload_id,
+            number="0" * 32,
             repo=repository_of(parse_path(self.weights))
             if "{repo" in path and self.weights.startswith("tinker://")
             else "weights",
@@ -135,6 +138,7 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         harness.saved(model_id, "external_weights"),
         failed_job(harness, session_id, key),
         *uploaded(harness, key),
+        harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
     )
 
 
@@ -203,7 +207,7 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
         schemas = described(operation.body) if isinstance(operation.body, type) else body_schema(operation)
         names = set().union(*map(names_in, schemas.values())) | names_in(schemas)
         ids = {name for name in {*names, *operation.query} if name.endswith(("_id", "_ids", "_path", "after"))}
-        ids -= {"project_id"}  # the tenant's own word
+        ids -= {"project_id", "project_ids", "destination_project_id"}  # the tenant's own words
         assert {f"{operation.path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
 
 

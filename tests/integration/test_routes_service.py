@@ -27,6 +27,7 @@ from tinsmith.api.routes.downloads import DOWNLOAD
 ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
 SIGNED = {  # the link is the key
+    "/api/v1/external_weights_uploads/{number}/{file}",
     PREFIX + "/sessions/{session_id}/trace",
     PREFIX + DOWNLOAD + "/files/{file}",
     PREFIX + DOWNLOAD + "/archive",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class Harness:
         facts = {"base_model": BASE, "lora": LoraSpec(model.lora_rank), **changes}
         new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **facts)  # type: ignore[arg-type]
         with self.services.models._db.write() as connection:
-            for statement in completion(new, f"no-such-{name}", 7):
+            for statement in completion(new, uuid.uuid4().hex, 7):
                 connection.execute(statement)
         return new.ref.path
 

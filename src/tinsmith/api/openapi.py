@@ -70,6 +70,7 @@ ANSWERS: Mapping[str, Schema] = {
             "tinker_path": TEXT,
             "size_bytes": COUNT,
             "public": FLAG,
+            "base_model": TEXT,
         },
         {"user_metadata": ANYTHING, "expires_at": TEXT},
     ),

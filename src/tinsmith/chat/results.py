@@ -148,7 +148,7 @@ def chat_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken]) -> list[
 
 
 def _token(plan: Plan, text: Text, token_id: int, logprob: float) -> JsonObject:
-    shown = {"token": _named(plan, text, token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
+    shown: JsonObject = {"token": _named(plan, text, token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
     return shown | {"bytes": list(text.token_bytes(token_id))}
 
 
@@ -230,7 +230,7 @@ def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, re
         logprobs = None
         if plan.top_logprobs is not None:
             logprobs = completion_logprobs(plan, text, _scored(plan, piece), 0)
-        choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
+        choice: JsonObject = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
         return _chunk(plan, head, choice | _token_ids(plan, piece))
     delta: JsonObject = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
     if piece.text:
@@ -240,7 +240,7 @@ def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, re
     logprobs = None
     if plan.top_logprobs is not None and (tokens := _scored(plan, piece)):
         logprobs = {"content": chat_logprobs(plan, text, tokens), "refusal": None}
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    choice: JsonObject = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
     return _chunk(plan, head, choice | _token_ids(plan, piece))
 
 
