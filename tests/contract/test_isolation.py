@@ -44,6 +44,7 @@ class Things:
     file_id: str = ""
     batch_id: str = ""  # of OpenAI's
     upload_id: str = ""  # of an adapter
+    response_id: str = ""
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -62,6 +63,7 @@ class Things:
             file_id=self.file_id,
             batch_id=self.batch_id,
             upload_id=self.upload_id,
+            response_id=self.response_id,
             number="0" * 32,
             repo=repository_of(parse_path(self.weights))
             if "{repo" in path and self.weights.startswith("tinker://")
@@ -139,6 +141,7 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         failed_job(harness, session_id, key),
         *uploaded(harness, key),
         harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
+        stored_response(harness, key.removeprefix("tml-")),
     )
 
 
@@ -148,6 +151,15 @@ def keep_sample(harness: Harness, tenant_id: str, session_id: str, request_id: s
     with harness.services.models._db.write() as connection:
         for statement in keeping(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
             execute(connection, statement)
+
+
+def stored_response(harness: Harness, tenant_id: str) -> str:
+    response_id = f"resp_{uuid.uuid4().hex}"
+    request = {"model": BASE, "input": "hi"}
+    harness.services.responses.add(tenant_id, response_id, request, [], [])
+    answered = {"id": response_id, "status": "completed", "model": BASE, "output": []}
+    harness.services.responses.end(tenant_id, response_id, answered)
+    return response_id
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:
@@ -317,6 +329,7 @@ def nothing_like(things: Things) -> Things:
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
     others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    others["response_id"] = f"resp_{uuid.uuid4().hex}"
     return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 

@@ -46,6 +46,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
@@ -192,6 +193,7 @@ def make_harness(
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=Quotas(database, limits),
         custom_losses=CustomLosses(database),
+        responses=Responses(database),
         sequences=Sequences(database),
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),

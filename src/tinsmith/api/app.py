@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import routes as dashboard
-from tinsmith.api.openai import anthropic, batches, chat, files, tokens
+from tinsmith.api.openai import anthropic, batches, chat, files, responses, tokens
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
@@ -72,6 +72,7 @@ OPERATIONS = tuple(
         openapi,
         legacy,
         chat,
+        responses,
         anthropic,
         tokens,
         files,

@@ -70,6 +70,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Model, Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions, session_has_ended
 from tinsmith.store.usage import Usage
@@ -140,6 +141,7 @@ class Services:
     implicit_sessions: ImplicitSessions
     curves: Curves
     recent_steps: RecentSteps
+    responses: Responses
     kept_samples: KeptSamples
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
