@@ -281,8 +281,10 @@ class Grammar:
 class Adjustments:
     """Changes to the sampling distribution; the reported logprobs stay the model's own.
 
-    Applied in this order: grammar mask, bias, repetition penalty (tokens of prompt and answer), frequency and presence
-    penalty (tokens of the answer), temperature, min_p. The defaults change nothing.
+    Applied in this order: masks, bias, repetition penalty (tokens of prompt and answer), frequency and presence
+    penalty (tokens of the answer), temperature, min_p. The defaults change nothing. The masks are the grammar,
+    `allowed_token_ids` (empty: all), `bad_words` (sequences of tokens of which no answer contains one), and
+    `min_tokens` (tokens of an answer before one that stops it).
     """
 
     min_p: float = 0.0
@@ -291,6 +293,9 @@ class Adjustments:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import routes as dashboard
-from tinsmith.api.openai import anthropic, batches, chat, files
+from tinsmith.api.openai import anthropic, batches, chat, files, responses, tokens
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
@@ -31,6 +31,7 @@ from tinsmith.api.routes import (
     batch,
     checkpoints,
     downloads,
+    external_uploads,
     futures,
     hub,
     models,
@@ -62,6 +63,7 @@ OPERATIONS = tuple(
         checkpoints,
         downloads,
         uploads,
+        external_uploads,
         auth,
         usage,
         dashboard,
@@ -70,7 +72,9 @@ OPERATIONS = tuple(
         openapi,
         legacy,
         chat,
+        responses,
         anthropic,
+        tokens,
         files,
         batches,
         openai_models,

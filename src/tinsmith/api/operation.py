@@ -70,6 +70,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Model, Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions, session_has_ended
 from tinsmith.store.usage import Usage
@@ -87,11 +88,13 @@ Part = TypeVar("Part", bound=Body)
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
 """Both prefixes of OpenAI's paths."""
+OPENAI_PATHS = (*(f"{prefix}/" for prefix in OPENAI), "/inference/v1/", "/tokenize", "/detokenize")
+"""What the paths for clients of OpenAI's protocol begin with; those at the root are vLLM's."""
 ANTHROPIC = ("/anthropic/api/v1", *OPENAI)
 """The prefixes of Anthropic's. On OpenAI's, path or header show that a client is Anthropic's."""
 HUB = "/hub"
 """The prefix for clients of the Hugging Face hub."""
-_OPENAI, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{HUB}/"
+_HUB = f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
 JsonObject = dict[str, object]
@@ -138,6 +141,7 @@ class Services:
     implicit_sessions: ImplicitSessions
     curves: Curves
     recent_steps: RecentSteps
+    responses: Responses
     kept_samples: KeptSamples
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
@@ -402,13 +406,13 @@ async def authenticate(request: Request) -> tuple[Services, str]:
 
 def is_openai(request: Request) -> bool:
     """Whether a request is from one of OpenAI's clients, by its path: keys and errors have OpenAI's form."""
-    return request.scope["path"].startswith(_OPENAI) and not is_anthropic(request)
+    return request.scope["path"].startswith(OPENAI_PATHS) and not is_anthropic(request)
 
 
 def is_anthropic(request: Request) -> bool:
     """The same for Anthropic's, which always send their API's version."""
     path = request.scope["path"]
-    return path.startswith(_ANTHROPIC) or (path.startswith(_OPENAI) and _ANTHROPIC_HEADER in request.headers)
+    return path.startswith(_ANTHROPIC) or (path.startswith(OPENAI_PATHS) and _ANTHROPIC_HEADER in request.headers)
 
 
 def is_hub(request: Request) -> bool:

@@ -194,6 +194,20 @@ CUSTOM_LOSSES = sa.Table(
     sa.Index("ix_custom_losses_session", "session_id"),
 )
 
+RESPONSES = sa.Table(
+    "responses",
+    METADATA,
+    sa.Column("response_id", sa.String(64), primary_key=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("request", sa.JSON, nullable=False),
+    sa.Column("before", sa.JSON, nullable=False),  # the items of earlier responses
+    sa.Column("request_ids", sa.JSON, nullable=False),  # of its samples
+    sa.Column("answered", sa.Boolean, nullable=False, default=False),
+    sa.Column("answer", sa.JSON),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("ix_responses_created", "created_at"),
+)
+
 SEQUENCES = sa.Table(
     "sequences",
     METADATA,

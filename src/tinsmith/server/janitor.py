@@ -35,6 +35,7 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.history import KEPT_S, KeptSamples
 from tinsmith.store.models import Models, unload_request
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 
@@ -68,6 +69,7 @@ class SweptParts:
     sequences: Sequences
     files: Files
     kept_samples: KeptSamples
+    responses: Responses
     engines: Engines
 
 
@@ -134,6 +136,7 @@ class Janitor:
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
         parts.files.sweep_expired()
         parts.kept_samples.sweep(now() - KEPT_S)
+        parts.responses.sweep()
         parts.engines.forget_gone()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S

@@ -82,6 +82,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
@@ -298,6 +299,7 @@ def _swept(settings: Settings, services: Services, engines: Engines) -> SweptPar
         services.sequences,
         services.files,
         services.kept_samples,
+        services.responses,
         engines,
     )
 
@@ -336,6 +338,7 @@ def _services(
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=quotas,
         custom_losses=CustomLosses(database),
+        responses=Responses(database),
         sequences=Sequences(database),
         sessions=sessions,
         models=Models(database),

@@ -12,7 +12,7 @@ no tenants.
 
 Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
 
-What requests do to their logits before a token is drawn: grammar, bias and penalties, in this order.
+What requests do to their logits before a token is drawn: masks, bias and penalties, in this order.
 
 The order and the formulas are vLLM's (and OpenAI's, for frequency and presence): a repetition penalty r divides a
 positive logit and multiplies a negative one, for every token of the prompt or the answer so far; a frequency penalty is
@@ -76,10 +76,32 @@ def adjust(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor | None:
         if sequence.constraint is not None:
             allowed_V = torch.from_numpy(sequence.constraint.allowed()).to(adjusted_BV.device)
             adjusted_BV[row].masked_fill_(~allowed_V, -torch.inf)
+        _mask(adjusted_BV[row], adjustments, sequence)
         _add_bias(adjusted_BV[row], adjustments)
         _repeat_less(adjusted_BV[row], adjustments, sequence)
         _penalise(adjusted_BV[row], adjustments, sequence)
     return adjusted_BV
+
+
+def _mask(logits_V: Tensor, adjustments: Adjustments, sequence: Sequence) -> None:
+    """Leave out tokens that are not allowed, that would complete a bad word, or that would stop too short an answer."""
+    if len(allowed := sequence.request.allowed_ids):
+        ids_S = torch.from_numpy(allowed).to(logits_V.device)
+        own_S = logits_V[ids_S]
+        logits_V.fill_(-torch.inf)
+        logits_V[ids_S] = own_S
+    answer_T = sequence.tokens_T[sequence.request.num_prompt : sequence.length]
+    masked = [
+        word[-1]
+        for word in adjustments.bad_words
+        if len(word) <= len(answer_T) + 1 and tuple(answer_T[len(answer_T) + 1 - len(word) :].tolist()) == word[:-1]
+    ]
+    if sequence.num_generated < adjustments.min_tokens:
+        masked += sequence.stop.tokens
+    if masked:
+        logits_V[torch.tensor(masked, device=logits_V.device)] = -torch.inf
+    if masked or len(allowed):
+        sequence.exhausted = bool(logits_V.amax() == -torch.inf)
 
 
 def _add_bias(logits_V: Tensor, adjustments: Adjustments) -> None:
@@ -114,6 +136,11 @@ mixture of experts one: an expert meets as many rows as choose it.
 """
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
+
+EXHAUSTED = (
+    "allowed_token_ids, bad_words and min_tokens leave no token to draw: allow more tokens, or leave out bad_words or "
+    "min_tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,6 +566,9 @@ class LocalSampler:
             request = sequence.request
             if request.sample.request_id not in self._requests:
                 continue  # a sibling failed in this very step
+            if sequence.exhausted:
+                self._settle(request, UserError(EXHAUSTED))
+                continue
             if np.isnan(logprobs[row]):
                 self._settle(request, UserError(NOT_FINITE))
                 continue

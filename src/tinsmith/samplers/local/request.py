@@ -56,6 +56,12 @@ class Request:
         self._done: dict[int, SampledSequence] = {}
 
     @cached_property
+    def allowed_ids(self) -> I64:
+        """The tokens that the request allows; empty if all."""
+        adjustments = self.sample.params.adjustments
+        return np.array(adjustments.allowed_token_ids if adjustments else (), np.int64)
+
+    @cached_property
     def prompt_ids(self) -> I64:
         """Every token that the prompt has, once."""
         return np.unique(self.sample.prompt_T).astype(np.int64)
@@ -63,7 +69,8 @@ class Request:
     def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
         params = self.sample.params
         tokens = frozenset(params.stop_tokens) | (eos_token_ids if params.stop_eos else frozenset())
-        return StopRule(decode, strings=params.stop_strings, tokens=tokens)
+        min_tokens = params.adjustments.min_tokens if params.adjustments else 0
+        return StopRule(decode, strings=params.stop_strings, tokens=tokens, min_tokens=min_tokens)
 
     def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
         """The request's result, with its last answer."""
@@ -93,6 +100,7 @@ class Sequence:
         self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
+        self.exhausted = False  # the request's masks leave no token to draw
         self.counts: dict[int, int] = {}
         self.length = request.num_prompt
         self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)

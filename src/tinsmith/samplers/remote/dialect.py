@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tinsmith.errors import EngineFailedError
+from tinsmith.errors import EngineFailedError, NotSupportedError
 from tinsmith.types import Adjustments, SamplingParams
 
 LEAST_LOGPROB = -9999.0
@@ -166,6 +166,14 @@ def seed_of(seed: int, index: int, bits: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed},{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)
+
+
+def refuse_masks(params: SamplingParams, engine: str) -> None:
+    """Raises NotSupportedError for masks, after which an engine reports logprobs of what they leave."""
+    given = params.adjustments or NO_ADJUSTMENTS
+    for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+        if getattr(given, name):
+            raise NotSupportedError(f"{name} is not supported where {engine} samples; leave it out")
 
 
 def truncates(params: SamplingParams) -> bool:

@@ -22,6 +22,7 @@ from tinsmith.samplers.remote.dialect import (
     Row,
     number,
     penalises,
+    refuse_masks,
 )
 from tinsmith.types import SamplingParams
 
@@ -73,6 +74,7 @@ class SglangDialect:
         given = params.adjustments or NO_ADJUSTMENTS
         if given.grammar is not None:
             raise NotSupportedError("a grammar (response_format, tools) is not supported where SGLang samples")
+        refuse_masks(params, "SGLang")
         if alternatives:
             raise NotSupportedError(
                 "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"

@@ -32,6 +32,7 @@ from tinsmith.samplers.remote.dialect import (
     Row,
     number,
     penalises,
+    refuse_masks,
     truncates,
 )
 from tinsmith.types import SamplingParams
@@ -88,6 +89,7 @@ class VllmDialect:
         given = params.adjustments or NO_ADJUSTMENTS
         if given.grammar is not None:
             raise NotSupportedError("a grammar (response_format, tools) is not supported where vLLM samples")
+        refuse_masks(params, "vLLM")
         if alternatives:
             raise NotSupportedError(
                 "prompt_alt_tokens_k is not supported where vLLM samples: vLLM draws no such tokens"

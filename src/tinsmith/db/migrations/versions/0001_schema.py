@@ -361,6 +361,18 @@ def upgrade() -> None:
         sa.Index("ix_samplers_version", "version_id"),
     )
     op.create_table(
+        "responses",
+        sa.Column("response_id", sa.String(64), primary_key=True),
+        sa.Column("tenant_id", sa.String(64), nullable=False),
+        sa.Column("request", sa.JSON, nullable=False),
+        sa.Column("before", sa.JSON, nullable=False),
+        sa.Column("request_ids", sa.JSON, nullable=False),
+        sa.Column("answered", sa.Boolean, nullable=False),
+        sa.Column("answer", sa.JSON),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Index("ix_responses_created", "created_at"),
+    )
+    op.create_table(
         "sequences",
         sa.Column("sequence_id", sa.String(224), primary_key=True),
         sa.Column("session_id", sa.String(64), nullable=False),
