@@ -23,6 +23,7 @@ from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import norms_and_steps, step_together
+from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -293,6 +294,14 @@ def test_the_norm_of_a_gradient_is_float64s_at_every_size(size: float, length: i
     assert norm == pytest.approx(float(gradient_P.double().norm()), rel=1e-6) and step == 3
     gradient_P[-1] = torch.nan
     assert math.isnan(norms_and_steps([gradient_P], [torch.tensor(3.0)])[0][0])
+
+
+def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(64, 48, generator=generator)
+    a, b = torch.randn(600, 64, generator=generator), wide[:, 16:32]
+    torch.testing.assert_close(product(a, b, torch.float32), (a.double() @ b.double()).float())
+    assert not _suits_onednn(a, b) and (_suits_onednn(a, wide) or not HAS_ONEDNN)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def read(config: Config, where: str = "config.json") -> Architecture:
 def _read(text: str) -> Architecture:
     given = cast("dict[str, object]", json.loads(text))
     model = _on_meta(given)
-    config, decoder, embeddings = model.config, model.get_decoder(), model.get_input_embeddings()
+    config, decoder = model.config, model.get_decoder()
+    embeddings = cast("nn.Embedding", model.get_input_embeddings())
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS):
         raise _refusal(given, f"it has layers of kind {', '.join(other)}")
     linears = tuple(_linears(decoder, config))
