@@ -210,10 +210,10 @@ FAMILIES = (
     Family("vaultgemma", "VaultGemma", "", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
     Family("gpt_bigcode", "StarCoder", "one key and value head, learned positions",
            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 40}),
-    Family("phi3", "Phi-3 128k", "RoPE of type 'longrope', up to its original length",
+    Family("phi3", "Phi-3 128k up to its original length", "scaled RoPE",
            {"max_position_embeddings": 256, "rope_parameters": LONGROPE}),
     Family("opt", "OPT", "learned positions", {"ffn_dim": 40, "word_embed_proj_dim": 32}),
-    Family("llama", "with dynamic RoPE", "RoPE of type 'dynamic', up to the model's own length",
+    Family("llama", "Llama with dynamic RoPE", "scaled RoPE",
            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     Family("gemma4_text", "Gemma 4 (text)", "embeddings for each layer",
            {"sliding_window": WINDOW, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300,
@@ -303,18 +303,16 @@ INTRODUCTION = """# Model families
 Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
 samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
 those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
-all, and once more through a server.
-
-By what is special about them. Adapters are on attention, MLP and unembedding, and on experts where there are some.
-`make test` runs those with a star.
+all, also through a server; `make test` those with a star.
 
 """
 
 BETWEEN = """
-Another family is served if two checks at start pass: every layer attends once, to all earlier tokens or to its
-configured window, and logits of packed rows are the model's own. In a mixture of experts, `train_mlp` trains
-experts, shared experts and dense layers, never the router. A saved adapter of experts is in PEFT's format
-(`target_parameters`); an export (`save_weights_external`) is what `tinker_cookbook.weights` merges and converts.
+Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
+window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
+model with a vision tower the text part is served. `train_attn` trains layers with a state, too; `train_mlp` experts,
+shared experts and dense layers, never the router. Saved adapters are PEFT's (`target_parameters`, `rank_pattern`); an
+export (`save_weights_external`) is what `tinker_cookbook.weights` merges.
 
 ## Refused at start
 

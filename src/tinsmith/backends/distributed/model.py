@@ -96,8 +96,11 @@ class PartedBase(BaseModel):
         return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
     def adaptable(self) -> list[Target]:
-        linears = (own.whole if isinstance(own, PartedLinear) else own.target for own in self.targets.values())
-        return [*linears, *(target for module in self.experts for target in module.targets)]
+        owned = ((own.whole,) if isinstance(own, PartedLinear) else own.adapted for own in self.targets.values())
+        return [
+            *(target for targets in owned for target in targets),
+            *(target for module in self.experts for target in module.targets),
+        ]
 
     def hidden(
         self,
