@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from httpx import Response
 
@@ -24,6 +25,7 @@ from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 from tinsmith.wire.fields import described
 
@@ -45,6 +47,8 @@ class Things:
     batch_id: str = ""  # of OpenAI's
     upload_id: str = ""  # of an adapter
     response_id: str = ""
+    trajectory_id: str = ""
+    capture: str = ""  # the session of the trajectory
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -64,6 +68,8 @@ class Things:
             batch_id=self.batch_id,
             upload_id=self.upload_id,
             response_id=self.response_id,
+            trajectory_id=self.trajectory_id,
+            capture=self.capture,
             number="0" * 32,
             repo=repository_of(parse_path(self.weights))
             if "{repo" in path and self.weights.startswith("tinker://")
@@ -142,6 +148,7 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         *uploaded(harness, key),
         harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
         stored_response(harness, key.removeprefix("tml-")),
+        *captured(harness, key.removeprefix("tml-")),
     )
 
 
@@ -160,6 +167,15 @@ def stored_response(harness: Harness, tenant_id: str) -> str:
     answered = {"id": response_id, "status": "completed", "model": BASE, "output": []}
     harness.services.responses.end(tenant_id, response_id, answered)
     return response_id
+
+
+def captured(harness: Harness, tenant_id: str) -> tuple[str, str]:
+    """A trajectory and its session."""
+    session = uuid.uuid4().hex
+    answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
+    harness.services.exchanges.record(tenant_id, session, BASE, [[1, 2]], [SampleResult("r", (answer,))])
+    (found,) = harness.services.exchanges.trajectories(tenant_id, session)
+    return found.trajectory_id, session
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:
@@ -329,12 +345,14 @@ def nothing_like(things: Things) -> Things:
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
     others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    others |= {"trajectory_id": f"{things.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
     others["response_id"] = f"resp_{uuid.uuid4().hex}"
     return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 
 def without_ids(text: str, things: Things) -> str:
     text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
+    text = text.replace(things.response_id, "RESPONSE").replace(things.trajectory_id, "TRAJECTORY")
     return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
 
 
@@ -353,7 +371,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
 
 
 PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id", "file_id", "batch_id")
-PARTS += ("repo", "revision", "file", "directory", "checkpoint_id")
+PARTS += ("response_id", "repo", "revision", "file", "directory", "checkpoint_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",

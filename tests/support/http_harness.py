@@ -39,6 +39,7 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -194,6 +195,7 @@ def make_harness(
         quotas=Quotas(database, limits),
         custom_losses=CustomLosses(database),
         responses=Responses(database),
+        exchanges=Exchanges(database),
         sequences=Sequences(database),
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),

@@ -20,6 +20,7 @@ from tinsmith.store import custom_losses, recorded_sequences
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.history import KeptSamples
@@ -46,6 +47,7 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
         Files(db, str(tmp_path / "files")),
         KeptSamples(db),
         Responses(db),
+        Exchanges(db),
     )
     return SweptParts(*nouns, checkpoints, versions, snapshots, *others, Engines(db, "here"))
 

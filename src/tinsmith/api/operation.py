@@ -63,6 +63,7 @@ from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -97,6 +98,9 @@ HUB = "/hub"
 _HUB = f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
+CAPTURE_HEADER, CAPTURE_MARK = "x-tinsmith-session", "#"
+"""How a request names its capture session: in this header, or behind this mark in its key."""
+MAX_CAPTURE = 128
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_PATH = 2000
@@ -142,6 +146,7 @@ class Services:
     curves: Curves
     recent_steps: RecentSteps
     responses: Responses
+    exchanges: Exchanges
     kept_samples: KeptSamples
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
@@ -396,12 +401,27 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         credential = given.strip() if scheme.lower() == "bearer" else None
+    if credential is not None and (is_openai(request) or is_anthropic(request)):
+        credential = credential.partition(CAPTURE_MARK)[0]
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
         credential = ANY_KEY  # these clients send no key, or a hub token
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential, on=quick)
     bind_contextvars(tenant_id=caller.tenant_id)  # each request has a context of its own
     return services, caller.tenant_id
+
+
+def capture_session(request: Request) -> str | None:
+    """The session that a request of OpenAI's or Anthropic's client is captured in, by its header or behind its key.
+    Raises UserError.
+    """
+    given = request.headers.get(CAPTURE_HEADER)
+    if given is None:
+        credential = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+        given = credential.partition(CAPTURE_MARK)[2].strip() or None
+    if given is not None and not (0 < len(given) <= MAX_CAPTURE and given.isascii() and given.isprintable()):
+        raise UserError(f"the capture session is {show(given)}; use 1 to {MAX_CAPTURE} printable ASCII characters")
+    return given
 
 
 def is_openai(request: Request) -> bool:

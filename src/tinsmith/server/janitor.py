@@ -30,6 +30,7 @@ from tinsmith.store import usage
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import KEPT_S, KeptSamples
@@ -70,6 +71,7 @@ class SweptParts:
     files: Files
     kept_samples: KeptSamples
     responses: Responses
+    exchanges: Exchanges
     engines: Engines
 
 
@@ -137,6 +139,7 @@ class Janitor:
         parts.files.sweep_expired()
         parts.kept_samples.sweep(now() - KEPT_S)
         parts.responses.sweep()
+        parts.exchanges.sweep()
         parts.engines.forget_gone()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S

@@ -75,6 +75,7 @@ from tinsmith.storage.directories import claim
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -300,6 +301,7 @@ def _swept(settings: Settings, services: Services, engines: Engines) -> SweptPar
         services.files,
         services.kept_samples,
         services.responses,
+        services.exchanges,
         engines,
     )
 
@@ -339,6 +341,7 @@ def _services(
         quotas=quotas,
         custom_losses=CustomLosses(database),
         responses=Responses(database),
+        exchanges=Exchanges(database),
         sequences=Sequences(database),
         sessions=sessions,
         models=Models(database),

@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import openai_error
-from tinsmith.api.operation import JsonObject, Services, authenticate, read_body, run
+from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
@@ -56,12 +56,15 @@ KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: the weights that answer it, and its plan."""
+    """A valid request: the weights that answer it, and its plan. `capture` is the session that its answers are recorded
+    in.
+    """
 
     shape: ModelShape
     model_path: str | None
     text: Text
     plan: Plan
+    capture: str | None = None
 
 
 async def answer(
@@ -111,7 +114,8 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
     def work() -> Prepared:
-        return prepare(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), kind)
+        values = read_object(decode(body, encoding, services.settings.max_body_bytes))
+        return replace(prepare(services, tenant_id, values, kind), capture=capture_session(request))
 
     return services, tenant_id, await run(work)
 
@@ -162,7 +166,17 @@ class ModelNotFoundError(RequestError, NotFoundError):
 async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
     async with seated(services, tenant_id, prepared) as seats:
-        return [await settled(services, seat) for seat in seats]
+        results = [await settled(services, seat) for seat in seats]
+        await record(services, tenant_id, prepared, results)
+        return results
+
+
+async def record(services: Services, tenant_id: str, prepared: Prepared, results: Sequence[SampleResult]) -> None:
+    """Keep the exchange of a captured request, before its client has the answer."""
+    if prepared.capture is not None and not prepared.plan.echo_only:
+        version = prepared.model_path or prepared.shape.name
+        add = services.exchanges.record
+        await asyncio.shield(run(add, tenant_id, prepared.capture, version, prepared.plan.prompts, results))
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -17,6 +18,7 @@ from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
     give_up,
     prepare_plan,
+    record,
     sample_outcome,
     seated,
     settled,
@@ -31,12 +33,13 @@ from tinsmith.api.operation import (
     Services,
     answer,
     authenticate,
+    capture_session,
     operation,
     read_body,
     run,
 )
 from tinsmith.chat.responses import ResponseRequest, items_after, new_response
-from tinsmith.errors import NotFoundError, RequestError, TinsmithError
+from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.store.responses import StoredResponse
 from tinsmith.types import SampleResult
@@ -119,6 +122,9 @@ async def create(request: Request) -> HttpResponse:
         return Asked(services, tenant_id, values)
 
     asked = await run(work)
+    asked.prepared = replace(asked.prepared, capture=capture_session(request))
+    if asked.request.background and asked.prepared.capture is not None:
+        raise not_supported("background", "in a capture session; wait for the answer, or stream it")
     if asked.request.background:
         return answer(await run(asked.submit))
     if asked.request.stream:
@@ -133,6 +139,7 @@ async def _whole(asked: Asked) -> JsonObject:
     async with seated(asked.services, asked.tenant_id, asked.prepared) as seats:
         await run(asked.store, seats)
         result = await settled(asked.services, seats[0])
+        await record(asked.services, asked.tenant_id, asked.prepared, [result])
         return await run(lambda: asked.end(asked.response.whole(result)))
 
 
