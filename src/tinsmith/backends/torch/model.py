@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import structlog
 import torch
@@ -280,13 +280,13 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
     check_config(config, shape.max_context_length)
-    own = {}
+    own: dict[str, Any] = {}
     if type(config) not in AutoModelForCausalLM._model_mapping:
         text = config.get_text_config()
         if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
             raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
         own = {"config": text, "key_mapping": TEXT_KEYS}
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    model, loading = cast(Any, AutoModelForCausalLM).from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
