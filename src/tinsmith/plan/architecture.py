@@ -143,8 +143,7 @@ def _read(text: str) -> Architecture:
     model = _on_meta(given)
     config, decoder = model.config, model.get_decoder()
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS):
-        raise _refusal(given, f"it has layers of kind {', '.join(other)}")
+    _check_kinds(given, getattr(config, "layer_types", None))
     linears = tuple(_linears(decoder, config))
     if not any(linear.group == "attn" for linear in linears):
         raise _refusal(given, "it has no linear projections of attention")
@@ -182,6 +181,7 @@ def _on_meta(given: dict[str, object]) -> PreTrainedModel:
         made = type(AutoConfig.for_model(str(given.get("model_type"))))
     except ValueError:
         raise _refusal(given, "transformers does not know it") from None
+    _check_kinds(given, given.get("layer_types") or given.get("layers_block_type"))
     for key in REQUIRED:
         value = given.get(key, given.get(made.attribute_map.get(key, key)))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -192,6 +192,11 @@ def _on_meta(given: dict[str, object]) -> PreTrainedModel:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise _refusal(given, f"transformers cannot build it ({reason})") from error
+
+
+def _check_kinds(given: Config, kinds: object) -> None:
+    if other := sorted(set(map(str, cast("Sequence[object]", kinds or ()))) - ATTENTION_KINDS):
+        raise _refusal(given, f"it has layers of kind {', '.join(other)}")
 
 
 def _refusal(given: Config, reason: str) -> SettingsError:
