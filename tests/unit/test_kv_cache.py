@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from support.properties import examples
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, LayerShape, chain_key, root_key
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
-from tinsmith.samplers.local.request import Request, Sequence, Weights
+from tinsmith.samplers.local.request import Request, Sequence, StopRule, Weights
 from tinsmith.samplers.local.scheduler import Batcher, Step
-from tinsmith.samplers.local.stops import StopRule
 from tinsmith.types import Sample, SamplingParams
 
 BLOCK = 4

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from support import tiny_models
-from tinsmith.samplers.local.stops import Decode, StopRule
+from tinsmith.samplers.local.request import Decode, StopRule
 
 BYTES = tiny_models.tokenizer()
 
