@@ -215,6 +215,9 @@ class Settings(BaseSettings):
     kept_samples: int = Field(default=200, ge=0, le=10_000)
     """Recent samples of each tenant kept for a day for the dashboard; 0 keeps none."""
 
+    keep_checkpoints: int = Field(default=0, ge=0)
+    """Checkpoints of each kind that a run keeps, besides published ones; 0 keeps all. `keep_last` of a save sets it."""
+
     audit_retention_days: float = Field(default=90.0, gt=0)
     """How long entries of the audit log are kept."""
 

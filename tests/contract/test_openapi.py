@@ -76,6 +76,7 @@ ABSENT = {
     "/copy_weights": {"weights_access_token"},  # sent as a header
 }
 BEYOND = {"/optim_step": {"adam_params", "optimizer_params"}}
+BEYOND |= {f"/save_weights{kind}": {"keep_last"} for kind in ("", "_for_sampler", "_external")}  # an extension
 
 
 def known(schema: Schema) -> dict[str, Any]:

@@ -253,3 +253,31 @@ def test_a_checkpoint_is_loaded_under_another_name_of_its_base_only_if_that_was_
         outcome = bench.outcome(request_id)
         assert outcome is not None
         assert (outcome.error is None) == (base_model == BASE), outcome
+
+
+def test_a_run_keeps_its_newest_checkpoints_of_a_kind(bench: Bench) -> None:
+    """And those that are published; another kind and another run are left alone."""
+    trained(bench)
+    seq_id = 2
+
+    def saves(kind: str, *names: str, **more: object) -> None:
+        nonlocal seq_id
+        for name in names:
+            seq_id += 1
+            saved(bench, save(bench, seq_id, kind, path=name, **more))
+
+    def left(kind: str) -> set[str]:
+        return {each.name for each in checkpoints.of_run("alice", "s:train:0") if each.kind == kind}
+
+    checkpoints = bench.checkpoints
+    saves("save_weights", "a", "b", "c")
+    saves("save_weights_for_sampler", "a", "b")
+    checkpoints.set_public("alice", parse_path("tinker://s:train:0/weights/a"), True)
+    saves("save_weights", "d", keep_last=2)
+    assert left("weights") == {"a", "c", "d"} and left("sampler_weights") == {"a", "b"}
+    assert [each.name for each in checkpoints.sweep_expired()] == ["b"]
+    checkpoints.keep_last = 1
+    saves("save_weights_for_sampler", "c")
+    assert left("sampler_weights") == {"c"}
+    saves("save_weights_for_sampler", "d", keep_last=5)
+    assert left("sampler_weights") == {"c", "d"}

@@ -365,7 +365,7 @@ def open_stores(database: Database, settings: Settings, ownership: Ownership, tr
         futures=Futures(database),
         models=Models(database),
         samplers=SamplingSessions(database),
-        checkpoints=Checkpoints(database, open_directories(settings, "checkpoints")),
+        checkpoints=Checkpoints(database, open_directories(settings, "checkpoints"), settings.keep_checkpoints),
         versions=open_directories(settings, "versions"),
         snapshots=open_directories(settings, "snapshots"),
         custom_losses=CustomLosses(database),

@@ -184,6 +184,7 @@ class Operations:
             optimizer_type=model.optimizer_type,
             user_metadata=save.user_metadata,
             ttl_s=save.ttl_seconds,
+            keep_last=self._checkpoints.keep_last if save.keep_last is None else save.keep_last,
         )
         replaced = self._checkpoints.begin(new, overwrite=save.overwrite)
 

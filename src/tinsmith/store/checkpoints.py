@@ -42,6 +42,8 @@ class CheckpointRef:
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
+    """With `keep_last`, its completion lets older private ones of its run and kind expire, all but so many in all."""
+
     ref: CheckpointRef
     tenant_id: str
     base_model: str
@@ -49,6 +51,7 @@ class NewCheckpoint:
     optimizer_type: str = "adamw"
     user_metadata: Mapping[str, str] | None = None
     ttl_s: float | None = None
+    keep_last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,11 @@ def check_name(name: str) -> str:
 
 
 class Checkpoints:
-    def __init__(self, db: Database, files: Directories) -> None:
+    def __init__(self, db: Database, files: Directories, keep_last: int = 0) -> None:
+        """`keep_last` is that of saves that say none."""
         self._db = db
         self.files = files
+        self.keep_last = keep_last
 
     # Reading, for the server and the engine.
 
@@ -307,10 +312,17 @@ def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[
     TTL and metadata; the new one is private.
     """
     values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
-    return [
+    statements: list[sa.Executable] = [
         CHECKPOINTS.delete().where(_is(new.ref)),
         CHECKPOINTS.insert().values(**values, state="completed"),
     ]
+    if new.keep_last:
+        of_run = (CHECKPOINTS.c.training_run_id == new.ref.training_run_id) & (CHECKPOINTS.c.kind == new.ref.kind)
+        newest = sa.select(CHECKPOINTS.c.name).where(of_run, visible()).order_by(CHECKPOINTS.c.created_at.desc())
+        kept = sa.select(newest.limit(new.keep_last).subquery().c.name)
+        older = CHECKPOINTS.update().where(of_run, visible(), CHECKPOINTS.c.name.not_in(kept))
+        statements.append(older.where(CHECKPOINTS.c.public.is_(False)).values(expires_at=now()))
+    return statements
 
 
 def failure(ref: CheckpointRef, error: str) -> sa.Executable:

@@ -115,6 +115,9 @@ class SaveRequest(ClosedBody):
     path: Text | None = None
     seq_id: SequenceNumber | None = None
     ttl_seconds: Ttl | None = None
+    keep_last: (
+        Annotated[int, Field(ge=1, le=2**31 - 1, description="older ones of this run and kind expire")] | None
+    ) = None
     overwrite: SkipJsonSchema[bool] = False
     user_metadata: SkipJsonSchema[TextMetadata | None] = None
     sampling_session_seq_id: SkipJsonSchema[Position | None] = None
@@ -126,6 +129,8 @@ class SaveRequest(ClosedBody):
     def _check_path(self) -> SaveRequest:
         if self.path is not None and (self.sampling_session_seq_id is not None or self.kind == "inflight"):
             raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' go without it")
+        if self.path is None and self.keep_last is not None:
+            raise UserError(f"keep_last is {self.keep_last}; it goes with a path, which names a checkpoint")
         return self
 
 

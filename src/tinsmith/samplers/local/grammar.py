@@ -2,7 +2,7 @@
 
 A grammar is compiled once, within limits, and kept for the next request that has it; each answer walks a copy. What is
 too large or too ambiguous is refused at submission, or ends its request when the limit of a step is met. Knows tokens
-and no model; the library is an extra (`tinsmith[grammar]`), and is loaded by the first request that needs it.
+and no model. The first request that needs the library loads it.
 """
 
 from __future__ import annotations
