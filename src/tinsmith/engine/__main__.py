@@ -251,7 +251,7 @@ def main() -> int:
         settings.resolved_data_dir,
         lambda: [server] if os.getppid() == server else [],
     )
-    shape = read_shape(spec["name"], Path(spec["path"]))
+    shape = read_shape(spec["name"], Path(spec["path"]), vision=settings.vision)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
@@ -355,7 +355,7 @@ def _sampler(
     places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, place.peer_key)
     fetcher = VersionFetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
     budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
-    seat = place.shape.name, place.lease.engine_id
+    seat = place.shape, place.lease.engine_id
     sampler = SamplerEngine(seat, holder, stores, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 

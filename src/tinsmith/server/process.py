@@ -207,7 +207,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
-    served = base_models.resolve(settings.models)
+    served = base_models.resolve(settings.models, vision=settings.vision)
     connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
     database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
     engines = Engines(database, holder_of(data_dir))

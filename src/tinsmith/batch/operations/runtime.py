@@ -84,10 +84,12 @@ class Channel:
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
         """The shape of a model's base, requested once. Raises RefusedError."""
         if model not in self._shapes:
-            from tinsmith.types import ModelShape
+            from tinsmith.types import ModelShape, VisionShape
 
             facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
-            self._shapes[model] = ModelShape(**facts["shape"])
+            vision = facts["shape"]["vision"]
+            given = facts["shape"] | {"vision": vision and VisionShape(**vision)}
+            self._shapes[model] = ModelShape(**given)
         return self._shapes[model]
 
     async def text(self, assignment: Assignment, model: str) -> Text:
