@@ -424,6 +424,9 @@ class Pending:
     traceparent: str | None = None
 
 
+VISION_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+"""Values of config.json's model_type whose images are taken."""
+
 MAX_ASPECT = 200
 """Of an image's longer side to its shorter one: what the Qwen image processors take."""
 

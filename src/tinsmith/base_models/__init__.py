@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
-from tinsmith.types import ModelShape, VisionShape
+from tinsmith.types import VISION_TYPES, ModelShape, VisionShape
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -68,10 +68,6 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
         )
     except KeyError as error:
         raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
-
-
-VISION_TYPES = ("qwen3_vl", "qwen3_vl_moe")
-"""Values of config.json's model_type whose images are taken."""
 
 
 def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:

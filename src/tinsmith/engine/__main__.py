@@ -93,6 +93,8 @@ def preload_torch() -> None:
 
 def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    if shape.vision is not None and name in ("full", "sharded"):
+        raise SettingsError(f"backend {name!r} knows no images; serve {shape.name} as a text model with --no-vision")
     if name == "torch":
         with importing():
             from tinsmith.backends.torch import TorchBackend

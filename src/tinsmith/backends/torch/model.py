@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -47,8 +50,9 @@ from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
-from tinsmith.errors import SettingsError
-from tinsmith.types import ModelShape
+from tinsmith.backends.torch.vision import ImageRows, Piece, Placed, Vision
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape
 
 log = structlog.get_logger()
 
@@ -68,7 +72,9 @@ class BaseModel:
         shape: ModelShape,
         recompute: str = "auto",
         quantize: str = "off",
+        vision: Vision | None = None,
     ) -> None:
+        self.vision = vision
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.shape = shape
@@ -121,7 +127,9 @@ class BaseModel:
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
-            base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
+            model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
+            vision = Vision.load(model, shape) if shape.vision else None
+            base = cls(model, tokenizer, shape, recompute, quantize, vision)
             if shape.vocab_size > base.vocab_size:
                 raise SettingsError(
                     f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
@@ -159,6 +167,19 @@ class BaseModel:
         experts = [target for module in self.experts for target in module.targets]
         return [*(linear.target for linear in self.targets.values()), *experts]
 
+    def place(self, tokens_N: I32, images: tuple[Image, ...]) -> Placed | None:
+        """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken."""
+        if not images:
+            return None
+        if self.vision is None:
+            raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
+        return self.vision.place(len(tokens_N), images)
+
+    def positions(self, pieces: Sequence[Piece]) -> tuple[I64, ImageRows | None]:
+        """Positions of a step's rows, [T], or [3, T] if some are of images; and those rows."""
+        assert self.vision is not None
+        return self.vision.pack(pieces)
+
     def hidden(
         self,
         tokens_T: Tensor,
@@ -166,11 +187,15 @@ class BaseModel:
         plan: AttentionPlan,
         routing: Routing,
         wanted: Sequence[int] | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
-        which ascend.
+        which ascend. With `images`, positions are [3, T].
         """
         self._threads.fit(len(tokens_T), len(routing.segments))
+        if images is not None:
+            hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, images)
+            return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
         if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
             return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
         if self._written_out is not None and not torch.is_grad_enabled():
@@ -181,11 +206,20 @@ class BaseModel:
         hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
         return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
-    def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+    def _through_modules(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        inputs: dict[str, object] = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
+        if images is not None:
+            embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
+            inputs = {"position_ids": positions_T[:, None], **images.inputs(embed(tokens_T))}
         with self._routed(routing, len(tokens_T)):
-            output = self._decoder(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
-            )
+            output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
         return output.last_hidden_state[0]
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
@@ -258,6 +292,8 @@ class BaseModel:
     def check_servable(self) -> None:
         """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
         self._check_layers()
+        if self.vision is not None:
+            self._check_images(self.vision)
         first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
         ours = []
         for tokens in ([first, second], [second]):
@@ -267,32 +303,64 @@ class BaseModel:
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self._through_modules(torch.cat(tokens), positions_T, plan, routing)
             ours.append(self.logits(hidden_TD, routing))
+        reference = self._own_logits(input_ids=second[None])
+        self._compare(ours[1], reference, "under packed attention")
+        self._compare(ours[0][len(first) :], reference, "beside another sequence")
+
+    def _check_images(self, vision: Vision) -> None:
+        """The same of an image beside text."""
+        image, own = vision.probe()
+        tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
+        images = (replace(image, start=1),)
+        positions, rows = vision.pack([Piece(vision.place(len(tokens_T), images), 0, len(tokens_T))])
+        routing = Routing([Segment(0, len(tokens_T), None)])
+        plan = PackedCausal([len(tokens_T)], self.device)
+        positions_3T = torch.from_numpy(positions).to(self.device)
+        hidden_TD = self._through_modules(tokens_T, positions_3T, plan, routing, rows)
+        kinds = (tokens_T == vision.image_token_id).int()
+        reference = self._own_logits(input_ids=tokens_T[None], mm_token_type_ids=kinds[None], **own)
+        self._compare(self.logits(hidden_TD, routing), reference, "with an image")
+        vision.keep_within(0)
+
+    def _own_logits(self, **inputs: Tensor) -> Tensor:
+        """[T, V]: what the model computes by itself."""
         self.model.set_attn_implementation("eager")
-        reference = self.model(input_ids=second[None], use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(ATTENTION_NAME)
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        for logits, how in (
-            (ours[1], "under packed attention"),
-            (ours[0][len(first) :], "beside another sequence"),
-        ):
-            error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
-            if not error < tolerance:
-                raise SettingsError(
-                    f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
-                    f"by {error:.2g} (relative)"
-                )
+        logits_TV = self.model(**inputs, use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(_attention(self.model.config))
+        return logits_TV
+
+    def _compare(self, logits: Tensor, reference: Tensor, how: str) -> None:
+        error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise SettingsError(
+                f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
+                f"by {error:.2g} (relative)"
+            )
 
 
 def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
-    check_config(AutoConfig.from_pretrained(shape.path, **safe))
-    return AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(shape.path, **safe)
+    check_config(config)
+    auto = AutoModelForImageTextToText if config.model_type in VISION_TYPES else AutoModelForCausalLM
+    model = auto.from_pretrained(
         shape.path,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
+        attn_implementation=_attention(config),
         experts_implementation="eager",
         use_safetensors=True,
         **safe,
     )
+    if config.model_type in VISION_TYPES and shape.vision is None:
+        # The wrapper without its tower: checkpoints of both have the same names.
+        del model.model.visual
+    return model
+
+
+def _attention(config: PreTrainedConfig) -> str | dict[str, str]:
+    """Our attention for the text model; a vision tower keeps one of transformers', since its is not causal."""
+    if "vision_config" not in config.sub_configs:
+        return ATTENTION_NAME
+    return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def _swap_linears(

@@ -30,7 +30,9 @@ from tinsmith.backends.torch.lora_ops import Routing, Site
 from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 
-LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+LAYERS = frozenset(
+    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
+)
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
