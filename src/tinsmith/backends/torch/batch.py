@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.vision import Piece, Placed
+from tinsmith.backends.torch.vision import Placed, PlacedSpan
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
 Columns32 = Mapping[str, F32]
@@ -71,8 +71,8 @@ class MicroBatch:
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        return [Piece(example.placed, 0, example.num_tokens) for example in self.examples]
+    def pieces(self) -> list[PlacedSpan]:
+        return [PlacedSpan(example.placed, 0, example.num_tokens) for example in self.examples]
 
     @cached_property
     def has_images(self) -> bool:

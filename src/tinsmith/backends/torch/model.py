@@ -50,7 +50,7 @@ from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
-from tinsmith.backends.torch.vision import ImageRows, Piece, Placed, Vision
+from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan, Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape
 
@@ -175,7 +175,7 @@ class BaseModel:
             raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
         return self.vision.place(len(tokens_N), images)
 
-    def positions(self, pieces: Sequence[Piece]) -> tuple[I64, ImageRows | None]:
+    def positions(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
         """Positions of a step's rows, [T], or [3, T] if some are of images; and those rows."""
         assert self.vision is not None
         return self.vision.pack(pieces)
@@ -312,7 +312,7 @@ class BaseModel:
         image, own = vision.probe()
         tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
         images = (replace(image, start=1),)
-        positions, rows = vision.pack([Piece(vision.place(len(tokens_T), images), 0, len(tokens_T))])
+        positions, rows = vision.pack([PlacedSpan(vision.place(len(tokens_T), images), 0, len(tokens_T))])
         routing = Routing([Segment(0, len(tokens_T), None)])
         plan = PackedCausal([len(tokens_T)], self.device)
         positions_3T = torch.from_numpy(positions).to(self.device)

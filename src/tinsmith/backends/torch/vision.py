@@ -98,7 +98,7 @@ class Placed:
         return int(self.positions_3N.max()) + 1 - self.positions_3N.shape[1]
 
 
-class Piece(NamedTuple):
+class PlacedSpan(NamedTuple):
     """Tokens start..stop of a sequence among the rows of a step; `placed` None: it has no images."""
 
     placed: Placed | None
@@ -181,7 +181,7 @@ class Vision:
         parts.append(np.broadcast_to(np.arange(length - at) + position, (3, length - at)))
         return Placed(images, np.concatenate(parts, 1))
 
-    def pack(self, pieces: Sequence[Piece]) -> tuple[I64, ImageRows | None]:
+    def pack(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
         """Positions of a step's rows, [T], or [3, T] if they are not all of text; and the rows of images."""
         parts: list[I64] = []
         rows: list[I64] = []

@@ -40,6 +40,7 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
+from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.contiguous_kv import StripCache
@@ -178,7 +179,8 @@ class LocalSampler:
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
             self._grammars.compiled(grammar)
-        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
+        placed = self._base.place(sample.prompt_T, sample.images)
+        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, placed)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
         self._admit(self._requests[sample.request_id][0])
@@ -358,10 +360,19 @@ class LocalSampler:
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
         if not wanted:  # of a prompt's first pieces nobody asks anything: their last row stands for all
             wanted = [len(tokens_T) - 1]
+        positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
-            tokens_T, plan.positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted
+            tokens_T, positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted, images
         )
         return list(zip(spans, counts, strict=True)), hidden_TD
+
+    def _positions(self, plan: PagedPlan, spans: Seq[Span]) -> tuple[Tensor, ImageRows | None]:
+        """What RoPE is given, which differs from the places in the cache behind an image; and the rows of images."""
+        if not any(span.sequence.request.placed for span in spans):
+            return plan.positions_T, None
+        placed = [PlacedSpan(span.sequence.request.placed, span.start, span.stop) for span in spans]
+        positions, images = self._base.positions(placed)
+        return torch.from_numpy(positions).to(self._base.device), images
 
     def _through_pieces(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
@@ -377,11 +388,19 @@ class LocalSampler:
                 wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
                 tokens_T = span.sequence.tokens_T[first : first + wanted.stop]
                 request, blocks = span.sequence.request, span.sequence.blocks
-                found.append(self._piece(self._cache, tokens_T, first, blocks, request.weights.adapter, wanted))
+                adapter, placed = request.weights.adapter, request.placed
+                found.append(self._piece(self._cache, tokens_T, first, blocks, adapter, wanted, placed))
         return [(span, span.stop - span.start) for span in spans], torch.cat(found)
 
     def _piece(
-        self, cache: KVCache, tokens_T: I32, first: int, blocks: Seq[int], adapter: Adapter | None, wanted: slice
+        self,
+        cache: KVCache,
+        tokens_T: I32,
+        first: int,
+        blocks: Seq[int],
+        adapter: Adapter | None,
+        wanted: slice,
+        placed: Placed | None = None,
     ) -> Tensor:
         """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`."""
         num = self._piece_rows
@@ -389,7 +408,12 @@ class LocalSampler:
         rows = Rows(first, first + num, [*blocks, *[0] * num])
         plan = PagedPlan(cache, [rows], self._base.device, written=wanted)
         rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
-        return self._base.hidden(rows_T, plan.positions_T, plan, Routing([Segment(0, num, adapter)]))[wanted]
+        positions_T, images = plan.positions_T, None
+        if placed is not None:
+            positions, images = self._base.positions([PlacedSpan(placed, first, first + num)])
+            positions_T = torch.from_numpy(positions).to(self._base.device)
+        routing = Routing([Segment(0, num, adapter)])
+        return self._base.hidden(rows_T, positions_T, plan, routing, images=images)[wanted]
 
     @torch.inference_mode()
     def _check_repeatable(self) -> None:
