@@ -22,6 +22,14 @@ IMAGE, START, END, VIDEO = 270, 271, 272, 273
 NAMES = {IMAGE: "<|image_pad|>", START: "<|vision_start|>", END: "<|vision_end|>", VIDEO: "<|video_pad|>"}
 VISION = VisionShape(IMAGE, 8, 64, 4096)
 
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Images as the template of Qwen3-VL writes them."""
+
 _TEXT: dict[str, object] = {
     "vocab_size": tiny_models.VOCAB,
     "hidden_size": 32,
@@ -81,6 +89,7 @@ def make(directory: Path, model_type: str = "qwen3_vl", *, seed: int = 0) -> Mod
     model.save_pretrained(directory)
     processor().save_pretrained(directory)
     tokenizer().save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
     return read_shape(f"tiny/{model_type}", directory)
 
 

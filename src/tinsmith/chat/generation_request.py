@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
 from tinsmith.errors import RequestError
-from tinsmith.types import Adjustments, Grammar, SamplingParams
+from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
 from tinsmith.wire.fields import (
     MAX_TEXT,
     Body,
@@ -76,6 +76,7 @@ class Plan:
     thinking: Thinking | None = None
     hidden: Thinking | None = None
     prompt_field: str = "messages"
+    images: tuple[Image, ...] = ()  # of the one prompt of a chat
 
     @property
     def stops(self) -> tuple[str, ...]:

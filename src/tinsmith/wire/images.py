@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,9 @@ class InputParts:
         self._parts.append(tokens)
         self._length += len(tokens)
 
+    def add_tokens_of(self, tokens: Sequence[int]) -> None:
+        self.add_tokens(np.array(tokens, np.int32))
+
     def add_image(self, chunk: ImageBytes, where: str) -> None:
         """Raises UserError unless the model takes this image."""
         if self._vision is None:
@@ -116,6 +119,26 @@ class InputParts:
     @property
     def images(self) -> tuple[Image, ...]:
         return tuple(self._images)
+
+
+def chunks_of(tokens: Sequence[int], images: Sequence[Image]) -> list[dict[str, object]]:
+    """The chunks of JSON that are read as these tokens and images."""
+    chunks: list[dict[str, object]] = []
+    begin = 0
+    for image in images:
+        chunks.append({"type": "encoded_text", "tokens": tokens[begin : image.start]})
+        chunks.append(
+            {
+                "type": "image",
+                "data": base64.b64encode(image.data).decode(),
+                "format": image.format,
+                "expected_tokens": image.num_tokens,
+            }
+        )
+        begin = image.stop
+    if begin < len(tokens) or not chunks:
+        chunks.append({"type": "encoded_text", "tokens": tokens[begin:] if begin else tokens})
+    return chunks
 
 
 def check_header(data: bytes, declared: str, where: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from tinsmith.types import (
     I64,
     Adjustments,
     Grammar,
+    Image,
     Sample,
     SampledSequence,
     SampleResult,
@@ -51,7 +52,7 @@ from tinsmith.wire.fields import (
     validate,
     wrong,
 )
-from tinsmith.wire.images import FORMATS, InputParts, image_chunk, refuse_chunk
+from tinsmith.wire.images import FORMATS, InputParts, chunks_of, image_chunk, refuse_chunk
 from tinsmith.wire.training import check_sizes
 
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
@@ -66,13 +67,14 @@ def sample_body(
     shown: Mapping[str, object],
     *,
     stream: bool = False,
+    images: Sequence[Image] = (),
 ) -> dict[str, object]:
     """The body of a sample as it is stored; `shown` are the fields that say which logprobs are wanted."""
     own = {"max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature}
     own |= {"top_k": params.top_k, "top_p": params.top_p, "stop": list(params.stop_strings) or None}
     beyond = {"stop_tokens": list(params.stop_tokens), "stop_eos": params.stop_eos, "stream": stream}
     return {
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+        "prompt": {"chunks": chunks_of(prompt, images)},
         "num_samples": num_samples,
         "sampling_params": own,
         "beyond": beyond | _written(params.adjustments),

@@ -168,7 +168,7 @@ def _submit(
     if params.seed is None:
         # So that an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
-    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
+    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream, images=plan.images)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
     _check(sample, shape, plan)
     seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
