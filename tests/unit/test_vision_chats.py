@@ -182,13 +182,15 @@ def test_a_bulk_sample_takes_a_column_of_images(text: Text) -> None:
     assert [image.data for image in sample.images] == [WIDE]
     two = asked(text, {"question": [{"role": "user", "content": "x"}], "picture": [WIDE, TALL]}, operation)
     assert [chunk["type"] for chunk in two["prompt"]["chunks"]].count("image") == 2
+    for other in (base64.b64encode(WIDE).decode(), url(WIDE)):
+        assert asked(text, {"question": "What is it?", "picture": other}, operation) == request
     parts = asked(text, {"said": [{"role": "user", "content": SAID}]}, Sample("m", messages="said"))
     assert [chunk["type"] for chunk in parts["prompt"]["chunks"]].count("image") == 2
 
 
 @pytest.mark.parametrize("value", ["text", b"GIF89a", None, [WIDE, 3]])
 def test_a_column_without_an_image_fails_its_row(text: Text, value: object) -> None:
-    with pytest.raises(ValueError, match="column 'picture' must hold the bytes of a PNG or JPEG file"):
+    with pytest.raises(ValueError, match="column 'picture' must hold PNG or JPEG files"):
         row = {"question": "x", "picture": value}
         operation = Sample("m", messages="question", image="picture")
         asyncio.run(operation.answer(row, Row(text)))  # pyright: ignore[reportArgumentType]

@@ -141,7 +141,8 @@ class RowQuestions:
     async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
         answer = await self.ask("sample", {"model": model, "request": request}, key)
         sampled = sampled_of(base64.b64decode(answer["result"]))
-        prompt = sum(len(chunk["tokens"]) for chunk in request["prompt"]["chunks"])
+        chunks = request["prompt"]["chunks"]
+        prompt = sum(len(chunk["tokens"]) if "tokens" in chunk else chunk["expected_tokens"] for chunk in chunks)
         self.count(prompt, sum(len(each.tokens) for each in sampled.sequences))
         return sampled
 

@@ -16,6 +16,8 @@ a result. `OpenAIBatchWriter` writes such rows.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -95,18 +97,29 @@ def messages_of(value: object, column: str) -> list[dict[str, Any]]:
 
 def with_images(messages: list[dict[str, Any]], value: object, column: str) -> list[dict[str, Any]]:
     """The conversation with files of images before the text of its last message."""
-    from tinsmith.chat.images import data_url
-    from tinsmith.wire.images import sniffed
-
-    parts: list[dict[str, Any]] = []
-    for data in value if isinstance(value, list) else [value]:
-        form = sniffed(bytes(data)) if isinstance(data, bytes | bytearray) else None
-        if form is None:
-            raise ValueError(f"column {column!r} must hold the bytes of a PNG or JPEG file, or a list of these")
-        parts.append({"type": "image_url", "image_url": {"url": data_url(bytes(data), form)}})
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": _image_url(data, column)}}
+        for data in (value if isinstance(value, list) else [value])
+    ]
     content = messages[-1].get("content")
     texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return [*messages[:-1], {**messages[-1], "content": [*parts, *texts]}]
+
+
+def _image_url(value: object, column: str) -> str:
+    """Of a file's bytes, which are base64 text in rows that came as JSON; a data: URL is one already."""
+    from tinsmith.chat.images import data_url
+    from tinsmith.wire.images import sniffed
+
+    if isinstance(value, str) and value.startswith("data:"):
+        return value
+    data = bytes(value) if isinstance(value, bytes | bytearray) else b""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            data = base64.b64decode(value, validate=True)
+    if (form := sniffed(data)) is None:
+        raise ValueError(f"column {column!r} must hold PNG or JPEG files, as bytes or base64, or a list of these")
+    return data_url(data, form)
 
 
 def token_ids_of(value: object, column: str) -> list[int]:
