@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     chosen by itself)."""
 
     vision: bool = True
-    """Whether models that take images do so. Without, they are served as text models."""
+    """Whether images are taken by models that know them."""
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from support import tiny_models
+from support import tiny_models, vision_models
 from tinsmith.types import ModelShape
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -177,6 +177,16 @@ FAMILIES = (
 )  # fmt: skip
 
 
+VISION = tuple(
+    Family(model_type, title, what, vision_models.configuration(model_type))
+    for model_type, title, what in (
+        ("qwen3_vl", "Qwen3-VL", "M-RoPE, deepstack"),
+        ("qwen3_vl_moe", "Qwen3-VL-MoE", "M-RoPE, deepstack, experts"),
+    )
+)
+"""Those that take images: tests/unit/test_vision.py and test_vision_sampling.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """`reason` is part of what the server says when it starts."""
@@ -261,10 +271,14 @@ INTRODUCTION = """# Model families
 Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
 samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
 those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
-all, and once more through a server.
+all, `make test` those with a star.
 
-By what is special about them. Adapters are on attention, MLP and unembedding, and on experts where there are some.
-`make test` runs those with a star.
+Adapters are on attention, MLP, unembedding and experts.
+
+"""
+
+WITH_IMAGES = """
+Trained and sampled with images; `--no-vision` serves text alone:
 
 """
 
@@ -290,5 +304,6 @@ def render() -> str:
     for refusal in REFUSED:
         refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
+    images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    return INTRODUCTION + "".join(kinds) + BETWEEN + "".join(reasons)
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)

@@ -70,15 +70,7 @@ _EXPERTS: dict[str, object] = {
 
 def make(directory: Path, model_type: str = "qwen3_vl", *, seed: int = 0) -> ModelShape:
     """Write a random model whose image features matter, with tokenizer and image processor."""
-    config = AutoConfig.for_model(
-        model_type,
-        text_config=_TEXT | (_EXPERTS if model_type.endswith("_moe") else {}),
-        vision_config=_VISION,
-        image_token_id=IMAGE,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        video_token_id=VIDEO,
-    )
+    config = AutoConfig.for_model(model_type, **configuration(model_type))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -91,6 +83,17 @@ def make(directory: Path, model_type: str = "qwen3_vl", *, seed: int = 0) -> Mod
     tokenizer().save_pretrained(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return read_shape(f"tiny/{model_type}", directory)
+
+
+def configuration(model_type: str) -> dict[str, object]:
+    return {
+        "text_config": _TEXT | (_EXPERTS if model_type.endswith("_moe") else {}),
+        "vision_config": _VISION,
+        "image_token_id": IMAGE,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "video_token_id": VIDEO,
+    }
 
 
 def processor() -> Qwen2VLImageProcessorPil:

@@ -133,6 +133,8 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
         return
     try:
         model = read_directory(Path(shape.path))
+        if shape.vision is None:
+            model = replace(model, vision_numbers=0)
     except SettingsError as error:
         log.debug("the plan does not count this model", base_model=shape.name, reason=str(error))
         return

@@ -72,6 +72,7 @@ class Architecture:
     linears: tuple[Linear, ...]
     other_numbers: int
     written_out: bool
+    vision_numbers: int = 0  # of a vision tower, which carries no adapters
 
     @property
     def embedding_numbers(self) -> int:
@@ -85,12 +86,16 @@ class Architecture:
     def num_parameters(self) -> int:
         """As transformers counts them; a tied embedding once."""
         ends = self.embedding_numbers * (1 if self.tied else 2)
-        return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers
+        return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers + self.vision_numbers
 
     @property
     def num_active(self) -> int:
-        """What one token meets: all but the matrices of experts that it did not choose."""
-        return self.num_parameters - sum(linear.numbers - linear.numbers_met for linear in self.linears)
+        """What one token of text meets: all but the matrices of experts that it did not choose."""
+        return (
+            self.num_parameters
+            - self.vision_numbers
+            - sum(linear.numbers - linear.numbers_met for linear in self.linears)
+        )
 
     @property
     def has_experts(self) -> bool:
@@ -141,6 +146,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(experts=True, inner="intermediate_size"),
     "granitemoe": Family(experts=True, inner="intermediate_size"),
     "gpt_oss": Family(qkv_bias=True, experts=True, inner="intermediate_size", head_dim=64),
+    "qwen3_vl_text": Family(head_norms="head", head_dim=128, written_out=True),
+    "qwen3_vl_moe_text": Family(head_norms="head", experts=True, always_experts=False),
     "deepseek_v2": Family(experts=True, always_experts=False),
     "deepseek_v3": Family(experts=True, always_experts=False),
 }
@@ -182,8 +189,11 @@ class _Reader:
 
 def read(config: Config, where: str = "config.json") -> Architecture:
     """Raises SettingsError for a family, or a form of one, that is not counted here."""
+    vision_numbers = _vision_numbers(config, where)
     nested = config.get("text_config")
-    config = cast("Config", nested) if isinstance(nested, Mapping) else config
+    if isinstance(nested, Mapping):
+        # Of a wrapper, transformers ties the embeddings that the outer configuration says.
+        config = {**cast("Config", nested), "tie_word_embeddings": config.get("tie_word_embeddings", False)}
     given = _Reader(config, where)
     model_type = given.text("model_type")
     if model_type not in FAMILIES:
@@ -211,7 +221,26 @@ def read(config: Config, where: str = "config.json") -> Architecture:
         linears=(*attention, *mlp),
         other_numbers=other + more + hidden * (family.norms * layers + 1),
         written_out=family.written_out,
+        vision_numbers=vision_numbers,
     )
+
+
+def _vision_numbers(config: Config, where: str) -> int:
+    """Of the tower that Qwen3-VL has; 0 for a model without one. Others are counted without theirs, and refused."""
+    nested = config.get("vision_config")
+    if not isinstance(nested, Mapping) or not str(config.get("model_type")).startswith("qwen3_vl"):
+        return 0
+    given = _Reader(cast("Config", nested), f"{where}: vision_config")
+    hidden, inner, depth = (given.number(key) for key in ("hidden_size", "intermediate_size", "depth"))
+    merged = hidden * given.number("spatial_merge_size") ** 2
+    pixels = given.number("in_channels", 3) * given.number("temporal_patch_size") * given.number("patch_size") ** 2
+    patches = pixels * hidden + hidden + given.number("num_position_embeddings") * hidden
+    attention = 4 * hidden * hidden + 4 * hidden
+    block = attention + 2 * hidden * inner + inner + hidden + 2 * 2 * hidden
+    merger = merged * merged + merged + merged * given.number("out_hidden_size") + given.number("out_hidden_size")
+    deepstack = len(given.layer_numbers("deepstack_visual_indexes"))
+    # The last merger's norm comes before the merging, those of deepstack behind it.
+    return patches + depth * block + (1 + deepstack) * merger + 2 * hidden + deepstack * 2 * merged
 
 
 def read_directory(path: Path) -> Architecture:

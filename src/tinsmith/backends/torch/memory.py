@@ -239,7 +239,9 @@ def activations_of(base: BaseModel) -> Activations:
     dtype = str(base.dtype).removeprefix("torch.")
     cuda = base.device.type == "cuda"
     try:
-        model = replace(read_directory(Path(base.shape.path)), written_out=base.trains_written_out)
+        model = replace(
+            read_directory(Path(base.shape.path)), written_out=base.trains_written_out and base.vision is None
+        )
         return plan_memory.activations(model, dtype=dtype, cuda=cuda)
     except SettingsError:
         config = base.model.config.get_text_config()
