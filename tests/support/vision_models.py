@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image as Pillow
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support import tiny_models
@@ -70,7 +70,12 @@ _EXPERTS: dict[str, object] = {
 
 def make(directory: Path, model_type: str = "qwen3_vl", *, seed: int = 0) -> ModelShape:
     """Write a random model whose image features matter, with tokenizer and image processor."""
-    config = AutoConfig.for_model(model_type, **configuration(model_type))
+    return write(directory, AutoConfig.for_model(model_type, **configuration(model_type)), tokenizer(), seed=seed)
+
+
+def write(
+    directory: Path, config: PreTrainedConfig, text_tokenizer: tiny_models.PreTrainedTokenizerFast, *, seed: int = 0
+) -> ModelShape:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -80,9 +85,9 @@ def make(directory: Path, model_type: str = "qwen3_vl", *, seed: int = 0) -> Mod
             parameter.copy_(1.0 + noise if is_norm else noise)
     model.save_pretrained(directory)
     processor().save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
+    text_tokenizer.save_pretrained(directory)
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return read_shape(f"tiny/{model_type}", directory)
+    return read_shape(f"tiny/{config.model_type}", directory)
 
 
 def configuration(model_type: str) -> dict[str, object]:

@@ -15,8 +15,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from support import vision_models
 from support.vision_models import IMAGE, VISION, picture
+from tinsmith.backends.torch.vision import decoded
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import MAX_ASPECT, VisionShape
+from tinsmith.types import MAX_ASPECT, Image, VisionShape
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.images import MAX_IMAGE_BYTES, MAX_IMAGES, ImageBytes, InputParts, check_header, image_chunk
 from tinsmith.wire.sampling import AsampleRequest, sample_of
@@ -163,3 +164,17 @@ def test_an_input_may_have_so_many_images() -> None:
         parts.add_image(ImageBytes(picture(8, 8), "png"), "x")
     with pytest.raises(UserError, match="one image too many"):
         parts.add_image(ImageBytes(picture(8, 8), "png"), "x")
+
+
+@given(st.sampled_from(["png", "jpeg"]), st.integers(0, 2**31), st.integers(1, 24))
+def test_a_damaged_file_is_refused_by_name_or_decoded(form: str, seed: int, num_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = np.frombuffer(picture(24, 16, form=form), np.uint8).copy()
+    data[rng.integers(0, len(data), num_bytes)] = rng.integers(0, 256, num_bytes)
+    damaged = data.tobytes()[: int(rng.integers(len(data) // 2, len(data) + 1))]
+    try:
+        width, height = check_header(damaged, form, "chunks[0]")
+        image = Image("chunks[0]", damaged, form, width, height, 0, 1, b"")
+        assert decoded(image).mode == "RGB"
+    except UserError as error:
+        assert "chunks[0]." in str(error)

@@ -226,6 +226,23 @@ def test_features_are_computed_once_and_kept_within_bounds(shape: ModelShape, mo
     assert len(calls) == 6
 
 
+def test_features_are_found_within_one_scope(shape: ModelShape) -> None:
+    """The time that they save would tell another tenant what was sent before."""
+    base = BaseModel.load(shape, device="cpu")
+    vision = base.vision
+    assert vision is not None
+    calls: list[int] = []
+    vision.tower.register_forward_hook(lambda *_: calls.append(1))
+    tokens, images = vision_models.model_input(WIDE)
+    found = []
+    for scope in ("a", "b", "a"):
+        placed = base.place(tokens, images, scope)
+        assert placed is not None
+        found.append(vision.features(placed.images[0]).embeddings_RD)
+    assert len(calls) == 2
+    assert torch.equal(found[0], found[1])
+
+
 def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
     backend = TorchBackend(shape, device="cpu", memory_budget=64 << 20)
     vision = backend.base.vision
@@ -275,7 +292,7 @@ def test_positions_are_those_of_transformers(shape: ModelShape) -> None:
         if placed is None:
             continue
         ids = torch.from_numpy(one.tokens_N.astype(np.int64))[None]
-        grids = [base.vision._grid(image) for image in one.images]
+        grids = [base.vision._grid(image) for image in placed.images]
         expected, shift = model.model.get_rope_index(  # type: ignore[operator, union-attr]
             ids, (ids == IMAGE).int(), torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in grids])
         )

@@ -58,7 +58,11 @@ def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **opti
 
 
 def check(result: SampleResult, sample: Sample, model: nn.Module) -> None:
-    """Every sequence and the prompt's logprobs against the model's own forward over prompt and answer."""
+    """Every sequence and the prompt's logprobs against the model's own forward over prompt and answer.
+
+    At an image these are the image token's, so that a sum with weights of 0 there is a number, as the cookbook's
+    SamplerNLLEvaluator needs it.
+    """
     num_prompt = len(sample.prompt_T)
     for sequence in result.sequences:
         # transformers takes an image token that was sampled for an image, so the answer is compared up to there.
@@ -74,13 +78,10 @@ def check(result: SampleResult, sample: Sample, model: nn.Module) -> None:
         if sample.params.temperature == 0:
             assert chosen.tolist() == expected[rows].argmax(-1).tolist()
     if result.prompt_logprobs_T is not None:
-        image_T = np.zeros(num_prompt, np.bool_)
-        for image in sample.images:
-            image_T[image.start : image.stop] = True
         seen = expected[torch.arange(num_prompt - 1), torch.from_numpy(sample.prompt_T[1:].astype(np.int64))].numpy()
         found = result.prompt_logprobs_T
-        assert np.isnan(found[0]) and np.isnan(found[image_T]).all()
-        np.testing.assert_allclose(found[1:][~image_T[1:]], seen[~image_T[1:]], atol=1e-4)
+        assert np.isnan(found[0])
+        np.testing.assert_allclose(found[1:], seen, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [5, 512])
@@ -94,9 +95,7 @@ def test_answers_are_those_of_transformers_in_pieces_and_in_company(
         check(found[sample.request_id], sample, reference)
         topk = found[sample.request_id].topk_prompt
         if topk is not None:
-            empty = topk.logprobs_Tk[:, 0] == EMPTY_LOGPROB
-            of_images = {at for image in sample.images for at in range(image.start, image.stop)}
-            assert set(np.flatnonzero(empty).tolist()) == of_images | {0}
+            assert np.flatnonzero(topk.logprobs_Tk[:, 0] == EMPTY_LOGPROB).tolist() == [0]
     for name in PROMPTS:
         assert len({tuple(each.tokens_T) for each in found[f"{name}/hot"].sequences}) > 1
 

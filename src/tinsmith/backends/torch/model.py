@@ -167,13 +167,15 @@ class BaseModel:
         experts = [target for module in self.experts for target in module.targets]
         return [*(linear.target for linear in self.targets.values()), *experts]
 
-    def place(self, tokens_N: I32, images: tuple[Image, ...]) -> Placed | None:
-        """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken."""
+    def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> Placed | None:
+        """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken.
+        Features are kept for others of the same `scope`.
+        """
         if not images:
             return None
         if self.vision is None:
             raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
-        return self.vision.place(len(tokens_N), images)
+        return self.vision.place(len(tokens_N), images, scope)
 
     def positions(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
         """Positions of a step's rows, [T], or [3, T] if some are of images; and those rows."""

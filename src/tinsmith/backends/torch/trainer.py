@@ -153,7 +153,7 @@ class Trainer:
             return UserError(f"model {request.model_id!r} is not loaded")
         try:
             losses.check_pass(request, self._base.shape)
-            placed = [self._base.place(datum.tokens_N, datum.images) for datum in request.data]
+            placed = [self._base.place(datum.tokens_N, datum.images, request.model_id) for datum in request.data]
             custom = _custom_run(request)
         except UserError as error:
             return error

@@ -16,13 +16,14 @@ Shapes: T rows of a step, R rows of images, N tokens of an input, D hidden size.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -164,10 +165,15 @@ class Vision:
 
     # Positions.
 
-    def place(self, length: int, images: tuple[Image, ...]) -> Placed | None:
-        """Where an input's tokens are. Decodes its images; raises UserError, which names the chunk, on a broken one."""
+    def place(self, length: int, images: tuple[Image, ...], scope: str = "") -> Placed | None:
+        """Where an input's tokens are. Decodes its images; raises UserError, which names the chunk, on a broken one.
+
+        What is kept of an image is found within one `scope` only, since the time that is saved would tell others that
+        it was sent before.
+        """
         if not images:
             return None
+        images = tuple(replace(image, digest=_salted(image.digest, scope)) for image in images)
         parts: list[I64] = []
         at = position = 0
         for image in images:
@@ -273,6 +279,10 @@ def decoded(image: Image) -> Pillow.Image:
                 return ImageOps.exif_transpose(opened).convert("RGB")
     except (*BROKEN, Pillow.DecompressionBombWarning) as error:
         raise UserError(f"{image.where}.data is no sound {image.format} image: {error}") from error
+
+
+def _salted(digest: bytes, scope: str) -> bytes:
+    return hashlib.blake2b(digest + scope.encode(), digest_size=16).digest()
 
 
 def _cut(features: Features, begin: int, end: int) -> Features:

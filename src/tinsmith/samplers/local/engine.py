@@ -179,7 +179,7 @@ class LocalSampler:
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
             self._grammars.compiled(grammar)
-        placed = self._base.place(sample.prompt_T, sample.images)
+        placed = self._base.place(sample.prompt_T, sample.images, sample.cache_scope)
         request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, placed)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]

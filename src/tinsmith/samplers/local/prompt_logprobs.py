@@ -12,16 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from tinsmith.samplers.local.sampling import uniforms
 from tinsmith.types import EMPTY_LOGPROB, F32, I64, AltTokens, Sample, SparseRows, TopK
 
 
 class PromptScores:
-    """`first_own_row`: from here on the prompt's own tokens and the likeliest ones are wanted. Positions of images,
-    `image_T`, hold no token that could be predicted: theirs stay empty.
-    """
+    """`first_own_row`: from here on the prompt's own tokens and the likeliest ones are wanted."""
 
     def __init__(self, sample: Sample, seed: int) -> None:
         num_prompt, k = len(sample.prompt_T), sample.topk_prompt_logprobs
@@ -32,11 +29,6 @@ class PromptScores:
         if alt_k:
             self.alt_tokens = AltTokens(np.zeros((num_rows, alt_k), np.int64), np.zeros((num_rows, alt_k), np.float32))
             self.alt_uniform_Tk = uniforms(seed, num_rows * alt_k).reshape(num_rows, alt_k)
-        self.image_T: npt.NDArray[np.bool_] | None = None
-        if sample.images:
-            self.image_T = np.zeros(num_prompt, np.bool_)
-            for image in sample.images:
-                self.image_T[image.start : image.stop] = True
         self.first_own_row = num_rows
         if sample.prompt_logprobs or k:
             self.first_own_row = 0 if last_n is None else num_rows - last_n

@@ -54,12 +54,6 @@ def _score_own(request: Request, rows_R: I64, logprobs_RV: Tensor) -> None:
     scores, sample = request.scores, request.sample
     skipped = int(np.searchsorted(rows_R, scores.first_own_row))
     logprobs_RV, positions_R = logprobs_RV[skipped:], rows_R[skipped:] + 1
-    if scores.image_T is not None:
-        of_text_R = ~scores.image_T[positions_R]
-        logprobs_RV, positions_R = (
-            logprobs_RV[torch.from_numpy(of_text_R).to(logprobs_RV.device)],
-            positions_R[of_text_R],
-        )
     if not len(positions_R):
         return
     if scores.prompt_logprobs_T is not None:
