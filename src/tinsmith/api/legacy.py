@@ -195,7 +195,7 @@ def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32] | Ima
 def _shown(chunk: npt.NDArray[np.int32] | ImageBytes) -> dict[str, object]:
     if not isinstance(chunk, ImageBytes):
         return {"type": "encoded_text", "tokens": chunk.tolist()}
-    shown = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
+    shown: dict[str, object] = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
     return shown if chunk.expected_tokens is None else shown | {"expected_tokens": chunk.expected_tokens}
 
 

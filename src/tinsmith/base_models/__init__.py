@@ -67,15 +67,21 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
             vision=_vision(config, directory) if vision else None,
         )
     except KeyError as error:
-        raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+        raise SettingsError(
+            f"model {name!r}: config.json, or the file of its image processor, has no {error}; is it a causal language "
+            "model?"
+        ) from None
 
 
 def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
-    """None for a model of text alone, or without its image processor's file."""
-    processor = json_object(directory / "preprocessor_config.json")
-    processor = processor or json_object(directory / "processor_config.json").get("image_processor")
-    if config.get("model_type") not in VISION_TYPES or not isinstance(processor, dict) or not processor:
+    """None for a model of text alone, or without its image processor's file. Raises KeyError for a missing number."""
+    if config.get("model_type") not in VISION_TYPES:
         return None
+    found: Any = json_object(directory / "preprocessor_config.json")
+    found = found or json_object(directory / "processor_config.json").get("image_processor")
+    if not isinstance(found, dict) or not found:
+        return None
+    processor: dict[str, Any] = found
     size = processor.get("size") or {}
     return VisionShape(
         image_token_id=int(config["image_token_id"]),

@@ -136,7 +136,7 @@ def examples_of(
                 targets.shape,
                 np.asarray(targets, np.int64).reshape(-1),
                 _columns(request, datum, config, targets.size),
-                placed and placed[datum_index],
+                placed[datum_index] if placed else None,
             )
         )
     return examples
