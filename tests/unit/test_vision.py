@@ -20,6 +20,7 @@ from support.vision_models import IMAGE, picture
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch import vision as images_there
+from tinsmith.backends.torch.adapters import wrapped_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import AdamParams, Datum, Image, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -148,7 +149,7 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
             views = {name: pair for name, pair in views.items() if ".experts." not in name}
         for name, pair in views.items():
             for letter, found in zip("AB", pair, strict=True):
-                wanted = expected[f"{name}.lora_{letter}"]
+                wanted = expected[f"{wrapped_name(name)}.lora_{letter}"]
                 np.testing.assert_allclose(found.reshape(wanted.shape), wanted, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -262,7 +263,9 @@ def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
 def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, tmp_path: Path) -> None:
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
     whole = TorchBackend(shape, device="cpu")
-    assert [t.name for t in plain.base.adaptable()] == [t.name for t in whole.base.adaptable()]
+    names = [t.name for t in plain.base.adaptable()]
+    assert names == [t.name for t in whole.base.adaptable()]
+    assert names[0] == "model.layers.0.self_attn.q_proj"
     assert plain.base.num_bytes < whole.base.num_bytes
     for backend in (plain, whole):
         backend.create_model("m", LoraSpec(3, seed=1))
@@ -270,6 +273,28 @@ def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, tmp_pat
     np.testing.assert_allclose(*found, atol=1e-6)
     (refused,) = run_to_end(plain.run_passes([Pass("r", "m", (DATA[0],), "cross_entropy", {}, True)]))
     assert isinstance(refused, UserError) and "chunks[1] is an image" in str(refused)
+
+
+def test_checkpoints_go_between_servers_with_and_without_images_and_into_the_cookbook(
+    shape: ModelShape, tmp_path: Path
+) -> None:
+    from tinker_cookbook import weights
+
+    backend = trained(shape, tmp_path / "saved")
+    adapter = backend._models["m"].adapter
+    backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
+    plain = TorchBackend(replace(shape, vision=None), device="cpu")
+    for name in ("saved", "export"):
+        for other in (backend, plain):
+            other.load(name, LoraSpec(3, seed=1), tmp_path / name, optimizer=False)
+            assert torch.equal(other._models[name].adapter.flat_P, adapter.flat_P), name
+    merged = tmp_path / "merged"
+    weights.build_hf_model(
+        base_model=shape.path, adapter_path=str(tmp_path / "export"), output_path=str(merged), dtype="float32"
+    )
+    with torch.no_grad():
+        found, expected = logprobs(own(merged), DATA[0]), logprobs(own(shape.path, tmp_path / "saved"), DATA[0])
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_an_image_processor_that_counts_otherwise_is_refused(shape: ModelShape) -> None:

@@ -46,6 +46,20 @@ class Bank:
     interleaved: bool
 
 
+WRAPPED, PLAIN = "model.language_model.", "model."
+"""How paths begin of a text model's modules: inside a wrapper, beside a vision tower, and by itself."""
+
+
+def text_name(path: str) -> str:
+    """A module's path as its text model by itself has it, which is Tinker's name for it (tinker_cookbook.weights)."""
+    return PLAIN + path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else path
+
+
+def wrapped_name(name: str) -> str:
+    """The reverse of `text_name`, for a model with a wrapper."""
+    return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One linear, or one projection of experts, that may carry adapters: its path, its group and its sizes."""

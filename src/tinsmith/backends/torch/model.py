@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.adapters import Target, text_name
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -384,8 +384,9 @@ def _swap_linears(
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
-        targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
-        setattr(model.get_submodule(parent_name), last, targets[name])
+        own = text_name(name)
+        targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, switchboard)
+        setattr(model.get_submodule(parent_name), last, targets[own])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
     return targets
@@ -395,7 +396,7 @@ def _swap_experts(model: PreTrainedModel, switchboard: Switchboard) -> list[Mult
     swapped = []
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            swapped.append(MultiLoRAExperts(name, module, switchboard))
+            swapped.append(MultiLoRAExperts(text_name(name), module, switchboard))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])
     return swapped
