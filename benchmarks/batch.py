@@ -30,7 +30,7 @@ from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.types import JobSpec, Outcome, PartInfo, Span
+from tinsmith.batch.types import AttemptOutcome, JobSpec, PartInfo, RowRange
 from tinsmith.db.database import Database
 
 RAY = """
@@ -158,7 +158,7 @@ def publishing(directory: Path) -> tuple[float, int]:
     writer = batch.JsonWriter(str(directory / "published.jsonl"))
     with (directory / "winners").open("w") as winners:
         for index in range(1000):
-            part = writer.write_part([{"text": "x" * 100_000}], Span(index, index), str(parts / str(index)))
+            part = writer.write_part([{"text": "x" * 100_000}], RowRange(index, index), str(parts / str(index)))
             winners.write(json.dumps([part.to_dict()]) + "\n")
     code = """
 import re, sys, time
@@ -210,7 +210,7 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     began = time.perf_counter()
     for _ in range(turns):
         part = PartInfo("/part", 1, 10, "0" * 64)
-        settled = [(claim, Outcome(claim.batch_idx, claim.attempt_id, (part,), 1)) for claim in claims]
+        settled = [(claim, AttemptOutcome(claim.batch_idx, claim.attempt_id, (part,), 1)) for claim in claims]
         claims = jobs.turn(job_id, "t", settled, {"w": 1}, 60).claims["w"]
     turned = (time.perf_counter() - began) / turns
     began = time.perf_counter()

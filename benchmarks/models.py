@@ -6,6 +6,7 @@
 |---|---|---|---|---|---|---|
 | tiny | 128 | 4 | 4 (2) of 32 | 384 | 8,192 | 2.9 M |
 | m50 | 512 | 8 | 8 (4) of 64 | 2,048 | 8,192 | 40 M |
+| h50 | 512 | 8 | 8 (4) of 64 | 2,048 | 8,192 | 46 M, Qwen3.5's layers: three of four are gated delta nets |
 | m500 | 1,024 | 28 | 16 (8) of 128 | 3,072 | 151,936 | 596 M, Qwen3-0.6B's shape |
 """
 
@@ -21,7 +22,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, int | str]] = {
     "tiny": {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -39,6 +40,20 @@ SIZES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "intermediate_size": 2048,
         "vocab_size": 8192,
+    },
+    "h50": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
     },
     "m500": {
         "hidden_size": 1024,
@@ -58,7 +73,7 @@ def make(size: str, directory: Path) -> Path:
     if (directory / "config.json").exists():
         return directory
     given = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
-    config = AutoConfig.for_model("qwen3", **SIZES[size], **given)
+    config = AutoConfig.for_model(**{"model_type": "qwen3"} | SIZES[size] | given)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = Tokenizer(

@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import nano, read_shape
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, Writer, WriteTask
+from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, SnapshotWriter, WriteTask
 from tinsmith.storage.directories import Directories
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 
@@ -59,7 +59,7 @@ class Run:
     def __init__(self, shape: ModelShape, rank: int, num_tokens: int, directory: Path) -> None:
         self.backend = TorchBackend(shape)
         self.backend.create_model("m", LoraSpec(rank))
-        self.writer = Writer()
+        self.writer = SnapshotWriter()
         self.directories = Directories(directory)
         self.pass_ = a_pass(np.random.default_rng(0), min(shape.vocab_size, 400), num_tokens)
         self.captures_s: list[float] = []

@@ -8,6 +8,7 @@ top-k list.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
@@ -187,6 +188,16 @@ class PassResult:
     elementwise_loss: tuple[F32, ...] = ()
 
 
+_MIXES_TOKENS = re.compile(r"attn|attention|\.(mamba|conv)\.|\.mixer\.(in|out|q|k|v|o|gate|x)_proj$")
+
+
+def mixes_tokens(path: str) -> bool:
+    """Whether a linear, by its path, is one of those that `train_attn` trains: attention's, or of a layer that keeps a
+    state.
+    """
+    return _MIXES_TOKENS.search(path) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
     """What an adapter is: fixed at creation. `seed` None means a seed derived from the model's id."""
@@ -294,8 +305,10 @@ class Grammar:
 class Adjustments:
     """Changes to the sampling distribution; the reported logprobs stay the model's own.
 
-    Applied in this order: grammar mask, bias, repetition penalty (tokens of prompt and answer), frequency and presence
-    penalty (tokens of the answer), temperature, min_p. The defaults change nothing.
+    Applied in this order: masks, bias, repetition penalty (tokens of prompt and answer), frequency and presence
+    penalty (tokens of the answer), temperature, min_p. The defaults change nothing. The masks are the grammar,
+    `allowed_token_ids` (empty: all), `bad_words` (sequences of tokens of which no answer contains one), and
+    `min_tokens` (tokens of an answer before one that stops it).
     """
 
     min_p: float = 0.0
@@ -304,6 +317,9 @@ class Adjustments:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +440,7 @@ class Pending:
     traceparent: str | None = None
 
 
-VISION_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+VISION_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 """Values of config.json's model_type whose images are taken."""
 
 MAX_ASPECT = 200

@@ -27,9 +27,11 @@ _BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 NEVER_200 = {
     *(f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")),
     f"GET {_BARE_ID}/archive",
+    "POST /api/v1/external_weights_upload_finish",
+    "PUT /api/v1/external_weights_uploads/{number}/{file}",
     f"DELETE {_BARE_ID}",
 }
-"""Routes that refuse: there are no embeddings, and the batch has failed."""
+"""Routes that refuse: there are no embeddings, the batch has failed, and nothing was uploaded by a signed link."""
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 QUERY: Mapping[str, str] = {
     "/audit": "?event_type=all&event_date=2020-01-01",
@@ -53,6 +55,7 @@ PLAIN_BODIES: Mapping[str, object] = {
     **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
     **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
     **{prefix + "/messages": {"model": MODEL, **ROLLED_OUT} for prefix in ANTHROPIC},
+    "/inference/v1/generate": {"model": MODEL, "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
 }
 SEARCHED = {
     "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},

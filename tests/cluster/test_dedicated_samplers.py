@@ -133,10 +133,11 @@ def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Clus
     assert set(executors(cluster, ids)) == set(SAMPLERS)
 
 
-def test_prompts_that_begin_alike_go_to_one_sampler(cluster: Cluster, client: RawClient) -> None:
+def test_turns_of_a_conversation_go_to_one_sampler(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
     prompt = list(range(1, 80))
-    ids = [send(client, sampler, number, [*prompt, number]) for number in range(8)]
+    ids = [send(client, sampler, number, [*prompt, *[number] * 40 * number]) for number in range(2)]
+    ids += [send(client, sampler, 2, [*prompt, *[1] * 40, *[2] * 40]), send(client, sampler, 3, prompt)]
     for request_id in ids:
         client.result(request_id)
     assert len(set(executors(cluster, ids))) == 1

@@ -101,7 +101,7 @@ def test_every_family_is_divided_exactly_or_refused(
     ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
 ) -> None:
     shape = families.make(tmp_path, family)
-    if degrees.tensor > 1 and (family.experts or family.model_type in NO_PLAN):
+    if degrees.tensor > 1 and (family.experts or family.states or family.model_type in NO_PLAN):
         reason = "experts of .* are not divided" if family.experts else "tensor_parallel is 2, and"
         with pytest.raises(SettingsError, match=reason):
             ranked.load(shape, ranks, degrees)

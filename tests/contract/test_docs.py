@@ -60,6 +60,11 @@ FLAGS = {
     "batch resume": {"job_id", "--output", "-o", "--format", "--detach", "-d", "--json"},
     "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},
     "batch pools": {"--json"},
+    "runs list": {"--search", "--limit", "--json"},
+    "runs show": {"run_id", "--json"},
+    "runs compare": {"run_ids", "--json"},
+    "runs tail": {"run_id", "--steps", "-n", "--follow", "-f", "--json"},
+    "checkpoints list": {"--run", "--limit", "--json"},
     "checkpoints pull": {"path", "directory", "--json"},
     "checkpoints push": {"directory", "--base", "--name", "--ttl", "--json"},
     "checkpoints import": {"directory", "--base", "--name", "--ttl", "--base-directory", "--json"},
@@ -125,7 +130,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 35_000
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 37_000
 
 
 def test_links_between_documents_lead_somewhere() -> None:

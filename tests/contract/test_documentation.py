@@ -119,6 +119,12 @@ def test_multi_turn(run: Run) -> None:
     assert sum(rewards[-3:]) > 1.1 * sum(rewards[:3])
 
 
+@pytest.mark.extended
+def test_captured_agent(run: Run) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "captured_agent.py"))
+    assert len(rewards) == 6 and sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
+
+
 def script(name: str) -> ModuleType:
     loader = importlib.machinery.SourceFileLoader(name.replace("-", "_"), str(ROOT / "scripts" / name))
     spec = importlib.util.spec_from_loader(loader.name, loader)

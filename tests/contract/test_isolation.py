@@ -13,21 +13,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from httpx import Response
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.openapi import body_schema
-from tinsmith.api.operation import ANTHROPIC, HUB, PREFIX, Access, Operation
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX, Access, Operation
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 from tinsmith.wire.fields import described
 
-ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
+ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 """What other services' clients call: paths without the prefix."""
 
 
@@ -43,6 +45,10 @@ class Things:
     job_id: str  # of a bulk job that failed
     file_id: str = ""
     batch_id: str = ""  # of OpenAI's
+    upload_id: str = ""  # of an adapter
+    response_id: str = ""
+    trajectory_id: str = ""
+    capture: str = ""  # the session of the trajectory
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -60,6 +66,11 @@ class Things:
             checkpoint_id="one",
             file_id=self.file_id,
             batch_id=self.batch_id,
+            upload_id=self.upload_id,
+            response_id=self.response_id,
+            trajectory_id=self.trajectory_id,
+            capture=self.capture,
+            number="0" * 32,
             repo=repository_of(parse_path(self.weights))
             if "{repo" in path and self.weights.startswith("tinker://")
             else "weights",
@@ -135,6 +146,9 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         harness.saved(model_id, "external_weights"),
         failed_job(harness, session_id, key),
         *uploaded(harness, key),
+        harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
+        stored_response(harness, key.removeprefix("tml-")),
+        *captured(harness, key.removeprefix("tml-")),
     )
 
 
@@ -144,6 +158,24 @@ def keep_sample(harness: Harness, tenant_id: str, session_id: str, request_id: s
     with harness.services.models._db.write() as connection:
         for statement in keeping(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
             execute(connection, statement)
+
+
+def stored_response(harness: Harness, tenant_id: str) -> str:
+    response_id = f"resp_{uuid.uuid4().hex}"
+    request = {"model": BASE, "input": "hi"}
+    harness.services.responses.add(tenant_id, response_id, request, [], [])
+    answered = {"id": response_id, "status": "completed", "model": BASE, "output": []}
+    harness.services.responses.end(tenant_id, response_id, answered)
+    return response_id
+
+
+def captured(harness: Harness, tenant_id: str) -> tuple[str, str]:
+    """A trajectory and its session."""
+    session = uuid.uuid4().hex
+    answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
+    harness.services.exchanges.record(tenant_id, session, BASE, [[1, 2]], [SampleResult("r", (answer,))])
+    (found,) = harness.services.exchanges.trajectories(tenant_id, session)
+    return found.trajectory_id, session
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:
@@ -203,7 +235,7 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
         schemas = described(operation.body) if isinstance(operation.body, type) else body_schema(operation)
         names = set().union(*map(names_in, schemas.values())) | names_in(schemas)
         ids = {name for name in {*names, *operation.query} if name.endswith(("_id", "_ids", "_path", "after"))}
-        ids -= {"project_id"}  # the tenant's own word
+        ids -= {"project_id", "project_ids", "destination_project_id"}  # the tenant's own words
         assert {f"{operation.path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
 
 
@@ -313,11 +345,14 @@ def nothing_like(things: Things) -> Things:
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
     others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    others |= {"trajectory_id": f"{things.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
+    others["response_id"] = f"resp_{uuid.uuid4().hex}"
     return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 
 def without_ids(text: str, things: Things) -> str:
     text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
+    text = text.replace(things.response_id, "RESPONSE").replace(things.trajectory_id, "TRAJECTORY")
     return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
 
 
@@ -336,7 +371,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
 
 
 PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id", "file_id", "batch_id")
-PARTS += ("repo", "revision", "file", "directory", "checkpoint_id")
+PARTS += ("response_id", "repo", "revision", "file", "directory", "checkpoint_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",

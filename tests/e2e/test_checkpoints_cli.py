@@ -235,7 +235,7 @@ def pull_of(content: bytes, directory: Path, seen: list[httpx.Request]) -> trans
             return httpx.Response(200, content=content, headers={"content-length": str(len(content))})
         return httpx.Response(302, headers={"location": "http://files/archive"})
 
-    server = transfer.Server("http://api", "tml-secret")
+    server = transfer.TinkerServer("http://api", "tml-secret")
     transport = httpx.MockTransport(answer)
     server._http = httpx.Client(base_url="http://api/api/v1/", headers={"X-API-Key": "tml-secret"}, transport=transport)
     server._keyless = httpx.Client(transport=transport)

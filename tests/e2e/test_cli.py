@@ -85,7 +85,10 @@ def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hi
     [
         ("mine=/no/such", "there is no directory /no/such"),
         ("./no-such", "there is no directory no-such"),
-        ("no/such", "neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what is"),
+        (
+            "no/such",
+            "there is no such directory here, and the model hub did not send it; --model NAME=DIRECTORY",
+        ),
         ("=x", "is not NAME=DIRECTORY_OR_HUB_ID"),
     ],
 )

@@ -225,7 +225,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
     [
         ({"functions": []}, None, None),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "use 'medium'"),
         ({"modalities": ["text", "audio"]}, "modalities", "text only"),
         ({"store": True}, "store", "not kept"),
         ({"tools": [WEATHER]}, "tools", "chat template knows no tools"),

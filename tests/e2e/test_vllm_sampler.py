@@ -30,7 +30,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.with_remote_sampler import with_remote_sampler
 from tinsmith.base_models import eos_token_ids, nano, read_shape
 from tinsmith.samplers import Sampler
-from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.dialect import Ask, PromptAsk
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import (
@@ -76,7 +76,7 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     directory = tmp_path_factory.mktemp("vllm")
     shape = read_shape(nano.MODEL_NAME, nano.path())
     trainer = TorchBackend(shape, dtype="float32")
-    engine = Engine(directory / "adapters", directory / "log", python=python, options=OPTIONS)
+    engine = RemoteEngine(directory / "adapters", directory / "log", python=python, options=OPTIONS)
     backend = with_remote_sampler(trainer, "vllm", engine, shape, eos_token_ids(shape))
     vllm = backend.sampler
     try:

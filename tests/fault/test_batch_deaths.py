@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
-from tinsmith.batch.worker.children import MAP, READ, Attempt, Events, Lost, Mapper, Marker, marker_file
+from tinsmith.batch.worker.children import MAP, READ, Attempt, AttemptQueue, Lost, MapperProcess, Marker, marker_file
 from tinsmith.db.database import Database
 
 ROWS = 5000
@@ -178,9 +178,9 @@ class Running:
             2,
             limits=Limits(),
         )
-        self.events: Events = queue.SimpleQueue()
+        self.events: AttemptQueue = queue.SimpleQueue()
         self.directory = directory
-        self.mapper = Mapper(spec.to_dict(), directory / "log")
+        self.mapper = MapperProcess(spec.to_dict(), directory / "log")
 
     def feed(self, *batches: int) -> None:
         base = str(self.directory / "parts")

@@ -26,7 +26,7 @@ from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.types import Outcome, OutputInfo, PartInfo
+from tinsmith.batch.types import AttemptOutcome, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
@@ -157,7 +157,7 @@ class Worker:
     async def feed(self, assignments: list[dict[str, Any]]) -> AsyncIterator[list[Any]]:
         for each in assignments:
             key = each["batch_idx"], each["attempt_id"]
-            yield [(key, Outcome(*key, parts=(PartInfo("part", 2, 1, "digest"),), rows_ok=2))]
+            yield [(key, AttemptOutcome(*key, parts=(PartInfo("part", 2, 1, "digest"),), rows_ok=2))]
 
     async def operate(self, op: str) -> AsyncIterator[dict[str, Any]]:
         yield {"end": {"total_rows": 4, "batch_size": 2}}

@@ -20,7 +20,7 @@ from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import registry, sql
 from tinsmith.batch.formats.sql import split_url
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker import utility
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
@@ -65,7 +65,7 @@ def write(writer: batch.SqlWriter, rows: Sequence[Row | None], job_id: int = 1, 
     parts = []
     for attempt, start in enumerate(range(0, len(rows), size)):
         chunk = rows[start : start + size]
-        span = Span(start, start + len(chunk) - 1)
+        span = RowRange(start, start + len(chunk) - 1)
         parts.append(writer.write_part(chunk, span, part_base(writer.path, job_id, 0, attempt)))
     return parts
 
@@ -195,11 +195,11 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
 ) -> None:
     writer = batch.SqlWriter(url, table="results")
     rows = [{"n": index} for index in range(10)]
-    lost = writer.write_part([{"n": -1}], Span(0, 0), part_base(writer.path, 1, 0, 99))
+    lost = writer.write_part([{"n": -1}], RowRange(0, 0), part_base(writer.path, 1, 0, 99))
     parts = write(writer, rows)
     assert write(writer, rows) == parts, "the same part again is the same part"
     with pytest.raises(FileExistsError):
-        writer.write_part([{"n": 7}], Span(0, 0), lost.path.rpartition("/")[0])
+        writer.write_part([{"n": 7}], RowRange(0, 0), lost.path.rpartition("/")[0])
 
     values = sql._values
     taken = iter(range(6))

@@ -28,7 +28,7 @@ from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling, o
 from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
 from tinsmith.samplers.remote import attendant
-from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.dialect import seed_of
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import (
@@ -63,7 +63,7 @@ class Place:
 
     def __init__(self, kind: str, fake: Fake, tmp_path: Path, **engine: object) -> None:
         self.fake = fake
-        place = Engine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
+        place = RemoteEngine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
         self.trainer = FakeBackend(SHAPE)
         place = replace(place, **cast(dict[str, bool], engine))
         self.backend = with_remote_sampler(self.trainer, kind, place, SHAPE, EOS)
@@ -564,7 +564,7 @@ def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
     (saved / "fake_adapter.json").write_text('{"weight": 0.4, "step": null}')
     files = VersionFiles(tmp_path / "versions")
     with external_engines.running("vllm", Fake()) as fake:
-        engine = Engine(tmp_path / "adapters", tmp_path / "log", url=fake.url)
+        engine = RemoteEngine(tmp_path / "adapters", tmp_path / "log", url=fake.url)
         holder = only_sampling(files, "vllm", engine, SHAPE, EOS)
         sampler = cast(ExternalSampler, holder.sampler)
         try:
@@ -622,7 +622,7 @@ def test_an_engine_that_never_comes_up_fails_requests_by_name(tmp_path: Path) ->
 
 
 def test_settings_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
-    engine = Engine(tmp_path / "adapters", tmp_path / "log", python="/no/such/python")
+    engine = RemoteEngine(tmp_path / "adapters", tmp_path / "log", python="/no/such/python")
     with pytest.raises(SettingsError, match="sampler_python"):
         with_remote_sampler(FakeBackend(SHAPE), "vllm", engine, SHAPE, EOS)
     with pytest.raises(SettingsError, match="choose 'local'"):

@@ -438,12 +438,21 @@ def chat(**more: object) -> Plan:
     return validate(ChatRequest, {"model": "m", "messages": CHATS[0], **more}).plan(TEXT)
 
 
-def test_a_plan_survives_its_way_to_the_engine() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
+        {"guided_json": {"type": "integer"}},
+        {"min_tokens": 3, "allowed_token_ids": [5, 6], "bad_words": ["no", " never"]},
+    ],
+)
+def test_a_plan_survives_its_way_to_the_engine(more: dict[str, Any]) -> None:
     plan = chat(
         stop=["a", "b"], stop_token_ids=[7], ignore_eos=True, seed=4, temperature=0.5, top_k=0, top_p=0.5, min_p=0.1,
         repetition_penalty=1.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"3": 4, "5": -6}, max_tokens=9,
-        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+        **more,
     )  # fmt: skip
+    assert plan.params.adjustments is not None
     body = sample_body(plan.prompts[0], 3, plan.params, {"topk_sample_logprobs": 2}, stream=True)
     sample = read_sample(orjson.dumps(body), "r", None)
     assert sample.params == plan.params and sample.params.top_k == -1
@@ -472,7 +481,28 @@ def test_a_plan_survives_its_way_to_the_engine() -> None:
         ({"response_format": {"type": "yaml"}}, "yaml"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "does not go with"),
         ({"structured_outputs": {"grammar": "x"}}, "exactly one"),
-        ({"skip_special_tokens": False}, "always left out"),
+        ({"chat_template": "{{ messages }}"}, "chat_template is not supported by this server: the model's own"),
+        ({"reasoning_effort": "high"}, "reasoning_effort is not supported by this server: 'high'"),
+        ({"reasoning_effort": "much"}, "must be one of none, minimal"),
+        ({"continue_final_message": True}, "last message of the assistant; its role is 'user'"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "does not go with add_generation_prompt"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5; max_tokens is 4"),
+        (
+            {"min_tokens": 5, "response_format": {"type": "json_object"}},
+            "min_tokens is not supported by this server: together with",
+        ),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex does not go with guided_json"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex does not go with tools"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar is not supported"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        (
+            {"prompt_logprobs": 0, "stream": True},
+            "prompt_logprobs is not supported by this server: together with stream",
+        ),
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"service_tier": "priority"}, "one tier"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 40_000]}}}},

@@ -299,7 +299,7 @@ def test_a_link_to_an_archive_leads_to_it(harness: Harness) -> None:
 
 
 def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
-    answer = harness.client.get("/")
+    answer = harness.client.get("/", headers={"Accept": "text/html,*/*"})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = dict(part.split(maxsplit=1) for part in answer.headers["content-security-policy"].split("; "))
@@ -307,6 +307,13 @@ def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
     assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "set-cookie" not in answer.headers
+
+
+def test_a_client_that_is_no_browser_is_told_the_addresses(harness: Harness) -> None:
+    answer = harness.client.get("/")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+    assert "TINKER_BASE_URL=http://" in answer.text and "<" not in answer.text
+    assert harness.client.get("/healthz").json() == {"status": "ok"}
 
 
 def test_each_file_is_sent_once_and_asked_for_again(harness: Harness) -> None:

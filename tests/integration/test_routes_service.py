@@ -21,12 +21,13 @@ from tinker.types import (
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.api.app import API
-from tinsmith.api.operation import ANTHROPIC, HUB, PREFIX
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.api.routes.downloads import DOWNLOAD
 
-ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
+ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
 SIGNED = {  # the link is the key
+    "/api/v1/external_weights_uploads/{number}/{file}",
     PREFIX + "/sessions/{session_id}/trace",
     PREFIX + DOWNLOAD + "/files/{file}",
     PREFIX + DOWNLOAD + "/archive",

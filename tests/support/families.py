@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from support import tiny_models, vision_models
 from tinsmith.types import ModelShape
@@ -71,18 +71,31 @@ LONGROPE = {
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
+STATES_FIRST = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+GATED_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    **STATES_FIRST,
+}
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
 AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`model_type` as config.json has it. `core`: the test is part of `make test`."""
+    """`model_type` as config.json has it. `states`: some layers keep a state. `core`: the test is in `make test`."""
 
     model_type: str
     title: str
     what: str = ""
     config: Mapping[str, object] = field(default_factory=dict)
     experts: bool = False
+    states: bool = False
     core: bool = False
 
 
@@ -105,6 +118,33 @@ FAMILIES = (
     Family("deepseek_v3", "DeepSeek-V3", "latent attention, experts, shared experts, one dense layer, YaRN",
            {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
             "first_k_dense_replace": 1, "rope_parameters": YARN}, experts=True, core=True),
+    Family("qwen3_next", "Qwen3-Next", "gated delta nets, gated attention, experts, a shared expert",
+           {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True, core=True),
+    Family("qwen3_5_text", "Qwen3.5", "gated delta nets, gated attention", GATED_DELTA, states=True,
+           core=True),
+    Family("qwen3_5_moe_text", "Qwen3.5-MoE", "gated delta nets, gated attention, experts, a shared expert",
+           {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True),
+    Family("kimi_linear", "Kimi Linear", "delta nets with a gate for each channel, latent attention, experts",
+           {**EXPERTS, **LATENT, **STATES_FIRST, "q_lora_rank": None, "num_experts_per_token": 2, "linear_head_dim": 8,
+            "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}, experts=True, states=True),
+    Family("granitemoehybrid", "Granite 4", "Mamba-2, experts, a shared expert",
+           {**MAMBA2, **STATES_FIRST, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+            "logits_scaling": 4.0, "attention_multiplier": 0.2}, experts=True, states=True, core=True),
+    Family("nemotron_h", "Nemotron-H", "Mamba-2, layers with an MLP alone",
+           {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2,
+            "chunk_size": 8}, states=True),
+    Family("bamba", "Bamba", "Mamba-2", {**MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [2]}, states=True),
+    Family("falcon_h1", "Falcon-H1", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 64}, states=True),
+    Family("jamba", "Jamba", "Mamba-1, experts",
+           {"num_hidden_layers": 3, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 2,
+            "mamba_d_state": 6, "mamba_dt_rank": 4}, experts=True, states=True),
+    Family("lfm2", "LFM2", "short convolutions", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}, states=True,
+           core=True),
+    Family("lfm2_moe", "LFM2-MoE", "short convolutions, experts",
+           {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1}, experts=True, states=True),
+    Family("minimax", "MiniMax-Text-01", "lightning attention, experts",
+           {**STATES_FIRST, "num_local_experts": 4, "block_size": 8}, experts=True, states=True),
     Family("gemma", "Gemma"),
     Family("qwen2_moe", "Qwen2-MoE", "experts, a shared expert",
            {**EXPERTS, "shared_expert_intermediate_size": 24}, experts=True),
@@ -170,7 +210,11 @@ FAMILIES = (
     Family("vaultgemma", "VaultGemma", "", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
     Family("gpt_bigcode", "StarCoder", "one key and value head, learned positions",
            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 40}),
+    Family("phi3", "Phi-3 128k up to its original length", "scaled RoPE",
+           {"max_position_embeddings": 256, "rope_parameters": LONGROPE}),
     Family("opt", "OPT", "learned positions", {"ffn_dim": 40, "word_embed_proj_dim": 32}),
+    Family("llama", "Llama with dynamic RoPE", "scaled RoPE",
+           {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     Family("gemma4_text", "Gemma 4 (text)", "embeddings for each layer",
            {"sliding_window": WINDOW, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300,
             "num_kv_shared_layers": 0}),
@@ -182,6 +226,8 @@ VISION = tuple(
     for model_type, title, what in (
         ("qwen3_vl", "Qwen3-VL", "M-RoPE, deepstack"),
         ("qwen3_vl_moe", "Qwen3-VL-MoE", "M-RoPE, deepstack, experts"),
+        ("qwen3_5", "Qwen3.5", "M-RoPE"),
+        ("qwen3_5_moe", "Qwen3.5-MoE", "M-RoPE, experts"),
     )
 )
 """Those that take images: tests/unit/test_vision.py and test_vision_sampling.py."""
@@ -198,6 +244,7 @@ class Refusal:
 
 
 LAYERS_OF = "has layers of kind "
+UNKNOWN_STATE = "whose state is not one that is known here"
 NOT_ATTENDING = "layer 0 does not attend through our attention"
 ONE_DECODER = "only models that are one decoder are served"
 OWN_MASK = "does not hand on the attention plan or builds its own mask"
@@ -205,24 +252,14 @@ NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
 REFUSED = (
-    Refusal("mamba", "Mamba", LAYERS_OF + "linear_attention"),
+    Refusal("mamba", "Mamba", UNKNOWN_STATE),
+    Refusal("mamba2", "Mamba-2", UNKNOWN_STATE, {"num_heads": 8, "head_dim": 8}),
+    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("jamba", "Jamba", LAYERS_OF + "linear_attention"),
-    Refusal("falcon_h1", "Falcon-H1", LAYERS_OF + "hybrid"),
-    Refusal("nemotron_h", "Nemotron-H", LAYERS_OF + "linear_attention, mlp, moe"),
-    Refusal("qwen3_next", "Qwen3-Next", LAYERS_OF + "linear_attention"),
-    Refusal("qwen3_5_text", "Qwen3.5", LAYERS_OF + "linear_attention"),
-    Refusal("recurrent_gemma", "RecurrentGemma", LAYERS_OF + "linear_attention"),
-    Refusal("minimax", "MiniMax-Text-01", LAYERS_OF + "linear_attention"),
-    Refusal("kimi_linear", "Kimi Linear", LAYERS_OF + "linear_attention"),
-    Refusal("lfm2", "LFM2", LAYERS_OF + "conv", {"layer_types": ["conv", "full_attention"]}),
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
     Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4}),
     Refusal("deepseek_v32", "DeepSeek-V3.2", LAYERS_OF + "indexed_attention",
             {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
-    Refusal("phi3", "Phi-3 128k", "RoPE of type 'longrope' depends on the longest sequence of a batch",
-            {"max_position_embeddings": 256, "rope_parameters": LONGROPE}),
-    Refusal("llama", "with dynamic RoPE", "RoPE of type 'dynamic' depends on the longest sequence of a batch",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
     Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
     Refusal("bert", "BERT", "attends to later tokens, too"),
@@ -241,26 +278,33 @@ REFUSED = (
 
 def make(directory: Path, family: Family) -> ModelShape:
     """A random model whose logits differ."""
+    return _write(directory, build(family), family.model_type)
+
+
+def build(family: Family) -> PreTrainedModel:
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma's norms multiply by one more than their weight.
-    offset = 0.0 if "gemma" in family.model_type else 1.0
-    return _write(directory, model, family.model_type, offset)
+    return randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
 
 
 def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
     config = AutoConfig.for_model(refusal.model_type, **{**COMMON, **refusal.config})
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return _write(directory, auto.from_config(config, dtype=torch.float32), refusal.model_type, 1.0)
+    return _write(directory, randomised(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
 
 
-def _write(directory: Path, model: torch.nn.Module, name: str, norm_offset: float) -> ModelShape:
+def randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             is_norm = "norm" in path and path.endswith("weight") and parameter.dim() == 1
             parameter.copy_(norm_offset + noise if is_norm else noise)
+    return model
+
+
+def _write(directory: Path, model: PreTrainedModel, name: str) -> ModelShape:
     model.save_pretrained(directory)
     tiny_models.tokenizer().save_pretrained(directory)
     return ModelShape(f"tiny/{name}", str(directory), tiny_models.VOCAB, 128, type(model).__name__)
@@ -271,9 +315,7 @@ INTRODUCTION = """# Model families
 Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
 samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
 those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
-all, `make test` those with a star.
-
-Adapters are on attention, MLP, unembedding and experts.
+all, also through a server; `make test` those with a star.
 
 """
 
@@ -283,10 +325,11 @@ Trained and sampled with images; `--no-vision` serves text alone:
 """
 
 BETWEEN = """
-Another family is served if two checks at start pass: every layer attends once, to all earlier tokens or to its
-configured window, and logits of packed rows are the model's own. In a mixture of experts, `train_mlp` trains
-experts, shared experts and dense layers, never the router. A saved adapter of experts is in PEFT's format
-(`target_parameters`); an export (`save_weights_external`) is what `tinker_cookbook.weights` merges and converts.
+Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
+window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
+model with a vision tower the text part is served. `train_attn` trains layers with a state, too; `train_mlp` experts,
+shared experts and dense layers, never the router. Saved adapters are PEFT's (`target_parameters`, `rank_pattern`); an
+export (`save_weights_external`) is what `tinker_cookbook.weights` merges.
 
 ## Refused at start
 

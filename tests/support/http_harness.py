@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -45,6 +47,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
@@ -114,7 +117,7 @@ class Harness:
         facts = {"base_model": BASE, "lora": LoraSpec(model.lora_rank), **changes}
         new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **facts)  # type: ignore[arg-type]
         with self.services.models._db.write() as connection:
-            for statement in completion(new, f"no-such-{name}", 7):
+            for statement in completion(new, uuid.uuid4().hex, 7):
                 connection.execute(statement)
         return new.ref.path
 
@@ -191,6 +194,8 @@ def make_harness(
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=Quotas(database, limits),
         custom_losses=CustomLosses(database),
+        responses=Responses(database),
+        exchanges=Exchanges(database),
         sequences=Sequences(database),
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),

@@ -31,7 +31,12 @@ def make_adapter(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bo
 def reference_model(path: Path, adapter: Adapter | None = None) -> PreTrainedModel:
     """transformers' own model, with the adapter added into its weights."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    parts = {target.name: target.part for target in adapter.layout.targets if target.part} if adapter else {}
     for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
+        if (part := parts.get(name)) is not None:
+            weight = model.get_submodule(part.whole).weight.data
+            weight[part.start : part.start + len(b_Or)] += adapter.scale * b_Or @ a_rI
+            continue
         if a_rI.dim() == 3:
             _add_to_experts(model, name, adapter.scale * b_Or @ a_rI)
             continue

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -39,7 +40,9 @@ _COMMON = {
 
 
 def config(arch: str, **overrides: object) -> PreTrainedConfig:
-    """arch: qwen3 (tied), llama (untied, biases), gemma2 (windows, soft caps) or gpt_oss (experts, sinks)."""
+    """arch: qwen3 (tied), llama (untied, biases), gemma2 (windows, soft caps), gpt_oss (experts, sinks) or qwen3_5
+    (gated delta nets, tied).
+    """
     if arch == "qwen3":
         return Qwen3Config(**{**_COMMON, "tie_word_embeddings": True, **overrides})
     if arch == "llama":
@@ -50,6 +53,10 @@ def config(arch: str, **overrides: object) -> PreTrainedConfig:
     if arch == "gpt_oss":
         own = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
         return GptOssConfig(**{**_COMMON, **own, **overrides})
+    if arch == "qwen3_5":
+        own = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+               "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+        return Qwen3_5TextConfig(**{**_COMMON, "tie_word_embeddings": True, **own, **overrides})
     raise ValueError(arch)
 
 

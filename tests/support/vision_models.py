@@ -59,6 +59,22 @@ _VISION: dict[str, object] = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
+_HYBRID: dict[str, object] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 1.0,
+    },
+}
 _EXPERTS: dict[str, object] = {
     "moe_intermediate_size": 24,
     "num_experts": 4,
@@ -77,10 +93,12 @@ def write(
     directory: Path, config: PreTrainedConfig, text_tokenizer: tiny_models.PreTrainedTokenizerFast, *, seed: int = 0
 ) -> ModelShape:
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    # Larger weights make float32's rounding visible in the logprobs of experts behind gated delta nets.
+    scale = 0.12 if config.model_type.startswith("qwen3_5") else 0.2
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            noise = torch.randn(parameter.shape, generator=generator) * scale
             is_norm = "norm" in name and name.endswith("weight") and parameter.dim() == 1
             parameter.copy_(1.0 + noise if is_norm else noise)
     model.save_pretrained(directory)
@@ -92,7 +110,9 @@ def write(
 
 def configuration(model_type: str) -> dict[str, object]:
     return {
-        "text_config": _TEXT | (_EXPERTS if model_type.endswith("_moe") else {}),
+        "text_config": _TEXT
+        | (_EXPERTS if model_type.endswith("_moe") else {})
+        | (_HYBRID if model_type.startswith("qwen3_5") else {}),
         "vision_config": _VISION,
         "image_token_id": IMAGE,
         "vision_start_token_id": START,

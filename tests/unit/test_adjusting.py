@@ -59,6 +59,13 @@ def reference_draw(
     found = params.adjustments
     assert found is not None
     row = logits.copy()
+    for token in range(len(row)):
+        completes = any(
+            word[-1] == token and answer[len(answer) + 1 - len(word) :] == [*word[:-1]] for word in found.bad_words
+        )
+        stops = token in params.stop_tokens and position < found.min_tokens
+        if completes or stops or (found.allowed_token_ids and token not in found.allowed_token_ids):
+            row[token] = -np.inf
     for token, bias in found.logit_bias:
         row[token] += bias
     for token in {*prompt.tolist(), *answer}:
@@ -87,6 +94,9 @@ CASES = {
     "negative": Adjustments(frequency_penalty=-0.7, presence_penalty=-0.5),
     "bias": Adjustments(logit_bias=((3, 4.0), (17, -100.0), (250, 3.5))),
     "all": Adjustments(0.05, 1.3, 0.6, 0.4, ((7, 2.0), (9, -3.0))),
+    "allowed": Adjustments(allowed_token_ids=tuple(range(0, 256, 3))),
+    "bad words": Adjustments(allowed_token_ids=(4, 5, 6), bad_words=((4, 5), (6,), (5, 5, 4))),
+    "all masks": Adjustments(0.05, 1.3, 0.6, 0.4, ((7, 2.0),), None, tuple(range(5, 200)), ((9,), (30, 31)), 2),
 }
 
 
@@ -114,6 +124,36 @@ def test_tokens_are_those_of_a_float64_reference_and_logprobs_the_models_own(
         return  # the likeliest token stays that, and is made likelier
     plain = sequence(base, replace(params, adjustments=None), prompt)
     assert answer != plain.tokens_T.tolist(), "the adjustments change nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_has_at_least_so_many_tokens(base: BaseModel, temperature: float) -> None:
+    """Tokens that would stop it are masked until then: as by the reference, which draws without them."""
+    prompt = make_prompt(9, seed=2)
+    stops = tuple(range(200, base.shape.vocab_size))
+    params = SamplingParams(
+        max_tokens=40, seed=SEED, stop_eos=False, stop_tokens=stops, temperature=temperature,
+        adjustments=Adjustments(min_tokens=11),
+    )  # fmt: skip
+    found = sequence(base, params, prompt)
+    answer = found.tokens_T.tolist()
+    assert found.stop_reason == "stop" and len(answer) > 11 and answer[-1] in stops
+    assert not set(answer[:11]) & set(stops)
+    for position, row in enumerate(model_logits(base, prompt, answer)):
+        token, margin = reference_draw(row, prompt, answer[:position], params, position)
+        assert margin <= 1e-4 or answer[position] == token
+    assert len(sequence(base, replace(params, adjustments=None), prompt).tokens_T) < 11
+
+
+def test_masks_that_leave_no_token_end_their_own_request_only(base: BaseModel) -> None:
+    sampler = LocalSampler(base, {})
+    params = SamplingParams(max_tokens=6, seed=1, stop_eos=False)
+    masks = Adjustments(allowed_token_ids=(4,), bad_words=((4, 4),))
+    sampler.submit(make_sample("empty", make_prompt(5), replace(params, adjustments=masks)))
+    sampler.submit(make_sample("other", make_prompt(5), params))
+    settled = dict(finish(sampler))
+    assert isinstance(settled["empty"], UserError) and "leave no token to draw" in str(settled["empty"])
+    assert settled["other"].sequences[0].tokens_T.tolist() == sequence(base, params, make_prompt(5)).tokens_T.tolist()
 
 
 def test_adjustments_of_one_request_change_no_other(base: BaseModel) -> None:

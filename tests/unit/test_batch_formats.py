@@ -20,7 +20,7 @@ import zstandard
 from tinsmith import batch
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Span, part_base, part_name
+from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, RowRange, part_base, part_name
 from tinsmith.batch.worker import utility
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
@@ -33,7 +33,9 @@ def written(
 ) -> OutputInfo:
     """Publishes rows as a job of this batch size would."""
     parts = [
-        writer.write_part(rows[start : start + batch_size], Span(start, min(start + batch_size, len(rows)) - 1), base)
+        writer.write_part(
+            rows[start : start + batch_size], RowRange(start, min(start + batch_size, len(rows)) - 1), base
+        )
         for start in range(0, len(rows), batch_size)
         if (base := f"{tmp_path}/staging/attempt-{start}")
     ]
@@ -135,7 +137,7 @@ def test_two_outputs_in_one_directory_stay_apart(tmp_path: Path) -> None:
     full, meta = batch.JsonWriter(f"{tmp_path}/full.jsonl"), batch.JsonWriter(f"{tmp_path}/meta.jsonl", column="score")
     rows = [{"text": f"t{index}", "score": index} for index in range(4)]
     bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate((full, meta))]
-    parts = [writer.write_part(rows, Span(0, 3), base) for writer, base in zip((full, meta), bases, strict=True)]
+    parts = [writer.write_part(rows, RowRange(0, 3), base) for writer, base in zip((full, meta), bases, strict=True)]
     for writer, part in zip((full, meta), parts, strict=True):
         writer.publish([part], f"{tmp_path}/staging", "error")
     assert all_rows(batch.JsonReader(full.path)) == rows
@@ -192,7 +194,7 @@ def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
     rows: Rows = [{"text": f"{index}"} for index in range(3)]
     for format in ("json", "csv", "parquet", "text"):
         writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
-        part = writer.write_part(rows, Span(0, 2), f"{tmp_path}/{format}")
+        part = writer.write_part(rows, RowRange(0, 2), f"{tmp_path}/{format}")
         assert list(writer.read_part(part)) == rows
 
 
@@ -355,8 +357,8 @@ def test_a_writer_of_the_older_form_never_touches_the_output_before_it_is_whole(
     rows: list[dict[str, Any] | None] = [{"id": index} for index in range(5)]
     staging = f"{tmp_path}/out/staging"
     parts = [
-        writer.write_part(rows[:2], Span(0, 1), f"{staging}/a"),
-        writer.write_part([rows[2], None, rows[4]], Span(2, 4), f"{staging}/a"),
+        writer.write_part(rows[:2], RowRange(0, 1), f"{staging}/a"),
+        writer.write_part([rows[2], None, rows[4]], RowRange(2, 4), f"{staging}/a"),
     ]
     assert not (tmp_path / "out" / "numbers.txt").exists()
     info = writer.publish(parts, staging, "error")
@@ -418,7 +420,7 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
 def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:
     for format in ("json", "csv", "parquet"):
         writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
-        part = writer.write_part([{"a": 1}], Span(0, 0), f"{tmp_path}/{format}")
+        part = writer.write_part([{"a": 1}], RowRange(0, 0), f"{tmp_path}/{format}")
         with pytest.raises(CorruptFilesError):
             writer.publish([PartInfo(part.path, 1, part.bytes, "0" * 64)], f"{tmp_path}/staging", "error")
         assert not Path(writer.path).exists()
@@ -427,7 +429,7 @@ def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:
 def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_error_format=batch.JsonWriter(f"{tmp_path}/err.jsonl").to_dict())
     writer = registry.writer_from_dict(spec.batch_output_formats[0])
-    part = writer.write_part([{"a": 1}], Span(0, 0), part_base(writer.path, 7, 0, 1))
+    part = writer.write_part([{"a": 1}], RowRange(0, 0), part_base(writer.path, 7, 0, 1))
     assert utility.publish_output(spec, 0, 7, [part]).rows == 1
     info = utility.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
     assert info and info.rows == 1
@@ -438,18 +440,18 @@ def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> N
 
 
 def test_names_of_parts_grow_beyond_eight_digits() -> None:
-    assert part_name(Span(0, 31), "jsonl") == "batch_00000000-00000031.jsonl"
-    assert part_name(Span(123456789, 123456790), "x") == "batch_123456789-123456790.x"
+    assert part_name(RowRange(0, 31), "jsonl") == "batch_00000000-00000031.jsonl"
+    assert part_name(RowRange(123456789, 123456790), "x") == "batch_123456789-123456790.x"
 
 
 def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
     script = f"""
 import hashlib, json, os, resource
-from tinsmith.batch.types import PartInfo, Span
+from tinsmith.batch.types import PartInfo, RowRange
 from tinsmith.batch.formats.lines import JsonWriter
 writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
 row = [{{"text": "x" * 1000}}] * 1024
-parts = [writer.write_part(row, Span(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]
+parts = [writer.write_part(row, RowRange(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 info = writer.publish(parts, {str(tmp_path)!r} + "/s", "error")
 print(json.dumps([info.rows, info.bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
@@ -476,7 +478,7 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
 
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     writer = batch.JsonWriter(str(tmp_path / "out.jsonl"))
-    part = writer.write_part([{"n": 1}], Span(0, 0), str(tmp_path / "attempt-1"))
+    part = writer.write_part([{"n": 1}], RowRange(0, 0), str(tmp_path / "attempt-1"))
     (tmp_path / "winners").write_text((json.dumps([part.to_dict()]) + "\n") * 20_000)
     spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
     tracemalloc.start()

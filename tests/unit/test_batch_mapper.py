@@ -12,7 +12,7 @@ from tinsmith import batch
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
-from tinsmith.batch.types import Assignment, JobSpec, MapperStartError, Outcome, part_base
+from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, MapperStartError, part_base
 from tinsmith.batch.worker import runtime, utility
 
 Rows = list[dict[str, Any]]
@@ -39,7 +39,7 @@ class Ran:
             batch_size=fields.get("batch_size", 3),
             rows=fields.get("rows_mode", "one"),
         )
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[AttemptOutcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
         assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(utility.plan(self.spec))]
         runtime.run(self.spec, assignments, self.outcomes.append)
@@ -296,13 +296,13 @@ def test_rows_that_cannot_be_read_fail_alone(tmp_path: Path) -> None:
         batch_output_formats=[batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()],
         batch_size=4,
     )
-    outcomes: list[Outcome] = []
+    outcomes: list[AttemptOutcome] = []
     assignments = [Assignment(0, 0, 3, 1, (f"{tmp_path}/p",)), Assignment(1, 4, 4, 1, (f"{tmp_path}/p",))]
     runtime.run(spec, assignments, outcomes.append)
     first, second = sorted(outcomes, key=lambda outcome: outcome.batch_idx)
     assert [each.idx for each in first.row_failures] == [1] and first.rows_ok == 3
     assert [each.idx for each in second.row_failures] == [4] and second.rows_ok == 0
-    assert Outcome.from_dict(first.to_dict()) == first
+    assert AttemptOutcome.from_dict(first.to_dict()) == first
 
 
 @pytest.mark.parametrize("body", ["raise OSError('no model')", "return 1", "import nowhere"])
@@ -330,7 +330,7 @@ def test_who_assigns_may_fail(tmp_path: Path) -> None:
         yield Assignment(0, 0, 3, 1, (f"{tmp_path}/p",))
         raise ConnectionResetError("gone")
 
-    outcomes: list[Outcome] = []
+    outcomes: list[AttemptOutcome] = []
     with pytest.raises(ConnectionResetError):
         runtime.run(spec, broken(), outcomes.append)
     assert [outcome.rows_ok for outcome in outcomes] == [4]

@@ -9,8 +9,15 @@ from array import array
 import pytest
 import sqlalchemy as sa
 
-from tinsmith.batch.coordinator.state import INSERT_CHUNK, MAX_INFRA_RETRIES, BatchJobs, Claim, Job, SupersededError
-from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
+from tinsmith.batch.coordinator.state import (
+    INSERT_CHUNK,
+    MAX_INFRA_RETRIES,
+    BatchJobs,
+    Claim,
+    JobRecord,
+    SupersededError,
+)
+from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
 from tinsmith.batch.worker.children import Lost
 from tinsmith.db.database import Database
 from tinsmith.errors import NotFoundError, UserError
@@ -35,7 +42,7 @@ def spec(**changes: object) -> JobSpec:
     return JobSpec.from_dict({**given, **changes})
 
 
-def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> Job:
+def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> JobRecord:
     job_id = jobs.create("alice", spec(**changes))
     assert jobs.acquire_batch_coordinator(job_id, token, "here", LEASE_S)
     jobs.save_batch_states(job_id, token, range(0, rows, size), rows)
@@ -43,17 +50,17 @@ def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **c
     return jobs.find("alice", job_id)
 
 
-def outcome(claim: Claim, failed: int = 0) -> Outcome:
+def outcome(claim: Claim, failed: int = 0) -> AttemptOutcome:
     part = PartInfo(f"/parts/{claim.attempt_id}/{claim.start_idx}", claim.span.rows - failed, 10, "a" * 64)
     failures = tuple(RowFailure(claim.start_idx + index, "ValueError", "bad") for index in range(failed))
-    return Outcome(claim.batch_idx, claim.attempt_id, (part,), claim.span.rows - failed, failed, 5, 7, failures)
+    return AttemptOutcome(claim.batch_idx, claim.attempt_id, (part,), claim.span.rows - failed, failed, 5, 7, failures)
 
 
-def claim(jobs: BatchJobs, job: Job, count: int = 1, token: str = "one") -> list[Claim]:
+def claim(jobs: BatchJobs, job: JobRecord, count: int = 1, token: str = "one") -> list[Claim]:
     return list(jobs.turn(job.job_id, token, [], {"w": count}, LEASE_S).claims["w"])
 
 
-def statuses(jobs: BatchJobs, job: Job) -> list[str]:
+def statuses(jobs: BatchJobs, job: JobRecord) -> list[str]:
     return [state["status"] for state in jobs.get_batch_states(job.job_id)]
 
 

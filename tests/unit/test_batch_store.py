@@ -12,7 +12,7 @@ import pytest
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.images import ImageWriter
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
-from tinsmith.batch.types import Assignment, Span
+from tinsmith.batch.types import Assignment, RowRange
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.locations import locations, open_store
 from tinsmith.storage.stores import PIECE_BYTES, Source, join, split
@@ -143,7 +143,7 @@ def test_rows_go_through_every_store(base: str) -> None:
     rows = [{"text": f"row {index}", "n": index} for index in range(10)]
     writer = JsonWriter(f"{base}/out.jsonl")
     parts = [
-        writer.write_part(rows[start : start + 4], Span(start, min(start + 3, 9)), f"{base}/tmp/attempt-1")
+        writer.write_part(rows[start : start + 4], RowRange(start, min(start + 3, 9)), f"{base}/tmp/attempt-1")
         for start in (0, 4, 8)
     ]
     info = writer.publish(parts, f"{base}/tmp", "error")
@@ -162,7 +162,7 @@ def test_a_directory_is_published_with_its_manifest_last(base: str) -> None:
 
     writer = ImageWriter(f"{base}/images")
     rows = [{"image": np.full((2, 2, 3), index, np.uint8)} for index in range(3)]
-    parts = [writer.write_part([row], Span(index, index), f"{base}/tmp/a-1") for index, row in enumerate(rows)]
+    parts = [writer.write_part([row], RowRange(index, index), f"{base}/tmp/a-1") for index, row in enumerate(rows)]
     info = writer.publish(parts, f"{base}/tmp", "error")
     store, root = open_store(f"{base}/images")
     names = sorted(key.rpartition("/")[2] for key in store.list(root))

@@ -26,7 +26,7 @@ import pytest
 from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.coordinator import FairShare
-from tinsmith.batch.coordinator.job_run import Pace
+from tinsmith.batch.coordinator.job_run import GroupSize
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
@@ -348,7 +348,7 @@ def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
     async def call() -> None:
         path = str(tmp_path / "s")
         async with await asyncio.start_unix_server(serve, path):
-            client = rpc.Client(path, "secret", connect_s=5, silence_s=5)
+            client = rpc.RpcClient(path, "secret", connect_s=5, silence_s=5)
             with pytest.raises(rpc.ConnectionLostError, match=words):
                 await client.call("health")
             await client.close()
@@ -361,10 +361,10 @@ def test_what_a_handler_raises_refuses_its_call_and_is_logged(tmp_path: Path, ca
         raise OSError("the disk is gone")
 
     async def call() -> None:
-        server = rpc.Server("secret", {"fail": fail})
-        client = rpc.Client(await server.listen(str(tmp_path / "s")), "secret", connect_s=5, silence_s=5)
+        server = rpc.RpcServer("secret", {"fail": fail})
+        client = rpc.RpcClient(await server.listen(str(tmp_path / "s")), "secret", connect_s=5, silence_s=5)
         for _ in range(2):
-            with pytest.raises(rpc.RefusedError, match="the disk is gone") as refused:
+            with pytest.raises(rpc.CallRefusedError, match="the disk is gone") as refused:
                 await client.call("fail")
             assert refused.value.status == 500
         await client.close()
@@ -381,10 +381,10 @@ def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
             yield {"number": number}
 
     async def cancel_everywhere() -> None:
-        server = rpc.Server("secret", {"slow": slow})
+        server = rpc.RpcServer("secret", {"slow": slow})
         address = await server.listen(str(tmp_path / "s"))
         for steps in range(60):  # of the event loop, so that the call is cancelled at any point
-            client = rpc.Client(address, "secret", connect_s=5, silence_s=5)
+            client = rpc.RpcClient(address, "secret", connect_s=5, silence_s=5)
             call = asyncio.create_task(client.call("slow"))
             for _ in range(steps):
                 await asyncio.sleep(0.0005 if steps > 30 else 0)
@@ -401,7 +401,7 @@ def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
 
 
 def test_groups_grow_while_batches_are_short_and_are_single_when_they_are_long() -> None:
-    pace, sizes = Pace(), [1]
+    pace, sizes = GroupSize(), [1]
     for second in range(8):
         pace.note(second, second + pace.group / 512, pace.group)
         sizes.append(pace.group)

@@ -249,6 +249,6 @@ def test_no_memory_for_the_gradient_is_for_the_engine_to_tell(
     def fail(*_args: object, **_more: object) -> None:
         raise OUT_OF_MEMORY[0]
 
-    monkeypatch.setattr("tinsmith.backends.torch.trainer.Gradients.of", fail)
+    monkeypatch.setattr("tinsmith.backends.torch.adapters.Adapter.open_gradients", fail)
     with pytest.raises(MemoryError):
         run_to_end(backend.run_passes([a_pass("a")]))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.engine.snapshots import Writer, WriteTask
+from tinsmith.engine.snapshots import SnapshotWriter, WriteTask
 
 
 def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
     told: list[object] = []
-    writer = Writer()
+    writer = SnapshotWriter()
 
     def fail() -> None:
         raise OSError("the disk is full")
@@ -23,7 +23,7 @@ def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
 
 def test_the_end_of_the_engine_is_raised_on_its_own_thread_and_nothing_more_is_written() -> None:
     told: list[object] = []
-    writer = Writer()
+    writer = SnapshotWriter()
 
     def lose() -> None:
         raise LeaseLostError("taken for dead")

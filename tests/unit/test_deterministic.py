@@ -20,6 +20,8 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import noted_layers
+from tinsmith.samplers.local.states import state_bytes
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -34,7 +36,7 @@ from tinsmith.types import (
     SamplingParams,
 )
 
-ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
+ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss", "qwen3_5")
 NUM_DATA = 3
 
 torch.set_num_threads(1)
@@ -134,7 +136,8 @@ TENANTS = list(range(len(SPECS)))
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "steps"), [("qwen3", "float32", 10), ("qwen3", "bfloat16", 1), ("gemma2", "float32", 1)]
+    ("arch", "dtype", "steps"),
+    [("qwen3", "float32", 10), ("qwen3", "bfloat16", 1), ("gemma2", "float32", 1), ("qwen3_5", "float32", 1)],
 )
 def test_steps_have_the_same_bits_in_any_company(
     shapes: dict[str, ModelShape], arch: str, dtype: str, steps: int
@@ -172,7 +175,14 @@ def test_gradients_do_not_depend_on_requests_and_their_number(shapes: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("gemma2", "float32"), ("gpt_oss", "float32")]
+    ("arch", "dtype"),
+    [
+        ("qwen3", "float32"),
+        ("qwen3", "bfloat16"),
+        ("gemma2", "float32"),
+        ("gpt_oss", "float32"),
+        ("qwen3_5", "float32"),
+    ],
 )
 def test_a_forward_has_the_bits_of_a_forward_backward(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
@@ -277,7 +287,7 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("arch", "dtype"),
-    [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16")],
+    [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3_5", "float32")],
 )
 def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
@@ -287,8 +297,8 @@ def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape]
     pieces = sampler_of(backend, max_tokens_per_step=7, block_size=4)
     assert own_of(outcomes(pieces, [*OWN[::-1], *NOISE], at_once=2)) == expected
     # So few blocks that sequences are preempted and computed again.
-    token_bytes = pieces._cache.token_bytes
-    tight = sampler_of(backend, kv_cache_bytes=token_bytes * 160, max_sequences=5)
+    token_bytes, states = pieces._cache.token_bytes, 20 * state_bytes(noted_layers(backend.base))
+    tight = sampler_of(backend, kv_cache_bytes=token_bytes * 160 + states, max_sequences=5)
     assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
 
 
@@ -299,20 +309,23 @@ def test_samples_of_experts_have_the_same_bits_in_company(shapes: dict[str, Mode
     assert own_of(outcomes(sampler_of(backend), [*NOISE[:2], *own])) == alone(backend, own)
 
 
-def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(shapes: dict[str, ModelShape]) -> None:
+@pytest.mark.parametrize(("arch", "num_answer", "hits"), [("qwen3", 50, 64), ("qwen3_5", 60, 80), ("qwen3_5", 50, 16)])
+def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(
+    shapes: dict[str, ModelShape], arch: str, num_answer: int, hits: int
+) -> None:
     """Blocks may come from prompts or from answers, in pieces of any size."""
-    backend = backend_of(shapes["qwen3"])
+    backend = backend_of(shapes[arch])
     published(backend)
     warm = sampler_of(backend)
     first = make_sample("first", make_prompt(21), replace(HOT, max_tokens=60), version_id="v5")
     warm.submit(first)
     answer = finish(warm)["first"].sequences[0].tokens_T
-    second = make_sample("second", np.concatenate([make_prompt(21), answer[:50]]), HOT, version_id="v5")
+    second = make_sample("second", np.concatenate([make_prompt(21), answer[:num_answer]]), HOT, version_id="v5")
     fresh = sampler_of(backend)
     for sampler in (warm, fresh):
         sampler.submit(second)
     ours, theirs = (finish(sampler)["second"] for sampler in (warm, fresh))
-    assert ours.prompt_cache_hit_tokens == 64 and theirs.prompt_cache_hit_tokens == 0
+    assert ours.prompt_cache_hit_tokens == hits and theirs.prompt_cache_hit_tokens == 0
     assert as_bytes(ours) == as_bytes(theirs)
 
 

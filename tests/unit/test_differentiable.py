@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import differentiable, lora_ops
+from tinsmith.backends.torch import lora_ops, transformer
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora_ops import Routing
@@ -62,7 +62,7 @@ def mixed(base: BaseModel) -> list[Adapter | None]:
 
 def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = True) -> list[Tensor]:
     """Hidden states, then each adapter's gradient, of one forward and backward."""
-    own = base._differentiable
+    own = base._written_out
     assert own is not None
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -70,12 +70,12 @@ def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = 
     for a in adapters:
         if a is not None:
             a.gradients = a.layout.views(buffers[id(a)])
-    base._differentiable = own if written else None
+    base._written_out = own if written else None
     try:
         hidden_TD = base.hidden(tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
     finally:
-        base._differentiable = own
-    assert hidden_TD.grad_fn is not None and ("Through" in type(hidden_TD.grad_fn).__name__) is written
+        base._written_out = own
+    assert hidden_TD.grad_fn is not None and ("RMSNorm" in type(hidden_TD.grad_fn).__name__) is written
     grad_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(1)).to(hidden_TD)
     hidden_TD.backward(grad_TD)
     return [hidden_TD.detach(), *buffers.values()]
@@ -140,8 +140,8 @@ def test_what_is_not_finite_stays_with_its_own_rows_in_a_batch(tmp_path: Path) -
 
 def test_joined_weights_are_held_once(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
-    assert base._differentiable is not None
-    for layer in base._differentiable._layers:
+    assert base._written_out is not None
+    for layer in base._written_out._layers:
         for joined in layer.linears:
             begin = joined._weight_OI.data_ptr()
             for name in joined.site._names:
@@ -151,8 +151,8 @@ def test_joined_weights_are_held_once(tmp_path: Path) -> None:
 
 def test_neighbours_in_a_layout_share_one_matrix(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
-    assert base._differentiable is not None
-    qkv = base._differentiable._layers[0].qkv.site
+    assert base._written_out is not None
+    qkv = base._written_out._layers[0].qkv.site
     owner = adapter(base, 1, 8)
     (block,) = qkv._shares(owner).blocks
     assert torch.equal(block.a_RI, torch.cat([owner.compute[name][0] for name in qkv._names]))
@@ -170,10 +170,9 @@ def test_adapters_of_the_unembedding_alone_leave_nothing_to_go_back_through(tmp_
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
 def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
-    assert loaded(tmp_path, arch)._differentiable is None
+    assert loaded(tmp_path, arch)._written_out is None
 
 
 def test_layers_that_train_differently_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = differentiable._Norm.backward
-    monkeypatch.setattr(differentiable._Norm, "backward", lambda *given: backward(*given) * 1.01)
-    assert loaded(tmp_path, "qwen3")._differentiable is None
+    monkeypatch.setattr(transformer._SwiGLUFunction, "apply", lambda gate_up: 1.01 * gate_up.chunk(2, -1)[0])
+    assert loaded(tmp_path, "qwen3")._written_out is None

@@ -17,9 +17,8 @@ from support import tiny_models
 from support.properties import examples
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise
 from tinsmith.backends.torch.optim import RMS, orthogonalise, step_together
-from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 

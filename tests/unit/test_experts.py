@@ -15,11 +15,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from support.properties import examples
 from tinsmith.backends.torch import optim, recompute
-from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target
+from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target, Trained
 from tinsmith.backends.torch.lora import Switchboard
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.moe import MultiLoRAExperts
-from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError
 from tinsmith.types import DimuonParams, LoraSpec
 

@@ -20,11 +20,13 @@ from tinsmith.store import custom_losses, recorded_sequences
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.history import KeptSamples
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
 from tinsmith.store.usage import HOUR_S, Usage
@@ -38,7 +40,15 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, str(tmp_path / "files")), KeptSamples(db))
+    others = (
+        Audit(db),
+        CustomLosses(db),
+        Sequences(db),
+        Files(db, str(tmp_path / "files")),
+        KeptSamples(db),
+        Responses(db),
+        Exchanges(db),
+    )
     return SweptParts(*nouns, checkpoints, versions, snapshots, *others, Engines(db, "here"))
 
 

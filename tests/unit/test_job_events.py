@@ -15,7 +15,7 @@ import tinsmith.server.process as serving
 from support.databases import database_url
 from tinsmith.api.app import Services
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.state import BatchJobs, Job
+from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.wakeups import job_line
 from tinsmith.settings import Settings
@@ -57,7 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     find = BatchJobs.find
 
-    def spied(self: BatchJobs, tenant_id: str, job_id: int) -> Job:
+    def spied(self: BatchJobs, tenant_id: str, job_id: int) -> JobRecord:
         found.append(job_id)
         return find(self, tenant_id, job_id)
 

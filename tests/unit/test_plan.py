@@ -24,10 +24,13 @@ from tinsmith.cli import main as cli
 from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
 from tinsmith.plan import architecture, memory
-from tinsmith.plan.architecture import FAMILIES, Architecture, read, read_directory, size_of_files
+from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, judged, needs_of, problem_of
 
 GPU = 80 * 10**9
+REFUSED = {"gemma4_text", "mimo_v2_flash"}
+"""Their layers have heads of different sizes."""
+
 MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
 
 
@@ -57,16 +60,18 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
 def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family) -> None:
     config = AutoConfig.for_model(family.model_type, **{**families.COMMON, **family.config})
     given = json.loads(config.to_json_string(use_diff=False))
-    if family.model_type not in FAMILIES:
+    if set(getattr(config, "layer_types", None) or ()) - architecture.ATTENTION_KINDS or family.model_type in REFUSED:
         with pytest.raises(SettingsError, match=f"'{family.model_type}' is not one that a plan counts"):
             read(given)
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert read(given).num_parameters == model.num_parameters()
+    counted = read(given)
+    assert counted.num_parameters == model.num_parameters()
+    assert counted.has_experts == family.experts == (counted.num_active < counted.num_parameters)
 
 
-@pytest.mark.parametrize("family", families.VISION, ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", families.VISION[:2], ids=lambda family: family.model_type)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) -> None:
     config = AutoConfig.for_model(family.model_type, **{**family.config, "tie_word_embeddings": tied})
@@ -88,7 +93,7 @@ def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) 
 
 
 def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None:
-    for name in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+    for name in ("qwen3", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
         family = next(one for one in families.FAMILIES if one.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         targets = base.adaptable()
@@ -100,7 +105,7 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
     from tinsmith.samplers.local.kv_cache import layer_shapes
 
-    for name in ("gemma2", "deepseek_v3"):
+    for name in ("gemma2", "deepseek_v3", "phi3", "gpt_neox", "opt"):
         family = next(one for one in families.FAMILIES if one.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         cached = sum(shape.num_bytes for shape in layer_shapes(base).values())
@@ -302,11 +307,6 @@ def test_a_plan_is_told_to_people_and_to_programs() -> None:
 
 def test_the_document_is_what_the_known_models_give() -> None:
     assert DOCUMENT.read_text() == render(), "run scripts/write-plan"
-
-
-def test_every_counted_family_is_one_that_tests_serve() -> None:
-    served = {family.model_type for family in families.FAMILIES}
-    assert set(architecture.FAMILIES) <= served | {f"{family.model_type}_text" for family in families.VISION}
 
 
 # The command.

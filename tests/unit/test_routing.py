@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.routing import MOST_OVER_MEAN, PREFIX_TOKENS, SLACK_TOKENS, choose, prefix_key
+from tinsmith.cluster.routing import BLOCK_TOKENS, MOST_OVER_MEAN, SLACK_TOKENS, Prefixes, chain_of, choose
 
 NAMES = st.lists(st.text("abcdef:/-0123", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = st.binary(max_size=64)
@@ -80,13 +80,74 @@ def test_keys_are_spread_over_the_samplers() -> None:
     assert all(400 < count < 600 for count in counts.values()), counts
 
 
-def test_prompts_are_alike_if_their_first_tokens_and_their_version_are() -> None:
-    prompt = np.arange(PREFIX_TOKENS + 10, dtype=np.int32)
-    other_end = prompt.copy()
-    other_end[PREFIX_TOKENS:] = 7
-    other_beginning = prompt.copy()
-    other_beginning[PREFIX_TOKENS - 1] = 7
-    assert prefix_key("v1", prompt) == prefix_key("v1", other_end)
-    assert prefix_key("v1", prompt) != prefix_key("v1", other_beginning)
-    assert prefix_key("v1", prompt) != prefix_key("v2", prompt)
-    assert prefix_key("v1", prompt[:5]) != prefix_key("v1", prompt[:6])
+def tokens(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(0, 1000, length).astype(np.int32)
+
+
+def joined(*parts: np.ndarray) -> np.ndarray:
+    return np.concatenate(parts)
+
+
+NAMED = even([f"sampler-{index}" for index in range(4)])
+
+
+def test_turns_of_a_conversation_and_samples_of_a_prompt_stay_together() -> None:
+    prefixes = Prefixes()
+    for seed in range(20):
+        prompt = tokens(seed, 100)
+        first = prefixes.choose("v", prompt, NAMED)
+        assert [prefixes.choose("v", prompt, NAMED) for _ in range(5)] == [first] * 5
+        for turn in range(1, 6):
+            prompt = joined(prompt, tokens(seed, 90 + turn))
+            assert prefixes.choose("v", prompt, NAMED) == first
+
+
+def test_a_shared_system_prompt_maps_conversations_to_all_samplers() -> None:
+    prefixes = Prefixes()
+    system = tokens(0, 1000)
+    counts = dict.fromkeys(NAMED, 0)
+    for seed in range(1, 401):
+        prompt = joined(system, tokens(seed, 10 if seed % 2 else 200))
+        chosen = prefixes.choose("v", prompt, NAMED)
+        assert chosen is not None
+        counts[chosen] += 1
+        if seed % 2 == 0:  # its later turns stay
+            assert prefixes.choose("v", joined(prompt, tokens(seed, 150)), NAMED) == chosen
+    assert all(60 < count < 140 for count in counts.values()), counts
+
+
+def test_a_history_whose_end_is_written_anew_stays_where_it_is() -> None:
+    prefixes = Prefixes()
+    shared = tokens(0, 300)
+    for seed in range(1, 6):
+        prefixes.choose("v", joined(shared, tokens(seed, 300)), NAMED)
+    history = joined(shared, tokens(9, 300))
+    first = prefixes.choose("v", joined(history, tokens(100, 100)), NAMED)
+    assert prefixes.choose("v", joined(history, tokens(200, 100)), NAMED) == first
+
+
+def test_a_full_sampler_keeps_no_conversation() -> None:
+    prefixes = Prefixes()
+    prompt = tokens(1, 200)
+    first = prefixes.choose("v", prompt, NAMED)
+    assert first is not None
+    other = prefixes.choose("v", joined(prompt, tokens(2, 100)), NAMED | {first: 10**6})
+    assert other not in (None, first)
+    assert prefixes.choose("v", joined(prompt, tokens(2, 100), tokens(3, 100)), NAMED) == other
+    assert prefixes.choose("v", prompt, {"only": 0}) == "only" and prefixes.choose("v", prompt, {}) is None
+
+
+@given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=300))
+def test_keys_are_equal_as_far_as_tokens_and_scope_are(one: list[int], other: list[int]) -> None:
+    chains = [chain_of("v", np.array(each, np.int32)) for each in (one, other)]
+    for depth, (left, right) in enumerate(zip(*(chain[:-1] for chain in chains), strict=False), 1):
+        assert (left == right) == (one[: depth * BLOCK_TOKENS] == other[: depth * BLOCK_TOKENS])
+    assert (chains[0] == chains[1]) == (one == other)
+    assert not set(chains[0]) & set(chain_of("w", np.array(one, np.int32)))
+
+
+def test_only_so_many_prefixes_are_remembered() -> None:
+    prefixes = Prefixes(most=10)
+    for seed in range(50):
+        prefixes.choose("v", tokens(seed, 300), NAMED)
+    assert len(prefixes._known) == 10

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import MistralConfig, PreTrainedConfig, Qwen3Config
 
 from support import tiny_models
 from tinsmith.backends.torch.attention import NotingPlan
-from tinsmith.backends.torch.servable import check_layers, refusing
+from tinsmith.backends.torch.servable import check_config, check_layers, refusing
+from tinsmith.base_models import read_shape
 from tinsmith.errors import SettingsError
 from tinsmith.types import ModelShape
 
@@ -62,3 +66,29 @@ def test_errors_of_a_model_refuse_it_and_want_of_memory_does_not() -> None:
         raise SettingsError("as it is")
     with pytest.raises(MemoryError), refusing(SHAPE):
         raise MemoryError
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "unchanged"), [(LONG, 64), ({"rope_type": "dynamic", "factor": 2.0}, 256), ({"rope_type": "yarn"}, None)]
+)
+def test_rope_that_depends_on_the_length_is_served_where_it_does_not(
+    kind: dict[str, object], unchanged: int | None
+) -> None:
+    config = Qwen3Config(**tiny_models._COMMON)
+    config.rope_parameters = {**kind, "rope_theta": 10000.0}
+    check_config(config, unchanged or 10_000)
+    if unchanged is not None:
+        with pytest.raises(SettingsError, match=f"changes for sequences of more than {unchanged} tokens"):
+            check_config(config, unchanged + 1)
+
+
+@pytest.mark.parametrize("text", [{"rope_parameters": LONG}, {"rope_scaling": LONG | {"rope_type": "longrope"}}])
+def test_the_context_of_longrope_is_its_original_length(text: dict[str, object], tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | text))
+    assert read_shape("x", tmp_path).max_context_length == 64
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert read_shape("x", tmp_path).max_context_length == 256

@@ -110,3 +110,17 @@ def test_byte_level_tokens_stop_where_the_whole_decoded_answer_says(tokens: list
 def test_byte_fallback_tokens_stop_where_the_whole_decoded_answer_says(tokens: list[int], strings: list[str]):
     decode = _fallback_decode()
     assert _rule_hit(decode, tokens, tuple(strings)) == _first_hit(decode, tokens, tuple(strings))
+
+
+@given(st.lists(st.sampled_from(_encode("ab\u4f60")), max_size=14), st.integers(0, 8))
+def test_a_stop_string_counts_if_its_last_token_comes_after_the_least_number(tokens: list[int], least: int) -> None:
+    strings = ("ab", "bab", "\u4f60a", "b")
+    rule = StopRule(_byte_decode, strings=strings, tokens=frozenset(), min_tokens=least)
+    hits = [end for end, token in enumerate(tokens, 1) if rule.push(token)]
+    expected = []
+    for end in range(least + 1, len(tokens) + 1):
+        before = len(_byte_decode(tokens[: end - 1]).rstrip("\ufffd"))
+        text = _byte_decode(tokens[:end]).rstrip("\ufffd")
+        if len(text) > before and any(text.find(stop, max(before - len(stop) + 1, 0)) >= 0 for stop in strings):
+            expected.append(end)
+    assert hits[:1] == expected[:1]

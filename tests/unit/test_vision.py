@@ -27,7 +27,7 @@ from tinsmith.types import AdamParams, Datum, Image, LoraSpec, ModelShape, Optim
 
 torch.set_num_threads(1)
 
-MODELS = ("qwen3_vl", "qwen3_vl_moe")
+MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -147,10 +147,15 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
         assert views
         if "moe" in shape.arch.lower():  # experts' matrices have other names there; the linears are compared
             views = {name: pair for name, pair in views.items() if ".experts." not in name}
+        # Parts of fused projections are one matrix to PEFT: tests/unit/test_recurrent.py has their gradients.
+        views = {name: pair for name, pair in views.items() if f"{wrapped_name(name)}.lora_A" in expected}
+        assert views
         for name, pair in views.items():
             for letter, found in zip("AB", pair, strict=True):
                 wanted = expected[f"{wrapped_name(name)}.lora_{letter}"]
-                np.testing.assert_allclose(found.reshape(wanted.shape), wanted, atol=1e-4 * float(wanted.abs().max()))
+                np.testing.assert_allclose(
+                    found.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
+                )
 
 
 def test_a_neighbour_that_is_not_finite_does_not_cross(shape: ModelShape, tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, tmp_pat
     whole = TorchBackend(shape, device="cpu")
     names = [t.name for t in plain.base.adaptable()]
     assert names == [t.name for t in whole.base.adaptable()]
-    assert names[0] == "model.layers.0.self_attn.q_proj"
+    assert names[0].startswith("model.layers.0.")
     assert plain.base.num_bytes < whole.base.num_bytes
     for backend in (plain, whole):
         backend.create_model("m", LoraSpec(3, seed=1))

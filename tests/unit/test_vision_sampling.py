@@ -128,7 +128,8 @@ def test_two_images_with_the_same_tokens_never_share_blocks(backend: TorchBacken
     assert [result.prompt_cache_hit_tokens for result in again] == [36] * 4
     fresh = sampler(backend)
     hits = [run(fresh, sample)[sample.request_id].prompt_cache_hit_tokens for sample in samples]
-    assert hits == [0, 8, 36, 36]
+    # States are kept at the ends of prompts, and not before an image.
+    assert hits == [0, 0 if fresh._keeps_states else 8, 36, 36]
 
 
 def test_blocks_would_be_shared_if_keys_knew_no_images(
@@ -160,6 +161,8 @@ def test_the_same_image_elsewhere_in_a_block_shares_nothing(backend: TorchBacken
 def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, reference: nn.Module) -> None:
     samples = [ask(f"{name}/{n}", HOT) for name in ("middle", "two", "end") for n in range(2)]
     token_bytes = sampler(backend)._cache.token_bytes
+    if backend.base.shape.arch.startswith("Qwen3_5"):
+        pytest.skip("states take most of so small a cache")
     small = sampler(backend, kv_cache_bytes=100 * token_bytes)
     vision = backend.base.vision
     assert vision is not None

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import routes as dashboard
-from tinsmith.api.openai import anthropic, batches, chat, files
+from tinsmith.api.openai import anthropic, batches, chat, files, responses, tokens
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
@@ -31,6 +31,7 @@ from tinsmith.api.routes import (
     batch,
     checkpoints,
     downloads,
+    external_uploads,
     futures,
     hub,
     models,
@@ -38,6 +39,7 @@ from tinsmith.api.routes import (
     service,
     sessions,
     training,
+    trajectories,
     uploads,
     usage,
     weights,
@@ -62,15 +64,19 @@ OPERATIONS = tuple(
         checkpoints,
         downloads,
         uploads,
+        external_uploads,
         auth,
         usage,
+        trajectories,
         dashboard,
         batch,
         service,
         openapi,
         legacy,
         chat,
+        responses,
         anthropic,
+        tokens,
         files,
         batches,
         openai_models,
@@ -168,9 +174,8 @@ class _Answered:
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [Middleware(_Answered, services=services), Middleware(LocalOriginGuard, services=services)]
-    app = Starlette(
-        routes=[*API, *dashboard.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
-    )
+    routes = [*API, Route("/healthz", healthz, methods=["GET"]), *dashboard.ROUTES]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False
     app.state.services = services

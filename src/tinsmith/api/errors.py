@@ -117,7 +117,8 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/ or /v1/)"
+        path = request.url.path[:200]
+        detail = f"not found: {request.method} {path!a}; the API's paths begin with /api/v1/ or /v1/"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.url.path[:200]!a} does not take {request.method}"
     return error_response(request, detail, error.status_code, error.headers)

@@ -17,7 +17,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI, Access, Operation, operation
+from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI_PATHS, Access, Operation, operation
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import MAX_TEXT, Schema, described
 
@@ -70,6 +70,7 @@ ANSWERS: Mapping[str, Schema] = {
             "tinker_path": TEXT,
             "size_bytes": COUNT,
             "public": FLAG,
+            "base_model": TEXT,
         },
         {"user_metadata": ANYTHING, "expires_at": TEXT},
     ),
@@ -201,7 +202,7 @@ def _answered(operation: Operation, status: int) -> Schema:
 def _error_of(operation: Operation) -> str:
     if operation.path.startswith(ANTHROPIC[0]) or "/messages" in operation.path:
         return "AnthropicError"
-    return "OpenAIError" if operation.path.startswith(OPENAI) else "Error"
+    return "OpenAIError" if operation.path.startswith(OPENAI_PATHS) else "Error"
 
 
 def _content(description: str, schema: Schema) -> Schema:

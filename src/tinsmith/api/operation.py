@@ -63,6 +63,7 @@ from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -70,6 +71,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Model, Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions, session_has_ended
 from tinsmith.store.usage import Usage
@@ -87,13 +89,18 @@ Part = TypeVar("Part", bound=Body)
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
 """Both prefixes of OpenAI's paths."""
+OPENAI_PATHS = (*(f"{prefix}/" for prefix in OPENAI), "/inference/v1/", "/tokenize", "/detokenize")
+"""What the paths for clients of OpenAI's protocol begin with; those at the root are vLLM's."""
 ANTHROPIC = ("/anthropic/api/v1", *OPENAI)
 """The prefixes of Anthropic's. On OpenAI's, path or header show that a client is Anthropic's."""
 HUB = "/hub"
 """The prefix for clients of the Hugging Face hub."""
-_OPENAI, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{HUB}/"
+_HUB = f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
+CAPTURE_HEADER, CAPTURE_MARK = "x-tinsmith-session", "#"
+"""How a request names its capture session: in this header, or behind this mark in its key."""
+MAX_CAPTURE = 128
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_PATH = 2000
@@ -138,6 +145,8 @@ class Services:
     implicit_sessions: ImplicitSessions
     curves: Curves
     recent_steps: RecentSteps
+    responses: Responses
+    exchanges: Exchanges
     kept_samples: KeptSamples
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
@@ -392,6 +401,8 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         credential = given.strip() if scheme.lower() == "bearer" else None
+    if credential is not None and (is_openai(request) or is_anthropic(request)):
+        credential = credential.partition(CAPTURE_MARK)[0]
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
         credential = ANY_KEY  # these clients send no key, or a hub token
@@ -400,15 +411,28 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     return services, caller.tenant_id
 
 
+def capture_session(request: Request) -> str | None:
+    """The session that a request of OpenAI's or Anthropic's client is captured in, by its header or behind its key.
+    Raises UserError.
+    """
+    given = request.headers.get(CAPTURE_HEADER)
+    if given is None:
+        credential = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+        given = credential.partition(CAPTURE_MARK)[2].strip() or None
+    if given is not None and not (0 < len(given) <= MAX_CAPTURE and given.isascii() and given.isprintable()):
+        raise UserError(f"the capture session is {show(given)}; use 1 to {MAX_CAPTURE} printable ASCII characters")
+    return given
+
+
 def is_openai(request: Request) -> bool:
     """Whether a request is from one of OpenAI's clients, by its path: keys and errors have OpenAI's form."""
-    return request.scope["path"].startswith(_OPENAI) and not is_anthropic(request)
+    return request.scope["path"].startswith(OPENAI_PATHS) and not is_anthropic(request)
 
 
 def is_anthropic(request: Request) -> bool:
     """The same for Anthropic's, which always send their API's version."""
     path = request.scope["path"]
-    return path.startswith(_ANTHROPIC) or (path.startswith(_OPENAI) and _ANTHROPIC_HEADER in request.headers)
+    return path.startswith(_ANTHROPIC) or (path.startswith(OPENAI_PATHS) and _ANTHROPIC_HEADER in request.headers)
 
 
 def is_hub(request: Request) -> bool:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import ModelShape, OptimStep, Pass
@@ -128,21 +128,21 @@ class VersionFiles:
 
 
 def with_remote_sampler(
-    backend: Backend, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+    backend: Backend, kind: str, engine: RemoteEngine, shape: ModelShape, eos_token_ids: frozenset[int]
 ) -> RemotelySampledBackend:
     """`backend` with an external engine of this kind as its sampler. Raises SettingsError if that is impossible."""
     return RemotelySampledBackend(backend, _sampler(backend, kind, engine, shape, eos_token_ids))
 
 
 def only_sampling(
-    files: VersionFiles, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+    files: VersionFiles, kind: str, engine: RemoteEngine, shape: ModelShape, eos_token_ids: frozenset[int]
 ) -> RemotelySampledVersions:
     """The same for a process that does not train."""
     return RemotelySampledVersions(files, _sampler(files, kind, engine, shape, eos_token_ids))
 
 
 def _sampler(
-    source: VersionSource, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+    source: VersionSource, kind: str, engine: RemoteEngine, shape: ModelShape, eos_token_ids: frozenset[int]
 ) -> ExternalSampler:
     if kind not in DIALECTS:
         raise SettingsError(f"sampler {kind!r} is unknown; choose 'local', 'vllm' or 'sglang'")

@@ -7,7 +7,7 @@ directory (downloading it, if the machine may) before anything starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -62,7 +62,7 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
             name=name,
             path=str(directory),
             vocab_size=int(text["vocab_size"]),
-            max_context_length=int(text["max_position_embeddings"]),
+            max_context_length=_context(text),
             arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
             vision=_vision(config, directory) if vision else None,
         )
@@ -89,6 +89,16 @@ def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
         min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
         max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
     )
+
+
+def _context(text: Mapping[str, Any]) -> int:
+    """The longest sequence: with RoPE of type 'longrope', the length up to which keys stay as they are."""
+    context = int(text.get("model_max_length") or text["max_position_embeddings"])
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) == "longrope":
+        unchanged = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        context = min(context, int(unchanged or context))
+    return context
 
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -166,6 +176,6 @@ def _download(hub_id: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(
-            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what "
-            f"is on this disk. The hub's client says: {reason}"
+            f"--model: could not load {hub_id!r}: there is no such directory here, and the model hub did not send "
+            f"it; --model NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
         ) from error

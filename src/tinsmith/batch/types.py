@@ -41,7 +41,7 @@ DEFAULT_POOL = "local"
 MAX_RETRIES = 3
 
 
-class Span(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `start_idx` to `end_idx`, both included."""
 
     start_idx: int
@@ -85,7 +85,7 @@ class OutputInfo(WrittenInfo):
     """A published output. For a directory, `bytes` is the sum of its files; `sha256` and `etag` are of its manifest."""
 
 
-def part_name(span: Span, extension: str) -> str:
+def part_name(span: RowRange, extension: str) -> str:
     """`batch_00000000-00000031.jsonl`; wider than eight digits beyond 10^8 rows."""
     return f"batch_{span.start_idx:08d}-{span.end_idx:08d}.{extension}"
 
@@ -118,8 +118,8 @@ class Assignment:
     """The types of the committed rows of each output; empty if no output has types yet."""
 
     @property
-    def span(self) -> Span:
-        return Span(self.start_idx, self.end_idx)
+    def span(self) -> RowRange:
+        return RowRange(self.start_idx, self.end_idx)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RowFailure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """The result of an assignment: parts and counts, or `error`, the traceback of the failure of the whole batch."""
 
     batch_idx: int
@@ -158,7 +158,7 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
+    def from_dict(cls, data: Mapping[str, Any]) -> AttemptOutcome:
         made = {
             "parts": tuple(PartInfo.from_dict(part) for part in data["parts"]),
             "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tinsmith.chat.generation_request import (
     MAX_TOKENS,
@@ -15,8 +15,8 @@ from tinsmith.chat.generation_request import (
     Plan,
     bounded,
 )
-from tinsmith.chat.images import prompt_of
-from tinsmith.chat.texts import Text, thinking_of
+from tinsmith.chat.images import Prompt, prompt_of
+from tinsmith.chat.texts import SWITCH, Text, thinking_of
 from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Grammar, SamplingParams
@@ -108,7 +108,9 @@ class ChatMessage(ClosedBody):
 
 
 class ChatRequest(GenerationRequest):
-    """`separate_reasoning` is SGLang's, `chat_template_kwargs` vLLM's."""
+    """`separate_reasoning` is SGLang's; `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message` and
+    `add_special_tokens` are vLLM's.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -120,14 +122,18 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     separate_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: Annotated[
+        Unread, refused("the model's own is used; render yours in the client and send prompt_token_ids")
+    ] = None
     functions: Annotated[Unread, refused("an older form; send tools")] = None
     function_call: Annotated[Unread, refused("an older form; send tool_choice")] = None
     audio: Annotated[Unread, refused("models here write text only")] = None
     modalities: Annotated[Unread, refused("models here write text only; leave it out", unless=["text"])] = None
     prediction: Annotated[Unread, refused("answers are sampled one token at a time")] = None
-    reasoning_effort: Annotated[
-        Unread, refused("say it in chat_template_kwargs, in the words of the model's own template")
-    ] = None
+    reasoning_effort: Annotated[str, OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))] | None = None
     verbosity: Annotated[Unread, refused("models here have no such switch")] = None
     web_search_options: Annotated[Unread, refused("this server fetches nothing")] = None
     moderation: Annotated[Unread, refused("this server judges no content")] = None
@@ -139,6 +145,17 @@ class ChatRequest(GenerationRequest):
             raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens {new}; send one of them")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", f"top_logprobs is {self.top_logprobs}, but logprobs is not true")
+        if self.continue_final_message:
+            if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message", "continue_final_message does not go with add_generation_prompt"
+                )
+            if self.messages[-1].role != "assistant":
+                role = self.messages[-1].role
+                raise RequestError(
+                    "continue_final_message",
+                    f"continue_final_message needs a last message of the assistant; its role is {role!r}",
+                )
         return self
 
     def plan(self, text: Text) -> Plan:
@@ -146,23 +163,55 @@ class ChatRequest(GenerationRequest):
         template = text.template.source
         definitions: Any = self.tools
         tools = read_tools(definitions, self.tool_choice, self.parallel_tool_calls, template, text.has_token(OPEN))
-        shown = [tool.definition for tool in tools.tools] if tools else None
-        messages = [each.shown(template) for each in self.messages]
-        prompt, images = prompt_of(text, messages, shown, self.chat_template_kwargs)
+        given, images = self.prompt(text, tools)
+        prompt = self.kept(given)
+        if images and len(prompt) < len(given):
+            raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.params(max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
+        params = self.params(text, max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
         return Plan(
             name=self.model,
             prompts=(prompt,),
             num_choices=self.n,
             params=params,
             top_logprobs=self.top_logprobs if self.logprobs else None,
-            stream=self.stream,
-            include_usage=self.include_usage,
             tools=tools,
             thinking=thinking_of(text, prompt) if self.separate_reasoning and may_think(params, tools) else None,
             images=images,
+            **self.shown(),
         )
+
+    def prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
+        """The messages in the model's chat template, or the token ids in place of them."""
+        template = text.template.source
+        if self.prompt_token_ids:
+            if any(isinstance(each.content, list) and any(part.image_url for part in each.content)
+                   for each in self.messages):  # fmt: skip
+                raise not_supported("prompt_token_ids", "together with images; leave one of them out")
+            return self.prompt_token_ids, ()
+        return prompt_of(
+            text,
+            [each.shown(template) for each in self.messages],
+            [tool.definition for tool in tools.tools] if tools else None,
+            self.chat_template_kwargs | self._effort(template),
+            generation_prompt=self.add_generation_prompt,
+            continues=self.continue_final_message,
+            special=self.add_special_tokens,
+        )
+
+    def _effort(self, template: str) -> dict[str, object]:
+        """The template's variables for `reasoning_effort`. Raises RequestError if it knows no such level."""
+        effort = self.reasoning_effort
+        if effort is not None and "reasoning_effort" in template:
+            return {"reasoning_effort": effort}
+        if effort == "none" and SWITCH in template:
+            return {SWITCH: False}
+        if effort not in (None, "medium"):
+            off = ", or 'none', which switches thinking off" if SWITCH in template else ""
+            raise not_supported(
+                "reasoning_effort", f"{show(effort)}; this model's template has no levels: use 'medium'{off}"
+            )
+        return {}
 
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
@@ -194,10 +243,17 @@ def _is_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and len(prompt) > 0 and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
 
 
+def _count(given: object) -> object:
+    return {True: 1, False: None}[given] if isinstance(given, bool) else given
+
+
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema({"type": ["string", "array"]})]
+    """A text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="0 only with echo")] = DEFAULT_MAX_TOKENS
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: (
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="true is 1"), BeforeValidator(_count)] | None
+    ) = None
     echo: bool = False
     best_of: Integer | None = None
     add_special_tokens: bool = True
@@ -211,25 +267,29 @@ class CompletionRequest(GenerationRequest):
             raise RequestError("max_tokens", f"max_tokens is 0; it must lie between 1 and {MAX_TOKENS} (0 with echo)")
         if self.echo and self.stream:
             raise not_supported("echo", "together with stream")
-        if len(self.prompt) * self.n > MAX_PROMPTS:
-            raise RequestError("n", f"{len(self.prompt)} prompts with n={self.n} answers are more than {MAX_PROMPTS}")
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            raise RequestError("n", f"{len(self.prompts)} prompts with n={self.n} answers are more than {MAX_PROMPTS}")
         return self
+
+    @property
+    def prompts(self) -> list[object]:
+        return [self.prompt_token_ids] if self.prompt_token_ids else self.prompt
 
     def plan(self, text: Text) -> Plan:
         """Raises RequestError."""
         echo_only = self.echo and self.max_tokens == 0
         special = self.add_special_tokens
+        prompts = (_prompt(one, f"prompt[{index}]", text, special) for index, one in enumerate(self.prompts))
         return Plan(
             name=self.model,
-            prompts=tuple(_prompt(one, f"prompt[{index}]", text, special) for index, one in enumerate(self.prompt)),
+            prompts=tuple(map(self.kept, prompts)),
             num_choices=self.n,
-            params=self.params(1 if echo_only else self.max_tokens, self.asked_grammar),
+            params=self.params(text, 1 if echo_only else self.max_tokens, self.asked_grammar),
             top_logprobs=self.logprobs,
             echo=self.echo,
             echo_only=echo_only,
-            stream=self.stream,
-            include_usage=self.include_usage,
             prompt_field="prompt",
+            **self.shown(),
         )
 
 

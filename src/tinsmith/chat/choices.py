@@ -41,6 +41,7 @@ class Piece:
     reasoning: str = ""
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list)
+    sampled: list[ShownToken] = field(default_factory=list)  # for a plan that is exact: every token, in order
     calls: list[ToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -50,8 +51,9 @@ class Piece:
 class Decoder:
     """Tokens to text as they come; a character waits for its last token."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, *, special: bool = False) -> None:
         self._text = text
+        self._special = special
         self._window: list[int] = []  # the tokens before, since a token's text may depend on them
         self._pending: list[int] = []
 
@@ -67,8 +69,8 @@ class Decoder:
         return self._new() if self._pending else ""
 
     def _new(self) -> str:
-        before = self._text.decode(self._window)
-        return self._text.decode(self._window + self._pending)[len(before) :]
+        before = self._text.decode(self._window, special=self._special)
+        return self._text.decode(self._window + self._pending, special=self._special)[len(before) :]
 
 
 class Choice:
@@ -78,7 +80,7 @@ class Choice:
         self.stopped_by: str | None = None  # the stop string
         self._plan = plan
         self._text = text
-        self._decoder = Decoder(text)
+        self._decoder = self._new_decoder()
         self._thinking = plan.thinking  # until the thought is over
         self._thinks = plan.thinking is not None and plan.thinking.begun
         self._hides = plan.hidden is not None and plan.hidden.begun  # inside a thought that is left out
@@ -94,12 +96,19 @@ class Choice:
         self._ended = False  # later tokens are not part of the answer
         self._finished = False
         self._calls: list[ToolCall] = []
+        self._sampled: list[ShownToken] = []  # those that no piece has
+        self._min_tokens = plan.params.adjustments.min_tokens if plan.params.adjustments else 0
 
     def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
         self.token_ids.append(token_id)
+        if self._plan.exact:
+            self._sampled.append(ShownToken(token_id, logprob, top, len(self._whole)))
         if self._ended:
             return
         if token_id in self._ends:
+            if self._plan.shows_stop:
+                self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
+                self._add(self._decoder.push(token_id))
             self._ended = True
             return
         if self._leaves_out(token_id):
@@ -131,7 +140,12 @@ class Choice:
             piece.tokens.append(token)
             self._tokens_shown += 1
         piece.calls, self._calls = self._calls, []
+        if piece or self._finished:
+            piece.sampled, self._sampled = self._sampled, []
         return piece
+
+    def _new_decoder(self) -> Decoder:
+        return Decoder(self._text, special=self._plan.shows_special)
 
     def _leaves_out(self, token_id: int) -> bool:
         """Whether the answer hides a token: a mark, or a token of a hidden thought."""
@@ -141,7 +155,7 @@ class Choice:
         if token_id in (marks.open_id, marks.close_id):
             if not self._hides:
                 self._add(self._decoder.rest())
-            self._decoder, self._left_out = Decoder(self._text), ""
+            self._decoder, self._left_out = self._new_decoder(), ""
             self._hides = token_id == marks.open_id
             self._after_mark = True
             return True
@@ -163,7 +177,7 @@ class Choice:
         else:
             return False
         self._add(self._decoder.rest())
-        self._decoder = Decoder(self._text)
+        self._decoder = self._new_decoder()
         self._answers_at = len(self._whole)
         return True
 
@@ -198,14 +212,16 @@ class Choice:
             new = new.lstrip()  # the white space after a thought that was left out
         if not new:
             return
-        stops = self._plan.stops
-        longest = max((len(stop) for stop in stops), default=0)
-        # A stop does not lie across the mark.
-        searched = max(len(self._whole) - longest + 1, self._answers_at)
+        before = len(self._whole)
         self._whole += new
-        found = [(at, stop) for stop in stops if (at := self._whole.find(stop, searched)) >= 0]
+        if len(self.token_ids) <= self._min_tokens:
+            return
+        # A stop ends in the new text and does not lie across the mark.
+        places = ((stop, max(before - len(stop) + 1, self._answers_at)) for stop in self._plan.stops)
+        found = [(at, stop) for stop, first in places if (at := self._whole.find(stop, first)) >= 0]
         if found:
             at, self.stopped_by = min(found)
+            at += len(self.stopped_by) if self._plan.shows_stop else 0
             self._whole = self._whole[:at]
             self._tokens = [token for token in self._tokens if token.offset < max(at, 1)]
             self._ended = True

@@ -1,7 +1,7 @@
-"""The parameters that chats and completions share, and the `Plan` that every request becomes.
+"""The parameters that chats, completions and requests of tokens share, and the `Plan` that every request becomes.
 
 A `Plan` holds prompts as token ids and everything else that sampling and the answer need. Parameters have OpenAI's
-names; vLLM's additions are known, too.
+names, and vLLM's where OpenAI has none.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
+from tinsmith.chat.texts import Text as ModelText
 from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
-from tinsmith.errors import RequestError
+from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
 from tinsmith.wire.fields import (
     MAX_TEXT,
@@ -23,6 +25,7 @@ from tinsmith.wire.fields import (
     ClosedBody,
     Integer,
     Only,
+    OrText,
     Position,
     Text,
     Unread,
@@ -37,6 +40,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_BIASES = 1024
 MAX_STRUCTURED_CHOICES = 1024
 MAX_GRAMMAR_CHARACTERS = 32 << 10
+MAX_BAD_WORDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ class Target:
 class Plan:
     """`top_logprobs` None: the answer has no logprobs. `echo` puts the prompt before a completion. Without `thinking`,
     thoughts are part of the text, or are left out of it if `hidden` has their marks. `prompt_field` is the request's
-    field that holds the prompt.
+    field that holds the prompt. `prompt_logprobs` counts the likeliest tokens that are shown for each of the prompt's.
+    With `token_ids` the answer has the ids of its tokens; with `tokens_as_ids` logprobs name a token by its id. With
+    either, logprobs cover every sampled token, also those that are not part of the text. `answer_id` is the client's.
     """
 
     name: str
@@ -77,6 +83,16 @@ class Plan:
     hidden: Thinking | None = None
     prompt_field: str = "messages"
     images: tuple[Image, ...] = ()  # of the one prompt of a chat
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    shows_stop: bool = False
+    shows_special: bool = False
+    answer_id: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        return self.token_ids or self.tokens_as_ids
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -189,6 +205,12 @@ def _stops(given: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _bad_words(given: list[str]) -> list[str]:
+    if len(given) > MAX_BAD_WORDS or not all(word.strip() and len(word) <= MAX_TEXT for word in given):
+        raise wrong(f"is {show(given)}; use at most {MAX_BAD_WORDS} strings of 1 to {MAX_TEXT} characters")
+    return given
+
+
 def _biases(given: dict[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:
         raise wrong(f"has {len(given)} tokens; at most {MAX_BIASES} are allowed")
@@ -212,12 +234,11 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class GenerationRequest(ClosedBody):
-    """What chats and completions have in common. Fields that ask for nothing of the answer are `Unread`."""
+class SamplingFields(ClosedBody):
+    """How tokens are drawn, and when they end."""
 
     ignores_zero = False
 
-    model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -226,43 +247,54 @@ class GenerationRequest(ClosedBody):
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] = Field(default_factory=dict)
-    response_format: ResponseFormat | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     # vLLM's.
     top_k: Annotated[Integer, Field(description="-1 or 0 turns it off")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: Annotated[list[Position], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    allowed_token_ids: Annotated[list[Position], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[str], AfterValidator(_bad_words)] = Field(default_factory=list)
     structured_outputs: Annotated[dict[str, Any], AfterValidator(_structured)] | None = None
-    skip_special_tokens: Annotated[bool, Only((True,), "special tokens are always left out of a text")] = True
-    store: Annotated[bool, Only((False,), "answers are not kept for later; leave it out")] = False
-    service_tier: Annotated[Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
-    user: Unread = None
-    metadata: Unread = None
-    safety_identifier: Unread = None
-    prompt_cache_key: Unread = None
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "stream_options is for stream=true only")
-        return self
+    guided_json: Annotated[dict[str, Any] | str, OrText()] | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: Annotated[bool, Only((True,), "text is as the tokenizer joins it")] = True
+    truncate_prompt_tokens: (
+        Annotated[int, Field(ge=1, le=MAX_TOKENS, description="keeps the prompt's last tokens")] | None
+    ) = None
 
     @property
-    def asked_grammar(self) -> Grammar | None:
-        return self.response_format.grammar if self.response_format else None
+    def _asked_structure(self) -> tuple[str, Grammar] | None:
+        """The grammar of vLLM's fields, and the field that has it."""
+        given: dict[str, Any] = {"structured_outputs": self.structured_outputs}
+        for kind in ("json", "regex", "choice"):
+            value = getattr(self, f"guided_{kind}")
+            try:
+                given[f"guided_{kind}"] = None if value is None else _structured({kind: value})
+            except PydanticCustomError as error:
+                raise RequestError(f"guided_{kind}", f"guided_{kind} {error.message()}") from None
+        named = [(name, grammar) for name, grammar in given.items() if grammar is not None]
+        if len(named) > 1:
+            raise RequestError(named[1][0], f"{named[1][0]} does not go with {named[0][0]}; send one of them")
+        return named[0] if named else None
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def params(self, max_tokens: int | None, called: Grammar | None, own_stops: Sequence[str] = ()) -> SamplingParams:
-        """`called` is the grammar of a tool call, or of the response format."""
-        asked: Any = self.structured_outputs
-        if asked and called:
-            raise RequestError("structured_outputs", "structured_outputs does not go with tools or response_format")
+    def params(
+        self, text: ModelText, max_tokens: int | None, called: Grammar | None, own_stops: Sequence[str] = ()
+    ) -> SamplingParams:
+        """`called` is the grammar of a tool call, or of the response format. Raises RequestError."""
+        structure = self._asked_structure
+        if structure and called:
+            raise RequestError(structure[0], f"{structure[0]} does not go with tools or response_format")
+        grammar = structure[1] if structure else called
+        for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+            if grammar and getattr(self, name):
+                raise not_supported(name, "together with a grammar (tools, response_format, guided decoding)")
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise RequestError("min_tokens", f"min_tokens is {self.min_tokens}; max_tokens is {max_tokens}")
         biases: Any = self.logit_bias
         adjustments = Adjustments(
             min_p=self.min_p,
@@ -270,7 +302,10 @@ class GenerationRequest(ClosedBody):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple(biases.items()),
-            grammar=asked or called,
+            grammar=grammar,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=text.spellings(self.bad_words),
+            min_tokens=self.min_tokens,
         )
         return SamplingParams(
             max_tokens=max_tokens,
@@ -283,3 +318,55 @@ class GenerationRequest(ClosedBody):
             top_p=self.top_p,
             adjustments=None if adjustments == Adjustments() else adjustments,
         )
+
+    def kept(self, prompt: Sequence[int]) -> Sequence[int]:
+        """The prompt's last tokens, as many as the request keeps."""
+        return prompt[-self.truncate_prompt_tokens :] if self.truncate_prompt_tokens else prompt
+
+
+class GenerationRequest(SamplingFields):
+    """What chats and completions have in common. Fields that ask for nothing of the answer are `Unread`."""
+
+    model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prompt_token_ids: (
+        Annotated[list[Position], Field(min_length=1, description="the prompt, in place of what its text would become")]
+        | None
+    ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    cache_salt: Unread = None
+    priority: Unread = None
+    store: Annotated[bool, Only((False,), "answers are not kept for later; leave it out")] = False
+    service_tier: Annotated[Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
+    user: Unread = None
+    metadata: Unread = None
+    safety_identifier: Unread = None
+    prompt_cache_key: Unread = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "stream_options is for stream=true only")
+        if self.prompt_logprobs is not None and self.stream:
+            raise not_supported("prompt_logprobs", "together with stream")
+        return self
+
+    @property
+    def asked_grammar(self) -> Grammar | None:
+        return self.response_format.grammar if self.response_format else None
+
+    def shown(self) -> dict[str, Any]:
+        """The fields of the plan that say what the answer shows, those that every request has."""
+        return {
+            "stream": self.stream,
+            "include_usage": self.stream_options is not None and self.stream_options.include_usage,
+            "prompt_logprobs": self.prompt_logprobs,
+            "token_ids": self.return_token_ids,
+            "tokens_as_ids": self.return_tokens_as_token_ids,
+            "shows_stop": self.include_stop_str_in_output,
+            "shows_special": not self.skip_special_tokens,
+        }

@@ -25,11 +25,14 @@ def prompt_of(
     messages: Sequence[Message],
     tools: Sequence[Message] | None = None,
     variables: Mapping[str, object] | None = None,
+    **options: bool,
 ) -> Prompt:
-    """The prompt of a conversation in the model's chat template. Raises UserError over an image that is not taken."""
+    """The prompt of a conversation in the model's chat template; `options` are those of `Text.chat`. Raises UserError
+    over an image that is not taken.
+    """
     images: list[tuple[str, ImageBytes]] = []
     shown = [_shown(message, f"messages[{index}]", text, images) for index, message in enumerate(messages)]
-    tokens = text.chat(shown, tools, variables)
+    tokens = text.chat(shown, tools, variables, **options)
     if not images or text.vision is None:
         return tokens, ()
     places = [place for place, token_id in enumerate(tokens) if token_id == text.vision.image_token_id]

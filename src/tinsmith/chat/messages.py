@@ -196,7 +196,7 @@ class OutputFormat(fields.Body):
 
 class OutputConfig(ClosedBody):
     format: OutputFormat | None = None
-    effort: Annotated[Unread, refused("a model thinks as its chat template has it")] = None
+    effort: Annotated[str, OneOf(("low", "medium", "high", "xhigh", "max"))] | None = None
 
 
 class CountRequest(ClosedBody):
@@ -240,7 +240,16 @@ class CountRequest(ClosedBody):
             body["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
         if self.output_config and (wanted := self.output_config.format):
             body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.given}}
-        return body | self._thinking(text)
+        return body | self._effort(text) | self._thinking(text)
+
+    def _effort(self, text: Text) -> JsonObject:
+        """'high' is what Anthropic's API does without it."""
+        effort = self.output_config and self.output_config.effort
+        if effort and effort != "max" and "reasoning_effort" in text.template.source:
+            return {"reasoning_effort": effort}
+        if effort not in (None, "high"):
+            raise not_supported("output_config.effort", f"{effort!r}; this model's chat template has no such level")
+        return {}
 
     def _thinking(self, text: Text) -> JsonObject:
         """Thoughts are blocks of their own where the request asks for them, and left out where it does not."""

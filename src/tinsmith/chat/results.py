@@ -61,10 +61,45 @@ def whole(plan: Plan, text: Text, head: Head, results: Sequence[SampleResult]) -
             piece = choice.piece()
             reason = finish_reason(plan, piece.calls, sequence.stop_reason)
             if head.chat:
-                choices.append(_chat_choice(plan, text, index, piece, reason))
+                made = _chat_choice(plan, text, index, piece, reason)
             else:
-                choices.append(_completion_choice(plan, text, index, piece, reason, plan.prompts[number], result))
-    return head.of() | {"choices": choices, "usage": usage(plan, results)}
+                made = _completion_choice(plan, text, index, piece, reason, plan.prompts[number], result)
+                made |= _about_prompt(plan, text, plan.prompts[number], result)
+            choices.append(made | _token_ids(plan, piece))
+    about = _about_prompt(plan, text, plan.prompts[0], results[0]) if head.chat else {}
+    return head.of() | {"choices": choices, "usage": usage(plan, results)} | about
+
+
+def _token_ids(plan: Plan, piece: Piece) -> JsonObject:
+    return {"token_ids": [token.token_id for token in piece.sampled]} if plan.token_ids else {}
+
+
+def _about_prompt(plan: Plan, text: Text, prompt: Sequence[int], result: SampleResult) -> JsonObject:
+    """vLLM's fields: of a chat's answer, and of each choice of a completion."""
+    found: JsonObject = {"prompt_token_ids": list(prompt)} if plan.token_ids else {}
+    if plan.prompt_logprobs is not None:
+        found["prompt_logprobs"] = prompt_logprobs(text, prompt, result, plan.prompt_logprobs)
+    return found
+
+
+def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[JsonObject | None]:
+    """For each token of the prompt its logprob and those of the likeliest, by id; null for the first. The rank of a
+    token that is not among the likeliest is unknown, and null.
+    """
+    found: list[JsonObject | None] = []
+    for token in echoed_tokens(text, prompt, result, num_top):
+        ranks = {token_id: rank for rank, token_id in enumerate(token.top[0], 1)}
+        values = {token.token_id: token.logprob} | dict(zip(*token.top, strict=True))
+        row: JsonObject = {
+            str(token_id): {
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "rank": ranks.get(token_id),
+                "decoded_token": _spelled(text, token_id),
+            }
+            for token_id, logprob in values.items()
+        }
+        found.append(row if found else None)
+    return found
 
 
 def finish_reason(plan: Plan, calls: Sequence[ToolCall], stop_reason: str) -> str:
@@ -90,7 +125,9 @@ def _chat_choice(plan: Plan, text: Text, index: int, piece: Piece, reason: str) 
         message |= {"content": piece.text or None, "tool_calls": [call_json(call) for call in piece.calls]}
     if piece.reasoning:
         message["reasoning_content"] = piece.reasoning
-    logprobs = None if plan.top_logprobs is None else {"content": chat_logprobs(text, piece.tokens), "refusal": None}
+    logprobs = None
+    if plan.top_logprobs is not None:
+        logprobs = {"content": chat_logprobs(plan, text, _scored(plan, piece)), "refusal": None}
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -98,18 +135,25 @@ def call_json(call: ToolCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def chat_logprobs(text: Text, tokens: Sequence[ShownToken]) -> list[JsonObject]:
+def _scored(plan: Plan, piece: Piece) -> list[ShownToken]:
+    return piece.sampled if plan.exact else piece.tokens
+
+
+def chat_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken]) -> list[JsonObject]:
     return [
-        _token(text, token.token_id, token.logprob)
-        | {"top_logprobs": [_token(text, token_id, logprob) for token_id, logprob in zip(*token.top, strict=True)]}
+        _token(plan, text, token.token_id, token.logprob)
+        | {"top_logprobs": [_token(plan, text, one, logprob) for one, logprob in zip(*token.top, strict=True)]}
         for token in tokens
     ]
 
 
-def _token(text: Text, token_id: int, logprob: float) -> JsonObject:
-    spelled = text.token_bytes(token_id)
-    shown = spelled.decode(errors="replace")
-    return {"token": shown, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+def _token(plan: Plan, text: Text, token_id: int, logprob: float) -> JsonObject:
+    shown: JsonObject = {"token": _named(plan, text, token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
+    return shown | {"bytes": list(text.token_bytes(token_id))}
+
+
+def _named(plan: Plan, text: Text, token_id: int) -> str:
+    return f"token_id:{token_id}" if plan.tokens_as_ids else _spelled(text, token_id)
 
 
 # Completions.
@@ -118,19 +162,19 @@ def _token(text: Text, token_id: int, logprob: float) -> JsonObject:
 def _completion_choice(
     plan: Plan, text: Text, index: int, piece: Piece, reason: str, prompt: Sequence[int], result: SampleResult
 ) -> JsonObject:
-    before = text.decode(prompt) if plan.echo else ""
+    before = text.decode(prompt, special=plan.shows_special) if plan.echo else ""
     logprobs = None
     if plan.top_logprobs is not None:
-        shown = echoed_tokens(text, prompt, result) if plan.echo else []
+        shown = echoed_tokens(text, prompt, result, plan.top_logprobs) if plan.echo else []
         logprobs = completion_logprobs(plan, text, shown, 0)
-        for name, values in completion_logprobs(plan, text, piece.tokens, len(before)).items():
+        for name, values in completion_logprobs(plan, text, _scored(plan, piece), len(before)).items():
             logprobs[name] += values
     reason = "length" if plan.echo_only else reason
     return {"index": index, "text": before + piece.text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult) -> list[ShownToken]:
-    """The prompt's own tokens; the first has no logprob, which NaN says."""
+def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[ShownToken]:
+    """The prompt's own tokens, with so many of the likeliest; the first has no logprob, which NaN says."""
     assert result.prompt_logprobs_T is not None
     logprobs = result.prompt_logprobs_T.tolist()
     shown: list[ShownToken] = []
@@ -138,7 +182,8 @@ def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult) -> li
     for position, token_id in enumerate(prompt):
         top: TopRow = ((), ())
         if result.topk_prompt is not None and position:
-            top = top_row(result.topk_prompt, position)
+            ids, values = top_row(result.topk_prompt, position)
+            top = (ids[:num_top], values[:num_top])
         shown.append(ShownToken(token_id, logprobs[position], top, offset))
         offset += len(text.token_bytes(token_id).decode(errors="replace"))
     return shown
@@ -149,11 +194,11 @@ def completion_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken], of
     found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
-        spelled = _spelled(text, token.token_id)
+        spelled = _named(plan, text, token.token_id)
         found["tokens"].append(spelled)
         found["token_logprobs"].append(logprob)
         found["text_offset"].append(offset + token.offset)
-        tops = {_spelled(text, one): max(value, LOWEST_LOGPROB) for one, value in zip(*token.top, strict=True)}
+        tops = {_named(plan, text, one): max(value, LOWEST_LOGPROB) for one, value in zip(*token.top, strict=True)}
         if logprob is None:
             found["top_logprobs"].append(None)
         elif plan.top_logprobs:
@@ -172,28 +217,31 @@ def _spelled(text: Text, token_id: int) -> str:
 
 def opening(plan: Plan, head: Head, index: int) -> JsonObject | None:
     """The first chunk of a choice, before its first token."""
+    prompt: JsonObject = {"prompt_token_ids": list(plan.prompts[index // plan.num_choices])} if plan.token_ids else {}
     if not head.chat:
-        return None
+        choice: JsonObject = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+        return _chunk(plan, head, choice | prompt) if plan.token_ids else None
     delta = {"role": "assistant", "content": "", "refusal": None}
-    return _chunk(plan, head, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+    return _chunk(plan, head, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) | prompt
 
 
 def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, reason: str | None) -> JsonObject:
     if not head.chat:
         logprobs = None
         if plan.top_logprobs is not None:
-            logprobs = completion_logprobs(plan, text, piece.tokens, 0)
-        choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
-        return _chunk(plan, head, choice)
+            logprobs = completion_logprobs(plan, text, _scored(plan, piece), 0)
+        choice: JsonObject = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
+        return _chunk(plan, head, choice | _token_ids(plan, piece))
     delta: JsonObject = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
     if piece.text:
         delta["content"] = piece.text
     if piece.calls:
         delta["tool_calls"] = [{"index": number} | call_json(call) for number, call in enumerate(piece.calls)]
     logprobs = None
-    if plan.top_logprobs is not None and piece.tokens:
-        logprobs = {"content": chat_logprobs(text, piece.tokens), "refusal": None}
-    return _chunk(plan, head, {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+    if plan.top_logprobs is not None and (tokens := _scored(plan, piece)):
+        logprobs = {"content": chat_logprobs(plan, text, tokens), "refusal": None}
+    choice: JsonObject = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return _chunk(plan, head, choice | _token_ids(plan, piece))
 
 
 def usage_chunk(plan: Plan, head: Head, results: Sequence[SampleResult]) -> JsonObject:

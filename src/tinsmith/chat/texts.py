@@ -11,13 +11,14 @@ given comes from clients and is plain JSON.
 
 Thinking: text between two special tokens before the answer, which is shown apart from it.
 
-A base model thinks if its chat template speaks of the mark and its tokenizer has both marks as tokens, as Qwen3's do:
-text that only looks like a mark is text. Some templates begin the thought in the prompt.
+A base model thinks if its chat template has a closing mark of MARKS and its tokenizer has both marks as tokens: text
+that only looks like a mark is text. Some templates begin the thought in the prompt.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,10 +72,18 @@ class ChatTemplate:
         self._template = environment.from_string(source)
 
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, variables: Mapping[str, object]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, object],
+        *,
+        generation_prompt: bool = True,
     ) -> str:
-        """The conversation up to where the model's turn begins. Raises RequestError with the template's own reason."""
-        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": True}
+        """The conversation, with `generation_prompt` up to where the model's turn begins. Raises RequestError with the
+        template's own reason.
+        """
+        given = {"messages": list(messages), "tools": tools, "documents": None}
+        given["add_generation_prompt"] = generation_prompt
         try:
             parts: list[str] = []
             size = 0
@@ -168,12 +177,43 @@ class Text:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, object] | None = None,
+        *,
+        generation_prompt: bool = True,
+        continues: bool = False,
+        special: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation in the model's chat template, with the generation prompt."""
-        return self.encode(self.template.render(messages, tools, variables or {}), special=False)
+        """The prompt of a conversation in the model's chat template, with the generation prompt. `continues` ends it
+        within the last message, which the answer continues; `special` is that of `encode`.
+        """
+        if continues:
+            return self.encode(self._unfinished(messages, tools, variables or {}), special=special)
+        rendered = self.template.render(messages, tools, variables or {}, generation_prompt=generation_prompt)
+        return self.encode(rendered, special=special)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def _unfinished(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, variables: Mapping[str, object]
+    ) -> str:
+        """As transformers does it: a mark with a space shows where the message ends, and whether spaces are trimmed."""
+        mark = secrets.token_hex(16)
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{mark} "}
+        rendered = self.template.render([*before, marked], tools, variables, generation_prompt=False)
+        text, found, after = rendered.rpartition(mark)
+        if not found:
+            raise RequestError(
+                "continue_final_message", "continue_final_message: the chat template leaves out the last message"
+            )
+        return text if after.startswith(" ") else text.rstrip()
+
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """`special` keeps special tokens in the text."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of words, each at the beginning of a text and after a space."""
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        found = (tuple(self.encode(text, special=False)) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def token_id(self, text: str) -> int | None:
         """Of a text that is a token of its own."""
@@ -248,7 +288,13 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-OPEN, CLOSE = "<think>", "</think>"
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""What models write around a thought."""
 SWITCH = "enable_thinking"
 """The template's variable that turns thinking on and off, where it has one."""
 
@@ -267,15 +313,20 @@ class Thinking:
 
 def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
     """How a model thinks in its answer to a prompt; None for one that does not."""
-    return marks_of(text, prompt) if CLOSE in text.template.source else None
+    return _marks(text, prompt, [marks for marks in MARKS if marks[1] in text.template.source])
 
 
 def marks_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
     """The marks of any model that has them as tokens, without a look at its template."""
-    open_id, close_id = text.token_id(OPEN), text.token_id(CLOSE)
-    if open_id is None or close_id is None:
-        return None
-    return Thinking(open_id, close_id, _is_begun(text, prompt, open_id))
+    return _marks(text, prompt, MARKS)
+
+
+def _marks(text: Text, prompt: Sequence[int], among: Sequence[tuple[str, str]]) -> Thinking | None:
+    for opening, closing in among:
+        open_id, close_id = text.token_id(opening), text.token_id(closing)
+        if open_id is not None and close_id is not None:
+            return Thinking(open_id, close_id, _is_begun(text, prompt, open_id))
+    return None
 
 
 def _is_begun(text: Text, prompt: Sequence[int], open_id: int) -> bool:

@@ -36,8 +36,8 @@ MOST_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
-output = Console(soft_wrap=True, highlight=False)
-notes = Console(stderr=True, soft_wrap=True, highlight=False)
+output = Console(soft_wrap=True, highlight=False, emoji=False)
+notes = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -359,7 +359,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     import importlib.util
 
     from tinsmith.batch.client.functions import is_remote_function
-    from tinsmith.batch.operations.base import Operation
+    from tinsmith.batch.operations.base import RowOperation
 
     file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
     path = Path(file)
@@ -375,7 +375,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
         raise UserError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
     if name:
         found = getattr(module, name, None)
-        if not (callable(found) or isinstance(found, Operation | list)):
+        if not (callable(found) or isinstance(found, RowOperation | list)):
             raise UserError(f"{file} has no function and no operations {name!r}")
         return found
     own = {

@@ -1,7 +1,6 @@
-"""`tinsmith checkpoints`: download a checkpoint, upload an adapter, and merge an adapter into its base.
+"""`tinsmith checkpoints`: list and download checkpoints, upload an adapter, and merge an adapter into its base.
 
-The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK; `merge` of local directories needs none. With
-`--json`, standard output holds JSON alone. Exit status: 0 for success, 2 if the command was refused.
+`merge` of local directories needs no server. Exit status: 0 for success, 2 if the command was refused.
 """
 
 from __future__ import annotations
@@ -14,30 +13,47 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
+from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Column, Table
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.cli.remote import AsJson, moment, notes, output, refusals, say, server, size
+from tinsmith.errors import UserError
 
-if TYPE_CHECKING:
-    from tinsmith.exchange.transfer import Server
-
-REFUSED = 2
 CONVERTER = "convert_hf_to_gguf.py"
 
-app = typer.Typer(help="Checkpoints: fetch, send, import, merge.", no_args_is_help=True)
-output = Console(soft_wrap=True, highlight=False)
-notes = Console(stderr=True, soft_wrap=True, highlight=False)
+app = typer.Typer(help="List, download, upload, import and merge checkpoints.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Base = Annotated[str, typer.Option("--base", help="The base model. Default: the adapter's.")]
 Name = Annotated[str, typer.Option(help="The new checkpoint's name.")]
 Ttl = Annotated[int | None, typer.Option(metavar="SECONDS", help="When it expires. Default: never.")]
 AdapterDirectory = Annotated[Path, typer.Argument(help="A directory with an adapter in PEFT's format.")]
+
+
+@app.command("list")
+def list_checkpoints(
+    run: Annotated[str, typer.Option(help="Only those of this training run.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many, newest first.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List checkpoints, newest first."""
+    with refusals(), server() as there:
+        path = f"training_runs/{quote(run, safe='')}/checkpoints" if run else "checkpoints"
+        found = there.get(path, {} if run else {"limit": limit})["checkpoints"][:limit]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    table = Table(Column("checkpoint", no_wrap=True), "kind", "size", "created", "expires", box=None, pad_edge=False)
+    for one in found:
+        expires = moment(one["expires_at"]) or "never"
+        table.add_row(
+            escape(one["tinker_path"]), one["checkpoint_type"], size(one["size_bytes"]), moment(one["time"]), expires
+        )
+    output.print(table)
 
 
 @app.command()
@@ -47,13 +63,13 @@ def pull(
     as_json: AsJson = False,
 ) -> None:
     """Download a checkpoint as a directory for PEFT, vLLM and SGLang."""
-    with _refusals(), _server() as server, _bar("pulling", as_json) as progress:
-        pulled = server.pull(path, directory, progress)
+    with refusals(), server() as there, _bar("pulling", as_json) as progress:
+        pulled = there.pull(path, directory, progress)
     size_bytes = sum(pulled.files.values())
-    _say(
+    say(
         as_json,
         {"tinker_path": path, "directory": str(directory), "files": dict(pulled.files), "size_bytes": size_bytes},
-        f"{path}: {len(pulled.files)} files, {size_bytes} bytes in {directory}",
+        f"{path}: {len(pulled.files)} files, {size(size_bytes)} in {directory}",
     )
 
 
@@ -62,7 +78,7 @@ def push(
     directory: AdapterDirectory, base: Base = "", name: Name = "pushed", ttl: Ttl = None, as_json: AsJson = False
 ) -> None:
     """Upload an adapter as a training checkpoint, with optimizer state if there is some."""
-    with _refusals():
+    with refusals():
         _push(directory, base, name, ttl, as_json)
 
 
@@ -80,7 +96,7 @@ def import_adapter(
     """Rewrite any LoRA adapter of PEFT's (alpha, rsLoRA, ranks by module, 16 bits) and upload it."""
     from tinsmith.exchange import adapters, merging
 
-    with _refusals(), tempfile.TemporaryDirectory() as scratch:
+    with refusals(), tempfile.TemporaryDirectory() as scratch:
         rewritten = Path(scratch) / "adapter"
         named = base_directory or base or adapters.read(directory).base_name
         facts = merging.rewrite(directory, rewritten, lambda: _base_directory(named))
@@ -106,13 +122,13 @@ def merge(
     """Merge an adapter into its base, which makes an ordinary Hugging Face model."""
     from tinsmith.exchange import adapters, merging
 
-    with _refusals(), tempfile.TemporaryDirectory() as scratch:
+    with refusals(), tempfile.TemporaryDirectory() as scratch:
         converter = _converter(gguf, llama_cpp)
         source = Path(adapter)
         if adapter.startswith("tinker://"):
             source = Path(scratch) / "adapter"
-            with _server() as server, _bar("pulling", as_json) as progress:
-                server.pull(adapter, source, progress)
+            with server() as there, _bar("pulling", as_json) as progress:
+                there.pull(adapter, source, progress)
         base_directory = _base_directory(base or adapters.read(source).base_name)
         with _bar("merging", as_json, "tensors") as progress:
             shard_bytes = round(max_shard_gb * 1e9)
@@ -121,7 +137,7 @@ def merge(
             )
         if converter and gguf:
             _convert(converter, directory, gguf)
-    _say(
+    say(
         as_json,
         {**asdict(merged), "path": str(merged.path), "gguf": None if gguf is None else str(gguf)},
         f"{merged.linears} linears merged: {merged.size_bytes} bytes of {merged.dtype} in {directory}",
@@ -136,9 +152,9 @@ def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool)
     if not base:
         raise UserError(f"{adapters.CONFIG_FILE} names no base model; say which one is served: --base NAME")
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
-    with _server() as server, _bar("pushing", as_json) as progress:
-        answer = server.push(directory, fields, progress)
-    _say(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
+    with server() as there, _bar("pushing", as_json) as progress:
+        answer = there.push(directory, fields, progress)
+    say(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
 
 
 def _base_directory(base: str) -> Path:
@@ -173,28 +189,6 @@ def _convert(script: Path, model: Path, target: Path) -> None:
 
 
 @contextmanager
-def _server() -> Iterator[Server]:
-    from tinsmith import settings
-    from tinsmith.exchange.transfer import Server
-
-    server = Server(*settings.client_address())
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """An expected error ends the command with one line and status 2."""
-    try:
-        yield
-    except (TinsmithError, OSError) as error:
-        notes.print(f"[red]error:[/] {escape(str(error))}")
-        raise typer.Exit(REFUSED) from None
-
-
-@contextmanager
 def _bar(what: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """A progress bar on standard error, if that is a terminal."""
     columns = (TextColumn(unit),) if unit else (DownloadColumn(), TransferSpeedColumn())
@@ -204,10 +198,3 @@ def _bar(what: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int]
     task = bar.add_task(what, total=None)
     with bar:
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
-
-
-def _say(as_json: bool, value: object, line: str) -> None:
-    if as_json:
-        typer.echo(json.dumps(value, indent=1))
-    else:
-        output.print(escape(line))

@@ -96,7 +96,7 @@ def run_demo(
         output.print(f"The server is at [bold]{url}[/]", highlight=False)
         output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}", highlight=False, soft_wrap=True)
         if stay:
-            output.print("Ctrl-C stops it.")
+            output.print("Press Ctrl-C to stop.")
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tinsmith.db.database import Database
 
 app = typer.Typer(
-    help="API keys: each names a tenant, and a server that has any takes no others.", no_args_is_help=True
+    help="Create, list and revoke API keys. Once a key exists, the server rejects all others.", no_args_is_help=True
 )
-output = Console(soft_wrap=True, highlight=False)
-errors = Console(stderr=True, soft_wrap=True, highlight=False)
+output = Console(soft_wrap=True, highlight=False, emoji=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]
@@ -58,7 +58,7 @@ def create(
     errors.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
     if first and tenant != LOCAL_TENANT:
         errors.print(
-            "This is the first key: from now on the server takes no others. What was made without keys belongs to "
+            "This is the first key: from now on the server rejects requests without one. Earlier work belongs to "
             f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` makes a key for it."
         )
 

@@ -24,6 +24,7 @@ from tinsmith import __version__
 from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
+from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.malloc import importing
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
 )
-output = Console()
-errors = Console(stderr=True)
+output = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL = typer.Option(
@@ -93,6 +94,7 @@ def serve(
 
 
 app.add_typer(keys_cli.app, name="keys")
+app.add_typer(runs_cli.app, name="runs")
 app.add_typer(batch_cli.app, name="batch")
 app.add_typer(checkpoints_cli.app, name="checkpoints")
 app.command()(up_cli.up)
@@ -252,12 +254,19 @@ def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool)
         names = ", ".join(models)
         if not settings.answers_clients:
             output.print(f"[bold]Tinsmith {__version__}[/] works as {settings.role} for {names}", highlight=False)
-            output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+            output.print(f"  data in {settings.resolved_data_dir}", highlight=False, soft_wrap=True)
+            output.print("Press Ctrl-C to stop.", highlight=False)
             return
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
         key = "tml-local" if server.accepts_anyone else "..."
-        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}", highlight=False)
-        output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+        for what, line in (
+            ("tinker SDK", f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}"),
+            ("dashboard", f"{url}/"),
+            ("data", f"{settings.resolved_data_dir}"),
+            ("API key", "any" if server.accepts_anyone else "tinsmith keys create TENANT"),
+        ):
+            output.print(f"  {what:<11} {line}", highlight=False, soft_wrap=True)
+        output.print("Press Ctrl-C to stop.", highlight=False)
 
     server.run(announce)
 

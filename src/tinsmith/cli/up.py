@@ -42,7 +42,7 @@ TOKEN_FILE = "ray.token"
 """In the data directory, while `tinsmith up --ray local` runs: where its cluster is, and what opens it."""
 WATCH_S = 1.0
 
-output = Console(soft_wrap=True, highlight=False)
+output = Console(soft_wrap=True, highlight=False, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="The servers' data directory. Default: ~/.tinsmith.")]

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from tinsmith.cluster.routing import Loads, choose, prefix_key
+from tinsmith.cluster.routing import Loads, Prefixes
 from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.wakeups import engine_mailbox
@@ -140,6 +140,7 @@ def _round_robin(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
 class Dispatch:
     def __init__(self, executors: Executors) -> None:
         self._waiting_tokens = Loads(executors.live)
+        self._prefixes = Prefixes()
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
         """The request with an executor, if there is a sampler for it."""
@@ -147,7 +148,8 @@ class Dispatch:
             return new
         waiting_tokens = self._waiting_tokens.of(new.base_model)
         with self._waiting_tokens.lock:
-            executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), waiting_tokens)
+            scope = f"{new.tenant_id}\n{sample.version_id or new.base_model}\n"
+            executor = self._prefixes.choose(scope, sample.prompt_T, waiting_tokens)
             if executor is None:
                 return new
             waiting_tokens[executor] += new.num_tokens

@@ -1,9 +1,12 @@
 """Routing: which sampler gets a sample, and a cached view of the load of each.
 
-`choose` is a pure function. Samples of one version whose prompts begin alike go to the same sampler, which has the
-prefix in its cache: a hash of version and prefix ranks the samplers (rendezvous hashing, Thaler and Ravishankar, 1998),
-so a sampler that joins or leaves moves only its own keys. The first sampler in the ranking whose load is not far above
-the mean gets the sample (bounded loads, after Mirrokni, Thorup and Zadimoghaddam, 2018).
+A sample goes to the sampler that has the longest prefix of its prompt in its cache, as far as `Prefixes` remembers what
+it assigned: the turns of a conversation and the samples of one prompt stay together. A prefix that more than
+MOST_CONTINUATIONS different prompts continue, such as a shared system prompt, binds none of them, since every sampler
+soon has it. A prompt that is bound to none is ranked by `choose`, a pure function: a hash of version and prompt ranks
+the samplers (rendezvous hashing, Thaler and Ravishankar, 1998), so a sampler that joins or leaves moves only its own
+keys. In both cases a sampler whose load is far above the mean is passed over (bounded loads, after Mirrokni, Thorup
+and Zadimoghaddam, 2018).
 
 `Loads` caches the processes of a base model and their load for FRESH_S; callers add what they assign in between. If the
 database cannot be read, the view is empty until the next look, and the request itself reports the error. Thread-safe.
@@ -14,16 +17,22 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.types import I32
 
-PREFIX_TOKENS = 64
-"""Prompts that share this many first tokens are alike; shorter ones must be equal."""
+BLOCK_TOKENS = 32
+"""Prefixes are compared in blocks of this many tokens."""
+
+MOST_CONTINUATIONS = 2
+MOST_PREFIXES = 131_072
+"""Prefixes that are remembered, the last that were used: of four million tokens, in some 40 MB."""
 
 MOST_OVER_MEAN = 1.25
 """A sampler with more than this times the mean of waiting tokens is passed over ..."""
@@ -32,19 +41,78 @@ SLACK_TOKENS = 8192
 """... unless it is within this many tokens of the mean: a cached prefix is worth a short wait."""
 
 
-def prefix_key(version: str, prompt_T: I32) -> bytes:
-    """The key of samples that can share a cached prefix: the version and the first tokens."""
-    return version.encode() + b"\n" + prompt_T[:PREFIX_TOKENS].astype("<i4").tobytes()
+def chain_of(scope: str, prompt_T: I32) -> list[bytes]:
+    """A key of each prefix of whole blocks, and last one of the prompt. Equal keys mean equal scopes and tokens."""
+    digest = hashlib.blake2b(scope.encode(), digest_size=16)
+    keys: list[bytes] = []
+    tokens = prompt_T.astype("<i4")
+    whole = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    for start in range(0, whole, BLOCK_TOKENS):
+        digest.update(tokens[start : start + BLOCK_TOKENS].tobytes())
+        keys.append(digest.digest())
+    digest.update(b"end" + tokens[whole:].tobytes())
+    return [*keys, digest.digest()]
 
 
 def choose(key: bytes, waiting_tokens: Mapping[str, int]) -> str | None:
     """The executor for a sample, by the tokens that wait for each live sampler; None without one."""
+    free = _free(waiting_tokens)
+    return max(free, key=lambda executor: (_weight(key, executor), executor)) if free else None
+
+
+def _free(waiting_tokens: Mapping[str, int]) -> list[str]:
+    """The samplers that are not far above the mean."""
     if not waiting_tokens:
-        return None
+        return []
     mean = sum(waiting_tokens.values()) / len(waiting_tokens)
     most = max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
-    free = [executor for executor, tokens in waiting_tokens.items() if tokens <= most]
-    return max(free, key=lambda executor: (_weight(key, executor), executor))
+    return [executor for executor, tokens in waiting_tokens.items() if tokens <= most]
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Where a prefix was last sent, and the keys that came after it; one more than MOST_CONTINUATIONS are kept."""
+
+    executor: str
+    continuations: set[bytes]
+
+
+class Prefixes:
+    """The prefixes that samplers have, as this server assigned them. Not thread-safe."""
+
+    def __init__(self, most: int = MOST_PREFIXES) -> None:
+        self._most = most
+        self._known: OrderedDict[bytes, _Prefix] = OrderedDict()
+
+    def choose(self, scope: str, prompt_T: I32, waiting_tokens: Mapping[str, int]) -> str | None:
+        """The executor for a sample, which then has its prompt; None without a live sampler. Prompts of another `scope`
+        share no cache.
+        """
+        *blocks, whole = chain_of(scope, prompt_T)
+        depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._known), 0)
+        executor = self._bound(blocks, depth, whole)
+        if executor is None or executor not in _free(waiting_tokens):
+            executor = choose(whole, waiting_tokens)
+        if executor is not None:
+            self._add([*blocks, whole], executor)
+        return executor
+
+    def _bound(self, blocks: Sequence[bytes], depth: int, whole: bytes) -> str | None:
+        if not depth:
+            return None
+        known = self._known[blocks[depth - 1]]
+        after = blocks[depth] if depth < len(blocks) else whole
+        return known.executor if len(known.continuations | {after}) <= MOST_CONTINUATIONS else None
+
+    def _add(self, chain: Sequence[bytes], executor: str) -> None:
+        for key, after in pairwise(chain):
+            known = self._known.setdefault(key, _Prefix(executor, set()))
+            known.executor = executor
+            if len(known.continuations) <= MOST_CONTINUATIONS:
+                known.continuations.add(after)
+            self._known.move_to_end(key)
+        while len(self._known) > self._most:
+            self._known.popitem(last=False)
 
 
 def _weight(key: bytes, executor: str) -> bytes:

@@ -194,6 +194,37 @@ CUSTOM_LOSSES = sa.Table(
     sa.Index("ix_custom_losses_session", "session_id"),
 )
 
+EXCHANGES = sa.Table(
+    "exchanges",
+    METADATA,
+    _serial("exchange_id"),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("session", sa.String(128), nullable=False),
+    sa.Column("version", sa.Text, nullable=False),  # a checkpoint's path, or the base model
+    sa.Column("prompt", sa.LargeBinary, nullable=False),  # int32, zstd
+    sa.Column("tokens", sa.LargeBinary, nullable=False),  # int32, zstd
+    sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32, zstd
+    sa.Column("stop_reason", sa.String(16), nullable=False),
+    sa.Column("reward", sa.Float),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("ix_exchanges_session", "tenant_id", "session", "exchange_id"),
+    sa.Index("ix_exchanges_created", "created_at"),
+)
+
+RESPONSES = sa.Table(
+    "responses",
+    METADATA,
+    sa.Column("response_id", sa.String(64), primary_key=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("request", sa.JSON, nullable=False),
+    sa.Column("before", sa.JSON, nullable=False),  # the items of earlier responses
+    sa.Column("request_ids", sa.JSON, nullable=False),  # of its samples
+    sa.Column("answered", sa.Boolean, nullable=False, default=False),
+    sa.Column("answer", sa.JSON),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("ix_responses_created", "created_at"),
+)
+
 SEQUENCES = sa.Table(
     "sequences",
     METADATA,

@@ -81,7 +81,7 @@ from tinsmith.telemetry.tracing import Tracing, open_tracing
 from tinsmith.types import ModelShape
 
 if TYPE_CHECKING:
-    from tinsmith.samplers.remote.client import Engine as InferenceServer
+    from tinsmith.samplers.remote.client import RemoteEngine
 
 
 def preload_torch() -> None:
@@ -212,16 +212,16 @@ def _check_full(settings: Settings) -> None:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
 
 
-def _inference_server(settings: Settings, place: str) -> InferenceServer:
+def _inference_server(settings: Settings, place: str) -> RemoteEngine:
     from tinsmith.backends.with_remote_sampler import options_of
-    from tinsmith.samplers.remote.client import Engine
+    from tinsmith.samplers.remote.client import RemoteEngine
 
     if settings.sampler_url and len(settings.models) > 1:
         raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
     root = settings.resolved_data_dir
     logs = root / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return Engine(
+    return RemoteEngine(
         directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
         log_path=logs / f"sampler-{place}.log",
         url=settings.sampler_url.rstrip("/"),

@@ -1,9 +1,9 @@
 """Snapshots, which bound what a restart replays; recovery from them; and the migration of idle runs to other engines.
 
 A snapshot is a model's adapter, moments, step and gradient after the operation with some seq_id; it may be taken
-between any two operations. The engine's thread only copies; `Writer` writes the files in the background, versions
-first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers it. A
-snapshot that cannot be written is tried again later, and the log of bodies takes its place meanwhile.
+between any two operations. The engine's thread only copies; `SnapshotWriter` writes the files in the background,
+versions first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers
+it. A snapshot that cannot be written is tried again later, and the log of bodies takes its place meanwhile.
 
 One is due after 16 optimizer steps, if earlier ones have been paid for: the engine sets aside a two-hundredth of the
 time that it trains, and a snapshot costs the processor time that went into it. So short steps have fewer of them, and
@@ -11,10 +11,10 @@ models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one 
 the memory budget are evicted, the least recently used first, once a snapshot covers everything; the next request
 restores them.
 
-`Writer` has one thread. A task is `work`, which runs on that thread and must not touch what the engine's thread owns,
-and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run in
-order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it at once, and is
-raised on the engine's thread.
+`SnapshotWriter` has one thread. A task is `work`, which runs on that thread and must not touch what the engine's
+thread owns, and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one.
+Tasks run in order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it at
+once, and is raised on the engine's thread.
 
 `Recovery` restores a model when a request names it: from its newest snapshot and the acknowledged operations after it,
 whose bodies are still stored. A snapshot whose files are damaged is passed over, and the replay begins at the one
@@ -69,7 +69,7 @@ class WriteTask:
     done: Callable[[Exception | None], None]
 
 
-class Writer:
+class SnapshotWriter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tasks: deque[WriteTask] = deque()
@@ -200,7 +200,7 @@ class Snapshots:
         self._directories = directories
         self._versions = versions
         self._budget_bytes = budget_bytes
-        self._writer = Writer()
+        self._writer = SnapshotWriter()
         self._resident: dict[str, _Resident] = {}  # the least recently used first
         self._resident_bytes = 0
         self._share = SNAPSHOT_SHARE

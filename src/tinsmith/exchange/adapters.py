@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from tinsmith.errors import UserError
-from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec
+from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec, mixes_tokens
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -48,6 +48,9 @@ PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 EXPERTS = "experts.gate_up_proj"
 """The pattern by which our own checkpoints describe experts: two matrices stored as one of twice the rank."""
 
+PARTED = {"in_proj_qkv": 3, "in_proj": 2}
+"""Linears that carry several adapters, which our own checkpoints store as one: its rank, as a multiple of theirs."""
+
 IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
 
 EXPERT_SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
@@ -57,7 +60,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class AdaptedLinear:
     """One adapted linear, and the keys of its two matrices in the file."""
 
     rank: int
@@ -74,7 +77,7 @@ class AdapterFacts:
     rank_pattern: Mapping[str, float]
     alpha_pattern: Mapping[str, float]
     base_name: str
-    linears: Mapping[str, Linear]
+    linears: Mapping[str, AdaptedLinear]
     copies: Mapping[str, str]
     """Weights of the base that PEFT stores with an adapter of the unembedding: module -> key."""
 
@@ -116,7 +119,7 @@ def group_of(name: str) -> str:
     """The group of a linear by its path, the same as in the engines."""
     if name.rpartition(".")[2] in UNEMBEDDINGS and "layers." not in name:
         return "unembed"
-    return "attn" if "attn" in name or "attention" in name else "mlp"
+    return "attn" if mixes_tokens(name) else "mlp"
 
 
 def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
@@ -124,8 +127,12 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     engines cannot load it without a rewrite.
     """
     config = _read_config(directory)
-    stacked = plain and _has_our_experts(config)
-    if stacked:
+    ours = plain and _is_ours(config)
+    stacked = ours and bool(config.get("target_parameters"))
+    parted = (
+        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & PARTED.keys() if ours else frozenset()
+    )
+    if ours:
         config = {name: value for name, value in config.items() if name not in EXPERT_SETTINGS}
     _refuse_unknown(config)
     if plain:
@@ -137,8 +144,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     if plain and copies:
         raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
     experts = frozenset(name for name in linears if stacked and name.endswith((".experts", ".experts.base_layer")))
+    apart = experts | {name for name in linears if name.rpartition(".")[2] in parted}
     facts = AdapterFacts(
-        rank=max((linear.rank for name, linear in linears.items() if name not in experts), default=cast(int, rank)),
+        rank=max((linear.rank for name, linear in linears.items() if name not in apart), default=cast(int, rank)),
         alpha=float(cast(float, alpha)),
         rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern"),
@@ -149,7 +157,7 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
         experts=experts,
     )
     for name, linear in linears.items():
-        if name in experts:
+        if name in apart:
             continue  # the engine checks their form
         said = _of_pattern(facts.rank_pattern, name, cast(int, rank))
         if linear.rank != said:
@@ -238,12 +246,19 @@ def _read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def _has_our_experts(config: Mapping[str, object]) -> bool:
+def _is_ours(config: Mapping[str, object]) -> bool:
+    """Whether ranks and alphas vary as in our own checkpoints only."""
     rank, alpha = config["r"], config["lora_alpha"]
-    if not (config.get("target_parameters") and _is_number(rank, int) and _is_number(alpha, int, float)):
+    if not (_is_number(rank, int) and _is_number(alpha, int, float)):
         return False
-    twice = {EXPERTS: 2 * cast(int, rank)}, {EXPERTS: 2 * cast(float, alpha)}
-    return (config.get("rank_pattern"), config.get("alpha_pattern")) == twice
+    ranks, alphas = (config.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+    if not isinstance(ranks, dict) or not ranks or (EXPERTS in ranks) != bool(config.get("target_parameters")):
+        return False
+    times = {name: (PARTED | {EXPERTS: 2}).get(name, 0) for name in ranks}
+    return (ranks, alphas) == (
+        {name: each * cast(int, rank) for name, each in times.items()},
+        {name: each * cast(float, alpha) for name, each in times.items()},
+    )
 
 
 def _refuse_unknown(config: Mapping[str, object]) -> None:
@@ -258,7 +273,7 @@ def _require_plain(config: Mapping[str, object]) -> None:
             raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT}")
 
 
-def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
+def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]:
     """The linears, and the copies of the base's embeddings."""
     copies: dict[str, str] = {}
     sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
@@ -281,7 +296,7 @@ def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
         if len(matrices) != 2 or matrices["A"][1][0] != matrices["B"][1][1] or 0 in matrices["A"][1] + matrices["B"][1]:
             raise UserError(f"{path.name}: {name} must have lora_A [rank, inputs] and lora_B [outputs, rank]")
         (key_a, (rank, inputs)), (key_b, (outputs, _)) = matrices["A"], matrices["B"]
-        linears[name] = Linear(rank, inputs, outputs, (key_a, key_b))
+        linears[name] = AdaptedLinear(rank, inputs, outputs, (key_a, key_b))
     if not linears:
         raise UserError(f"{path.name} holds no adapter")
     return linears, copies

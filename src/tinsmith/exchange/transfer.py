@@ -41,7 +41,7 @@ class Pulled:
     files: Mapping[str, int]
 
 
-class Server:
+class TinkerServer:
     """One server and one key."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -52,6 +52,10 @@ class Server:
     def close(self) -> None:
         self._http.close()
         self._keyless.close()
+
+    def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer to GET /api/v1/`path`. Raises UserError."""
+        return self._asked(lambda: self._http.get(path, params=dict(query or {}))).json()
 
     def pull(self, path: str, directory: Path, progress: Progress) -> Pulled:
         """Fetch all files of a checkpoint. Raises UserError."""

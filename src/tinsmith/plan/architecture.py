@@ -1,26 +1,54 @@
-"""What a base model is made of, as far as its config.json tells: its linears, its other numbers, what it caches.
+"""What a base model is made of: its linears, its other numbers, what it caches.
 
-Pure arithmetic on the configuration; no weight is read and no library of models loaded. A family is counted only if it
-is in `FAMILIES`, exactly as transformers builds it; any other is refused by name, since a guess that is a tenth off is
-worse than none. Where the model's files are there, `size_of_files` is the truth about their bytes, and the count is
-held against it.
+`read` has transformers build the model of a configuration on the meta device, where it takes no memory, and counts what
+is there. No weight is read. A model whose layers are not all attention is refused by name, since its cache is another.
+Where the model's files are there, `size_of_files` is the truth about their bytes, and the count is compared with it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 Config = Mapping[str, object]
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+WRITTEN_OUT = frozenset(
+    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
+)
+"""Layers that `backends.torch.transformer` computes itself."""
+
+NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+"""Last names of linears that choose experts: training them on part of the batch would change the routing of all."""
+
+WITH_TOWERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Values of model_type that are counted with their vision towers."""
+
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
+"""What transformers would replace by a default of its own, and a plan must not."""
+
+CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
+"""What configurations call the number of experts of one token."""
+
+FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn"})
+"""Linears that make queries, keys and values."""
+
+CUTS = {"colwise": "outputs", "colwise_gather_output": "outputs", "rowwise": "inputs", "rowwise_split_input": "inputs"}
+"""What each style of transformers' plans for tensor parallelism divides."""
 
 MOST_HEADER_BYTES = 100 * 2**20
 """The safetensors format allows no longer header."""
@@ -110,137 +138,127 @@ class Architecture:
         return every + max(per_layer.values(), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How a `model_type` differs from Llama. Biases are those that its configuration cannot turn off."""
-
-    norms: int = 2  # vectors of the hidden size in each layer
-    head_norms: str = ""  # 'head': one for the queries' and one for the keys' heads; 'all': over all heads at once
-    qkv_bias: bool = False
-    out_bias: bool = True  # whether attention_bias reaches the output projection
-    head_dim: int | None = None  # where the configuration does not say
-    tied: bool = False  # likewise
-    experts: bool = False
-    inner: str = "moe_intermediate_size"  # the key of an expert's width
-    always_experts: bool = True  # every layer has them, whatever else the configuration says
-    written_out: bool = False  # trained by the layers that are written out
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(written_out=True),
-    "mistral": Family(written_out=True),
-    "qwen2": Family(qkv_bias=True, out_bias=False, written_out=True),
-    "qwen3": Family(head_norms="head", head_dim=128, written_out=True),
-    "gemma": Family(head_dim=256, tied=True),
-    "gemma2": Family(norms=4, head_dim=256, tied=True),
-    "gemma3_text": Family(norms=4, head_norms="head", head_dim=256, tied=True),
-    "phi3": Family(),
-    "olmo2": Family(head_norms="all"),
-    "olmo3": Family(head_norms="all"),
-    "granite": Family(),
-    "smollm3": Family(tied=True),
-    "seed_oss": Family(qkv_bias=True, out_bias=False),
-    "ministral": Family(),
-    "ministral3": Family(),
-    "qwen3_moe": Family(head_norms="head", experts=True, always_experts=False),
-    "mixtral": Family(experts=True, inner="intermediate_size"),
-    "granitemoe": Family(experts=True, inner="intermediate_size"),
-    "gpt_oss": Family(qkv_bias=True, experts=True, inner="intermediate_size", head_dim=64),
-    "qwen3_vl_text": Family(head_norms="head", head_dim=128, written_out=True),
-    "qwen3_vl_moe_text": Family(head_norms="head", experts=True, always_experts=False),
-    "deepseek_v2": Family(experts=True, always_experts=False),
-    "deepseek_v3": Family(experts=True, always_experts=False),
-}
-
-
-class _Reader:
-    """A configuration's numbers, by name; a missing one is refused by name."""
-
-    def __init__(self, config: Config, where: str) -> None:
-        self._config = config
-        self._where = where
-
-    def number(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise SettingsError(f"{self._where}: {key} is {value!r}; a plan needs a whole number there")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key)
-        return default if value is None else bool(value)
-
-    def first(self, keys: Sequence[str]) -> str:
-        """Which of these names the configuration uses."""
-        return next((key for key in keys if self.has(key)), keys[0])
-
-    def has(self, key: str) -> bool:
-        return self._config.get(key) is not None
-
-    def text(self, key: str) -> str:
-        return str(self._config.get(key, ""))
-
-    def layer_numbers(self, key: str) -> list[int]:
-        value = self._config.get(key) or []
-        return [int(one) for one in cast("list[int]", value)]
-
-
 def read(config: Config, where: str = "config.json") -> Architecture:
-    """Raises SettingsError for a family, or a form of one, that is not counted here."""
-    vision_numbers = _vision_numbers(config, where)
+    """Raises SettingsError for a model that transformers does not know, or that is not counted here."""
     nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        # Of a wrapper, transformers ties the embeddings that the outer configuration says.
-        config = {**cast("Config", nested), "tie_word_embeddings": config.get("tie_word_embeddings", False)}
-    given = _Reader(config, where)
-    model_type = given.text("model_type")
-    if model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise SettingsError(f"{where}: model_type {model_type!r} is not one that a plan counts; it counts {known}")
-    family = FAMILIES[model_type]
-    hidden, layers = given.number("hidden_size"), given.number("num_hidden_layers")
-    heads = given.number("num_attention_heads")
-    if given.has("kv_lora_rank"):
-        attention, other, widths = _latent_attention(given, hidden, layers, heads)
-    else:
-        attention, other, widths = _attention(given, family, hidden, layers, heads)
-    mlp, more = _mlp(given, family, hidden, layers)
+    if isinstance(nested, Mapping) and config.get("model_type") not in WITH_TOWERS:
+        config = cast("Config", nested)
+    try:
+        return _read(json.dumps(config, sort_keys=True))
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _read(text: str) -> Architecture:
+    given = cast("dict[str, object]", json.loads(text))
+    model = _on_meta(given)
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    tower = getattr(getattr(model, "model", None), "visual", None)
+    vision_numbers = 0 if tower is None else sum(parameter.numel() for parameter in tower.parameters())
+    embeddings = cast("nn.Embedding", model.get_input_embeddings())
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS):
+        raise _refusal(given, f"it has layers of kind {', '.join(other)}")
+    linears = tuple(_linears(decoder, config))
+    if not any(linear.group == "attn" for linear in linears):
+        raise _refusal(given, "it has no linear projections of attention")
+    heads = cast(int, config.num_attention_heads)
+    try:
+        key_heads, key_dim, value_dim = _cached(config, heads, linears)
+    except RuntimeError as error:
+        raise _refusal(given, f"its layers do not cache alike ({error})") from error
+    head = model.get_output_embeddings()
+    tied = head is None or head.weight is embeddings.weight
+    ends = embeddings.weight.numel() * (1 if tied else 2)
     return Architecture(
-        model_type=model_type,
-        layers=layers,
-        hidden=hidden,
-        vocab=given.number("vocab_size"),
-        context=given.number("max_position_embeddings"),
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
         heads=heads,
-        key_heads=widths[0],
-        key_dim=widths[1],
-        value_dim=widths[2],
-        tied=given.flag("tie_word_embeddings", family.tied),
-        linears=(*attention, *mlp),
-        other_numbers=other + more + hidden * (family.norms * layers + 1),
-        written_out=family.written_out,
+        key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        tied=tied,
+        linears=linears,
+        other_numbers=model.num_parameters() - ends - vision_numbers - sum(linear.numbers for linear in linears),
+        written_out=all(type(layer).__name__ in WRITTEN_OUT for layer in getattr(decoder, "layers", [None])),
         vision_numbers=vision_numbers,
     )
 
 
-def _vision_numbers(config: Config, where: str) -> int:
-    """Of the tower that Qwen3-VL has; 0 for a model without one. Others are counted without theirs, and refused."""
-    nested = config.get("vision_config")
-    if not isinstance(nested, Mapping) or not str(config.get("model_type")).startswith("qwen3_vl"):
-        return 0
-    given = _Reader(cast("Config", nested), f"{where}: vision_config")
-    hidden, inner, depth = (given.number(key) for key in ("hidden_size", "intermediate_size", "depth"))
-    merged = hidden * given.number("spatial_merge_size") ** 2
-    pixels = given.number("in_channels", 3) * given.number("temporal_patch_size") * given.number("patch_size") ** 2
-    patches = pixels * hidden + hidden + given.number("num_position_embeddings") * hidden
-    attention = 4 * hidden * hidden + 4 * hidden
-    block = attention + 2 * hidden * inner + inner + hidden + 2 * 2 * hidden
-    merger = merged * merged + merged + merged * given.number("out_hidden_size") + given.number("out_hidden_size")
-    deepstack = len(given.layer_numbers("deepstack_visual_indexes"))
-    # The last merger's norm comes before the merging, those of deepstack behind it.
-    return patches + depth * block + (1 + deepstack) * merger + 2 * hidden + deepstack * 2 * merged
+def _on_meta(given: dict[str, object]) -> PreTrainedModel:
+    """Neither code nor weights of the model's own are loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    try:
+        made = type(AutoConfig.for_model(str(given.get("model_type"))))
+    except ValueError:
+        raise _refusal(given, "transformers does not know it") from None
+    text = cast("dict[str, object]", given.get("text_config", given))
+    auto = AutoModelForCausalLM if text is given else AutoModelForImageTextToText
+    for key in REQUIRED:
+        value = text.get(key, text.get(made.attribute_map.get(key, key)))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SettingsError(f"{key} is {value!r}; a plan needs a whole number there")
+    try:
+        with torch.device("meta"):
+            return auto.from_config(made.from_dict(given), trust_remote_code=False)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise _refusal(given, f"transformers cannot build it ({reason})") from error
+
+
+def _refusal(given: Config, reason: str) -> SettingsError:
+    return SettingsError(f"model_type {given.get('model_type')!r} is not one that a plan counts: {reason}")
+
+
+def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> tuple[int, int, int]:
+    """Heads of keys and values, and their sizes. Latent attention caches what attention sees, those of every head.
+    Raises RuntimeError if layers differ.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    key_dim = cast(int, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    found = set()
+    for linear in linears:
+        last = linear.name.rpartition(".")[2]
+        if last in ("k_proj", "v_proj"):
+            found.add(linear.outputs)
+        elif last in FUSED:
+            found.add((linear.outputs - heads * key_dim) // 2)
+    if len(found) != 1:
+        raise RuntimeError(f"keys and values of {sorted(found)} numbers")
+    return found.pop() // key_dim, key_dim, key_dim
+
+
+def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
+    """Those that may carry adapters, each with the number of layers that have it."""
+    from torch import nn
+
+    plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
+    found: Counter[tuple[str, int, int, int]] = Counter()
+    for path, module in decoder.named_modules():
+        pattern = re.sub(r"\d+", "*", path)
+        if type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
+            found[pattern, module.in_features, module.out_features, 1] += 1
+        elif hasattr(module, "is_concatenated"):  # fused experts, as transformers writes them
+            experts, *sizes = cast("nn.Parameter", module.down_proj).shape
+            inner, hidden = sizes if module.is_transposed else reversed(sizes)
+            for name, inputs, outputs in (("w1", hidden, inner), ("w3", hidden, inner), ("w2", inner, hidden)):
+                found[f"{pattern}.{name}", inputs, outputs, experts] += 1
+    for (pattern, inputs, outputs, copies), layers in found.items():
+        group = "attn" if "attn" in pattern or "attention" in pattern else "mlp"
+        name = pattern.rpartition("*.")[2]
+        if copies == 1:
+            yield Linear(name, group, inputs, outputs, layers, CUTS.get(plan.get(pattern, ""), ""))
+            continue
+        chosen = next((count for key in CHOSEN if (count := getattr(config, key, None))), copies)
+        chosen = chosen if isinstance(chosen, int) else max(chosen)  # one for each layer
+        along, shared = ("inputs", "B") if pattern.endswith("w2") else ("outputs", "A")
+        yield Linear(name, group, inputs, outputs, layers, along, copies, chosen, shared)
 
 
 def read_directory(path: Path) -> Architecture:
@@ -285,97 +303,3 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
             return json.loads(opened.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise SettingsError(f"{file} is no safetensors file: {error}") from None
-
-
-def _attention(
-    given: _Reader, family: Family, hidden: int, layers: int, heads: int
-) -> tuple[list[Linear], int, tuple[int, int, int]]:
-    key_heads = given.number("num_key_value_heads", heads)
-    head_dim = given.number("head_dim", family.head_dim or hidden // heads)
-    queries, keys = heads * head_dim, key_heads * head_dim
-    linears = [
-        Linear("q_proj", "attn", hidden, queries, layers),
-        Linear("k_proj", "attn", hidden, keys, layers),
-        Linear("v_proj", "attn", hidden, keys, layers),
-        Linear("o_proj", "attn", queries, hidden, layers, along="inputs"),
-    ]
-    each = 0
-    asked = given.flag("attention_bias", False)
-    if family.qkv_bias or asked:
-        each += queries + 2 * keys
-    if family.out_bias and (asked or (family.qkv_bias and given.text("model_type") == "gpt_oss")):
-        each += hidden
-    if family.head_norms == "head":
-        each += 2 * head_dim
-    elif family.head_norms == "all":
-        each += queries + keys
-    if given.text("model_type") == "gpt_oss":
-        each += heads  # the sinks
-    return linears, each * layers, (key_heads, head_dim, head_dim)
-
-
-def _latent_attention(
-    given: _Reader, hidden: int, layers: int, heads: int
-) -> tuple[list[Linear], int, tuple[int, int, int]]:
-    """DeepSeek's: queries, and keys with values, come out of narrow vectors. Cached is what attention sees: keys
-    and values of every head.
-    """
-    rope, plain = given.number("qk_rope_head_dim"), given.number("qk_nope_head_dim")
-    value, narrow = given.number("v_head_dim"), given.number("kv_lora_rank")
-    linears = [
-        Linear("kv_a_proj_with_mqa", "attn", hidden, narrow + rope, layers, along=""),
-        Linear("kv_b_proj", "attn", narrow, heads * (plain + value), layers),
-        Linear("o_proj", "attn", heads * value, hidden, layers, along="inputs"),
-    ]
-    each = narrow
-    if given.has("q_lora_rank"):
-        narrow_queries = given.number("q_lora_rank")
-        linears += [
-            Linear("q_a_proj", "attn", hidden, narrow_queries, layers, along=""),
-            Linear("q_b_proj", "attn", narrow_queries, heads * (plain + rope), layers),
-        ]
-        each += narrow_queries
-    else:
-        linears.append(Linear("q_proj", "attn", hidden, heads * (plain + rope), layers))
-    if given.flag("attention_bias", False):
-        raise SettingsError("attention_bias with latent attention is not a form that a plan counts")
-    return linears, each * layers, (heads, plain + rope, value)
-
-
-def _mlp(given: _Reader, family: Family, hidden: int, layers: int) -> tuple[list[Linear], int]:
-    if not family.experts:
-        width = given.number("intermediate_size")
-        biases = (2 * width + hidden) * layers if given.flag("mlp_bias", False) else 0
-        return _gated("", hidden, width, layers), biases
-    sparse = layers if family.always_experts else _sparse_layers(given, layers)
-    experts, chosen = given.number(given.first(EXPERTS)), given.number("num_experts_per_tok")
-    inner = given.number(family.inner)
-    linears: list[Linear] = []
-    if layers > sparse:
-        linears += _gated("", hidden, given.number("intermediate_size"), layers - sparse)
-    linears += [
-        Linear("experts.w1", "mlp", hidden, inner, sparse, "outputs", experts, chosen, "A"),
-        Linear("experts.w3", "mlp", hidden, inner, sparse, "outputs", experts, chosen, "A"),
-        Linear("experts.w2", "mlp", inner, hidden, sparse, "inputs", experts, chosen, "B"),
-    ]
-    if shared := given.number("n_shared_experts", 0):
-        linears += _gated("shared_experts.", hidden, shared * inner, sparse)
-    router = hidden * experts
-    if given.text("model_type") == "gpt_oss":
-        router += experts + experts * (2 * inner + hidden)  # biases
-    return linears, router * sparse
-
-
-def _sparse_layers(given: _Reader, layers: int) -> int:
-    if given.has("first_k_dense_replace"):
-        return layers - min(layers, given.number("first_k_dense_replace"))
-    dense, step = set(given.layer_numbers("mlp_only_layers")), given.number("decoder_sparse_step", 1)
-    return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-
-
-def _gated(prefix: str, hidden: int, width: int, layers: int) -> list[Linear]:
-    return [
-        Linear(f"{prefix}gate_proj", "mlp", hidden, width, layers),
-        Linear(f"{prefix}up_proj", "mlp", hidden, width, layers),
-        Linear(f"{prefix}down_proj", "mlp", width, hidden, layers, along="inputs"),
-    ]

@@ -89,12 +89,12 @@ def _kept_by(linear: Linear, tensor: int) -> float:
 
 
 def _kept_by_written_out(model: Architecture, tensor: int) -> float:
-    """Of each layer: its input and what comes after attention; queries, keys and values before and after they are
-    turned, and what attention makes of them; gate and up.
+    """Of each layer: its input and what comes after attention, before and after their norms; queries, keys and values,
+    the first two also turned, and what attention makes of them; gate, up and their product.
     """
     queries, keys = model.heads * model.key_dim, model.key_heads * model.key_dim
-    wide = sum(linear.outputs for linear in model.linears if linear.name in ("gate_proj", "up_proj"))
-    return model.layers * (2 * model.hidden + (3 * queries + 3 * keys + wide) / tensor)
+    wide = sum(linear.outputs for linear in model.linears if linear.name.endswith(("gate_proj", "up_proj")))
+    return model.layers * (4 * model.hidden + (3 * queries + 3 * keys + 1.5 * wide) / tensor)
 
 
 def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1) -> int:

@@ -30,11 +30,13 @@ from tinsmith.store import usage
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import KEPT_S, KeptSamples
 from tinsmith.store.models import Models, unload_request
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 
@@ -68,6 +70,8 @@ class SweptParts:
     sequences: Sequences
     files: Files
     kept_samples: KeptSamples
+    responses: Responses
+    exchanges: Exchanges
     engines: Engines
 
 
@@ -134,6 +138,8 @@ class Janitor:
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
         parts.files.sweep_expired()
         parts.kept_samples.sweep(now() - KEPT_S)
+        parts.responses.sweep()
+        parts.exchanges.sweep()
         parts.engines.forget_gone()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S

@@ -75,6 +75,7 @@ from tinsmith.storage.directories import claim
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
@@ -82,6 +83,7 @@ from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
@@ -298,6 +300,8 @@ def _swept(settings: Settings, services: Services, engines: Engines) -> SweptPar
         services.sequences,
         services.files,
         services.kept_samples,
+        services.responses,
+        services.exchanges,
         engines,
     )
 
@@ -336,6 +340,8 @@ def _services(
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=quotas,
         custom_losses=CustomLosses(database),
+        responses=Responses(database),
+        exchanges=Exchanges(database),
         sequences=Sequences(database),
         sessions=sessions,
         models=Models(database),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -25,6 +25,7 @@ from tinsmith.store.models import ids_of_project
 from tinsmith.types import LoraSpec
 
 KINDS = ("weights", "sampler_weights", "external_weights")
+_SCANNED_AT_A_TIME = 500
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -80,6 +81,18 @@ class Checkpoint:
         return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed)
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """`after` is the time and the directory of the last checkpoint of the page before; None filters nothing."""
+
+    kinds: Sequence[str]
+    limit: int
+    base_models: Sequence[str] | None = None
+    project_ids: Sequence[str] | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[float, str] | None = None
+
+
 def parse_path(text: str, field: str = "path") -> CheckpointRef:
     """Parse a tinker:// path from this field of a request. Raises UserError."""
     prefix, _, rest = text.partition("://")
@@ -130,6 +143,37 @@ class Checkpoints:
             mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
         rows, total = self._db.page(_newest_first(mine), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
+
+    def search(self, tenant_id: str, search: Search) -> tuple[list[Checkpoint], bool]:
+        """A page of the tenant's checkpoints that pass all filters, newest first, and whether there are more."""
+        found: list[Checkpoint] = []
+        after = search.after
+        while len(found) <= search.limit:
+            some = self._scan(tenant_id, search, after)
+            found += [each for each in some if search.user_metadata.items() <= (each.user_metadata or {}).items()]
+            if len(some) < _SCANNED_AT_A_TIME:
+                break
+            after = (some[-1].created_at, some[-1].directory or "")
+        return found[: search.limit], len(found) > search.limit
+
+    def _scan(self, tenant_id: str, search: Search, after: tuple[float, str] | None) -> list[Checkpoint]:
+        """The next checkpoints that pass the filters which SQL evaluates alike on every database."""
+        created_at, directory = CHECKPOINTS.c.created_at, CHECKPOINTS.c.directory
+        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)
+        if search.base_models is not None:
+            mine = mine & CHECKPOINTS.c.base_model.in_(search.base_models)
+        if search.project_ids is not None:
+            of_projects = [CHECKPOINTS.c.training_run_id.in_(ids_of_project(each)) for each in search.project_ids]
+            mine = mine & sa.or_(sa.false(), *of_projects)
+        if after is not None:
+            mine = mine & ((created_at < after[0]) | ((created_at == after[0]) & (directory < after[1])))
+        query = _newest_first(mine).order_by(directory.desc()).limit(_SCANNED_AT_A_TIME)
+        return [Checkpoint(**row._mapping) for row in self._db.rows(query)]
+
+    def created_at(self, tenant_id: str, directory: str) -> float | None:
+        """When the tenant's checkpoint with this directory was made; None if there is none."""
+        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.directory == directory)
+        return self._db.scalar(sa.select(CHECKPOINTS.c.created_at).where(mine))
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import FUTURES, SESSIONS
+from tinsmith.db.schema import FUTURES, MODELS, SESSIONS
 from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError
 from tinsmith.runtime.clocks import TOLERANCE_S
@@ -161,6 +161,13 @@ class Sessions:
 
     def _update(self, session_id: str, **values: object) -> None:
         self._db.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
+
+    def projects(self, tenant_id: str) -> list[str]:
+        """The projects of the tenant's sessions and copies."""
+        of = (
+            sa.select(each.c.project_id).where(each.c.tenant_id == tenant_id).distinct() for each in (SESSIONS, MODELS)
+        )
+        return [name for query in of for name in self._db.scalars(query) if name is not None]
 
     def list_ids(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> list[str]:
         """Newest first."""

@@ -57,7 +57,7 @@ from tinsmith.wire.training import check_sizes
 
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
 _USUAL = Adjustments()
-_NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 
 def sample_body(
@@ -87,6 +87,8 @@ def _written(adjustments: Adjustments | None) -> dict[str, object]:
         return {}
     written: dict[str, object] = {name: getattr(adjustments, name) for name in _NUMBERS}
     written["logit_bias"] = [[token_id, bias] for token_id, bias in adjustments.logit_bias]
+    written["allowed_token_ids"] = list(adjustments.allowed_token_ids)
+    written["bad_words"] = [list(word) for word in adjustments.bad_words]
     if adjustments.grammar:
         written["grammar"] = {"kind": adjustments.grammar.kind, "text": adjustments.grammar.text}
     return written
@@ -214,6 +216,9 @@ class BeyondBody(Body):
     frequency_penalty: float = _USUAL.frequency_penalty
     logit_bias: list[Any] = Field(default_factory=list)
     grammar: GrammarBody | None = None
+    allowed_token_ids: list[int] = Field(default_factory=list)
+    bad_words: list[list[int]] = Field(default_factory=list)
+    min_tokens: int = _USUAL.min_tokens
     stop_tokens: list[int] = Field(default_factory=list)
     stop_eos: bool = True
     stream: bool = False
@@ -224,6 +229,8 @@ class BeyondBody(Body):
             **{name: getattr(self, name) for name in _NUMBERS},
             logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in self.logit_bias),
             grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            bad_words=tuple(tuple(word) for word in self.bad_words),
         )
         params = replace(
             sample.params,

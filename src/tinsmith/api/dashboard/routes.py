@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tinsmith import __version__
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, one_of, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
@@ -74,7 +75,18 @@ def assets() -> dict[str, Asset]:
 
 
 async def page(request: Request) -> Response:
-    return _asset(request, "index.html")
+    if "text/html" in request.headers.get("accept", ""):
+        return _asset(request, "index.html")
+    base = str(request.base_url).rstrip("/")
+    text = (
+        f"Tinsmith {__version__}, a server of the Tinker API.\n"
+        f"  tinker SDK      TINKER_BASE_URL={base}\n"
+        f"  OpenAI clients  base_url={base}/v1\n"
+        f"  health          {base}/healthz\n"
+        f"  API document    {base}/openapi.json\n"
+        f"  dashboard       {base}/ in a browser\n"
+    )
+    return Response(text, headers={"vary": "accept"} | HEADERS, media_type="text/plain")
 
 
 async def file(request: Request) -> Response:

@@ -85,7 +85,7 @@ async def _events(
             if news.choice is None or news.piece is None:
                 yield STILL_THERE
                 continue
-            if news.piece or (news.piece.tokens and plan.top_logprobs is not None):
+            if news.piece or news.piece.sampled or (news.piece.tokens and plan.top_logprobs is not None):
                 yield event(piece_chunk(plan, text, head, news.choice.index, news.piece, None))
             if news.reason:
                 yield event(piece_chunk(plan, text, head, news.choice.index, Piece(), news.reason))

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -21,14 +21,16 @@ from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import openai_error
-from tinsmith.api.operation import JsonObject, Services, authenticate, read_body, run
+from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, Plan, Target
 from tinsmith.chat.messages import CountRequest, MessageRequest
+from tinsmith.chat.responses import ResponseRequest, new_response, refuse_in_batch
 from tinsmith.chat.results import Head, whole
 from tinsmith.chat.texts import Text
+from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
     EngineFailedError,
     NotFoundError,
@@ -47,35 +49,40 @@ from tinsmith.wire.bodies import JSON_TYPE, decode
 from tinsmith.wire.fields import read_object, validate
 from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
 KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: the weights that answer it, and its plan."""
+    """A valid request: the weights that answer it, and its plan. `capture` is the session that its answers are recorded
+    in.
+    """
 
     shape: ModelShape
     model_path: str | None
     text: Text
     plan: Plan
+    capture: str | None = None
 
 
 async def answer(
     services: Services, tenant_id: str, endpoint: str, body: Mapping[str, object]
 ) -> tuple[int, JsonObject]:
-    """Answer one request as the route `endpoint` (CHAT or COMPLETIONS) would: its status and its JSON.
+    """Answer one request as the route `endpoint`, one of KINDS or RESPONSES, would: its status and its JSON.
 
     An invalid request raises nothing: an error has OpenAI's body, {"error": {message, type, param, code}}. 429 means
     that a quota is full, 5xx that the request may be sent again. Cancelling the call cancels the samples. `stream` is
     refused.
     """
     try:
-        if endpoint not in KINDS:
-            raise NotFoundError(f"endpoint {endpoint!r} is none of {CHAT!r} and {COMPLETIONS!r}")
+        if endpoint not in (*KINDS, RESPONSES):
+            raise NotFoundError(f"endpoint {endpoint!r} is none of {', '.join(map(repr, (*KINDS, RESPONSES)))}")
         if body.get("stream"):
             raise not_supported("stream", "a line of a file has one answer; leave it out")
+        if endpoint == RESPONSES:
+            return 200, await _response(services, tenant_id, body)
         prepared = await run(prepare, services, tenant_id, body, KINDS[endpoint])
         head = new_head(prepared.plan, chat=endpoint == CHAT)
         results = await sampled(services, tenant_id, prepared)
@@ -83,6 +90,17 @@ async def answer(
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
         return status, {"error": openai_error(str(error), status, error)}
+
+
+async def _response(services: Services, tenant_id: str, body: Mapping[str, object]) -> JsonObject:
+    """A response that is not stored."""
+    request = validate(ResponseRequest, body)
+    refuse_in_batch(request)
+    request = request.model_copy(update={"store": False})
+    prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
+    (result,) = await sampled(services, tenant_id, prepared)
+    response = new_response("resp_" + secrets.token_hex(24), request, prepared.plan, prepared.text)
+    return await run(response.whole, result)
 
 
 def new_head(plan: Plan, *, chat: bool) -> Head:
@@ -96,7 +114,8 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
     def work() -> Prepared:
-        return prepare(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), kind)
+        values = read_object(decode(body, encoding, services.settings.max_body_bytes))
+        return replace(prepare(services, tenant_id, values, kind), capture=capture_session(request))
 
     return services, tenant_id, await run(work)
 
@@ -104,9 +123,22 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
 def prepare(services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind) -> Prepared:
     """On a worker thread: it reads the database and runs the tokenizer. Raises UserError."""
     request = validate(kind, values)
-    shape, model_path = weights_of(services, tenant_id, Target.of(request.model))
+    return prepare_plan(services, tenant_id, request.model, request.plan)
+
+
+def prepare_plan(services: Services, tenant_id: str, model: str | None, plan: Callable[[Text], Plan]) -> Prepared:
+    """The same for a request that is validated."""
+    shape, model_path = weights_of(services, tenant_id, Target.of(named_or_only(services, model)))
     text = services.texts.of(shape)
-    return Prepared(shape, model_path, text, request.plan(text))
+    return Prepared(shape, model_path, text, plan(text))
+
+
+def named_or_only(services: Services, model: str | None) -> str:
+    """The model that a request names, or the server's only base model."""
+    names = [shape.name for shape in services.bases]
+    if model is None and len(names) != 1:
+        raise RequestError("model", f"model is missing; this server has {', '.join(names)}")
+    return names[0] if model is None else model
 
 
 def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[ModelShape, str | None]:
@@ -134,7 +166,17 @@ class ModelNotFoundError(RequestError, NotFoundError):
 async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
     async with seated(services, tenant_id, prepared) as seats:
-        return [await settled(services, seat) for seat in seats]
+        results = [await settled(services, seat) for seat in seats]
+        await record(services, tenant_id, prepared, results)
+        return results
+
+
+async def record(services: Services, tenant_id: str, prepared: Prepared, results: Sequence[SampleResult]) -> None:
+    """Keep the exchange of a captured request, before its client has the answer."""
+    if prepared.capture is not None and not prepared.plan.echo_only:
+        version = prepared.model_path or prepared.shape.name
+        add = services.exchanges.record
+        await asyncio.shield(run(add, tenant_id, prepared.capture, version, prepared.plan.prompts, results))
 
 
 @asynccontextmanager
@@ -145,7 +187,7 @@ async def seated(
     seats: list[SampleId] = []
     try:
         # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
-        await asyncio.shield(run(_submit_all, services, tenant_id, prepared, stream, seats))
+        await asyncio.shield(run(submit_all, services, tenant_id, prepared, stream, seats))
         yield seats
     except BaseException:
         await asyncio.shield(run(give_up, services, seats))
@@ -155,7 +197,7 @@ async def seated(
             services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
 
 
-def _submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[SampleId]) -> None:
+def submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[SampleId]) -> None:
     for prompt in prepared.plan.prompts:
         _submit(services, tenant_id, prepared, prompt, stream, seats)
 
@@ -192,20 +234,23 @@ def _submit(
 def _shown(plan: Plan) -> Mapping[str, object]:
     """The fields of an asample for the logprobs that the answer shows."""
     top = plan.top_logprobs
-    if top is None:
-        return {}
-    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": top} if plan.echo else {}
-    return {"topk_sample_logprobs": top} | of_prompt
+    asked = [count for count in (top if plan.echo else None, plan.prompt_logprobs) if count is not None]
+    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(asked)} if asked else {}
+    return of_prompt if top is None else {"topk_sample_logprobs": top} | of_prompt
 
 
 def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
     prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
     if prompt + (max_tokens or 1) > shape.max_context_length:
         raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
-    adjustments = sample.params.adjustments
-    for token_id, _ in adjustments.logit_bias if adjustments else ():
-        if token_id >= shape.vocab_size:
-            raise RequestError("logit_bias", f"logit_bias names token {token_id}; there are {shape.vocab_size}")
+    if adjustments := sample.params.adjustments:
+        biased = max((token_id for token_id, _ in adjustments.logit_bias), default=0)
+        for name, token_id in (
+            ("logit_bias", biased),
+            ("allowed_token_ids", max(adjustments.allowed_token_ids or (0,))),
+        ):
+            if token_id >= shape.vocab_size:
+                raise RequestError(name, f"{name} names token {token_id}; there are {shape.vocab_size}")
     check_sample(sample, shape)
 
 
@@ -227,10 +272,20 @@ async def settled(services: Services, seat: SampleId) -> SampleResult:
                     await woken.wait()
             woken.clear()
             await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
+    return _result_of(outcome, seat.request_id)
+
+
+def sample_outcome(services: Services, tenant_id: str, request_id: str) -> SampleResult | None:
+    """The result of a sample, on a worker thread; None while it is pending. Raises its error."""
+    outcome = services.futures.outcome(tenant_id, request_id)
+    return None if outcome is None else _result_of(outcome, request_id)
+
+
+def _result_of(outcome: FutureOutcome, request_id: str) -> SampleResult:
     if outcome.error is not None:
         raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
     assert outcome.body is not None
-    return read_sample_result(outcome.body, seat.request_id)
+    return read_sample_result(outcome.body, request_id)
 
 
 async def _outcome(services: Services, seat: SampleId) -> FutureOutcome | None:

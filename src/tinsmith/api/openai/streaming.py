@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.api.openai.generation import Prepared, settled
+from tinsmith.api.openai.generation import Prepared, record, settled
 from tinsmith.api.operation import Services
 from tinsmith.chat.choices import Choice, Piece
 from tinsmith.chat.results import finish_reason, read_sequence
@@ -74,6 +74,7 @@ async def follow(
             for task in (*ends, coming):
                 task.cancel()
     results += [found[seat.request_id] for seat in seats]
+    await record(services, seats[0].tenant_id, prepared, results)
 
 
 def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:

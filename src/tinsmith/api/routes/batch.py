@@ -23,7 +23,7 @@ from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Se
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.coordinator import DEFAULT_POOL
 from tinsmith.batch.coordinator.job_run import error_row
-from tinsmith.batch.coordinator.state import TERMINAL, Job
+from tinsmith.batch.coordinator.state import TERMINAL, JobRecord
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
@@ -200,7 +200,7 @@ async def events(request: Request) -> Response:
 
 
 async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
-    sent: Job | None = None
+    sent: JobRecord | None = None
     sent_at = time.monotonic()
     with services.waiters.watch_job(job_id) as changed:
         while not services.waiters.closed:
@@ -251,7 +251,7 @@ def resize_pool(call: Call, draft: Draft[ResizePoolRequest]) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
-def _job(call: Call) -> Job:
+def _job(call: Call) -> JobRecord:
     return call.services.batch_jobs.find(call.tenant_id, _id(call.path["job_id"]))
 
 
@@ -269,7 +269,7 @@ def _after(call: Call) -> tuple[int, int]:
     return int(after), call.page(MAX_PAGE)[0]
 
 
-def _shown(job: Job) -> JsonObject:
+def _shown(job: JobRecord) -> JsonObject:
     names = (
         "job_id name pool priority weight status total_rows rows_ok rows_failed tokens_in tokens_out max_failed_rows "
         "resume_from error created_at started_at ended_at"
@@ -278,7 +278,7 @@ def _shown(job: Job) -> JsonObject:
     return {**shown, "batch_total_batches": job.total_batches, "batch_completed_batches": job.completed_batches}
 
 
-def _whole(services: Services, job: Job) -> JsonObject:
+def _whole(services: Services, job: JobRecord) -> JsonObject:
     outputs = services.batch_jobs.outputs(job.job_id)
     names = ("path", "rows", "bytes", "sha256", "etag")
     workers = services.batch_jobs.workers(job.job_id)

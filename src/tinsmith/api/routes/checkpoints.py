@@ -16,15 +16,27 @@ from pydantic import Field
 
 from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
-from tinsmith.api.routes.sessions import check_scope
+from tinsmith.api.routes.sessions import MAX_PAGE as MAX_SEARCHED
+from tinsmith.api.routes.sessions import MAX_PROJECTS, SearchOwnerBody, check_scope, includes_caller
 from tinsmith.api.routes.weights import granting_tenant
 from tinsmith.auth import user_urn
-from tinsmith.errors import UserError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.audit import entry
-from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, NewCheckpoint, parse_path
+from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, NewCheckpoint, Search, parse_path
 from tinsmith.store.models import Model, NewModel, copied_run
 from tinsmith.store.usage import added
-from tinsmith.wire.fields import NO_NUL, Body, Position, Text, show
+from tinsmith.wire.fields import (
+    NO_NUL,
+    Body,
+    ClosedBody,
+    OneOf,
+    Position,
+    Text,
+    TextMetadata,
+    iso,
+    moment_of,
+    show,
+)
 from tinsmith.wire.weights import Ttl, optimizer_config
 
 # A path's middle segment -> the type that the SDK shows.
@@ -82,6 +94,77 @@ def list_checkpoints(call: Call) -> JsonObject:
         "checkpoints": [_checkpoint(checkpoint) for checkpoint in found],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
+
+
+SEARCH = "/checkpoints/search"
+"""The path of SDK 0.39's `search_checkpoints`, by analogy with that of the session search."""
+
+
+class CheckpointCursorBody(Body):
+    last_created_at: Annotated[Text, Field(json_schema_extra={"format": "date-time"})]
+    last_checkpoint_uuid: Annotated[Text, Field(json_schema_extra={"format": "uuid"})]
+
+
+class SearchCheckpointsRequest(ClosedBody):
+    """Every filter narrows the search; an empty list of `base_models` or `project_ids` finds nothing."""
+
+    project_ids: Annotated[list[Text], Field(max_length=MAX_PROJECTS, fail_fast=True)] | None = None
+    base_models: Annotated[list[Text], Field(max_length=MAX_PROJECTS, fail_fast=True)] | None = None
+    user_metadata: TextMetadata | None = None
+    checkpoint_type: Annotated[str, OneOf(tuple(CHECKPOINT_TYPES.values()))] | None = None
+    owner: SearchOwnerBody = SearchOwnerBody()
+    limit: Annotated[int, Field(ge=1, le=MAX_SEARCHED)] = 50
+    cursor: CheckpointCursorBody | None = None
+
+
+@operation(
+    "POST",
+    SEARCH,
+    "Find checkpoints",
+    body=SearchCheckpointsRequest,
+    answer=fields({"checkpoints": CHECKPOINTS}, {"next_cursor": ANYTHING}),
+    errors=(404,),
+    access=Access.LISTING,
+    filters=({"user_metadata": {}},),
+)
+def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObject:
+    known = set(call.services.sessions.projects(call.tenant_id)) if request.project_ids else set()
+    if unknown := [each for each in request.project_ids or () if each not in known]:
+        raise NotFoundError(f"project_ids has {show(unknown[0])}, which is not a project of yours")
+    kinds = [kind for kind, shown in CHECKPOINT_TYPES.items() if request.checkpoint_type in (None, shown)]
+    search = Search(
+        kinds=kinds,
+        base_models=request.base_models,
+        project_ids=request.project_ids,
+        user_metadata=request.user_metadata or {},
+        limit=request.limit,
+        after=_cursor(call, request.cursor),
+    )
+    if not includes_caller(request.owner, call.tenant_id):
+        return {"checkpoints": [], "next_cursor": None}
+    found, more = call.services.checkpoints.search(call.tenant_id, search)
+    last = found[-1] if more else None
+    cursor = last and {
+        "last_created_at": iso(last.created_at),
+        "last_checkpoint_uuid": str(uuid.UUID(last.directory)),
+    }
+    return {"checkpoints": [_checkpoint(each) for each in found], "next_cursor": cursor}
+
+
+def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str] | None:
+    """The position after the last checkpoint of a page: its exact time from its row, if that exists, since the wire has
+    microseconds.
+    """
+    if cursor is None:
+        return None
+    created_at = moment_of("cursor.last_created_at", cursor.last_created_at)
+    try:
+        directory = uuid.UUID(cursor.last_checkpoint_uuid).hex
+    except ValueError:
+        given = show(cursor.last_checkpoint_uuid)
+        raise UserError(f"cursor.last_checkpoint_uuid is {given}; send the next_cursor of a page") from None
+    exact = call.services.checkpoints.created_at(call.tenant_id, directory)
+    return (created_at if exact is None else exact), directory
 
 
 class WeightsInfoRequest(Body):
@@ -201,6 +284,7 @@ def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
         "tinker_path": checkpoint.ref.path,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
+        "base_model": checkpoint.base_model,
         "user_metadata": checkpoint.user_metadata,
         "expires_at": None if checkpoint.expires_at is None else _iso(checkpoint.expires_at),
     }

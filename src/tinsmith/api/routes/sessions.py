@@ -229,7 +229,7 @@ class SearchSessionsRequest(ClosedBody):
 def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
     metadata = request.user_metadata or {}
     filters = _search_of(call, request)
-    if not _includes_caller(request.owner, call.tenant_id):
+    if not includes_caller(request.owner, call.tenant_id):
         return {"sessions": [], "next_cursor": None}
 
     def has_metadata(session: Session) -> bool:
@@ -305,7 +305,7 @@ def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | Non
     return sorted(states), sorted(finish_types)
 
 
-def _includes_caller(owner: SearchOwnerBody, tenant_id: str) -> bool:
+def includes_caller(owner: SearchOwnerBody, tenant_id: str) -> bool:
     """Whether the caller is among the wanted owners; it can list only its own sessions."""
     if owner.type != "user":
         return True

@@ -11,8 +11,10 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import IO, Annotated, cast
 
 import orjson
 from pydantic import Field
@@ -28,10 +30,10 @@ from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, 
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
 from tinsmith.store.audit import entry
-from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, check_name
+from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import NewModel, copied_run
 from tinsmith.store.usage import added
-from tinsmith.types import ModelShape
+from tinsmith.types import LoraSpec, ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import (
     MAX_METADATA_BYTES,
@@ -104,6 +106,8 @@ class UploadRequest(Body):
     user_metadata: TextMetadata | None = None
 
 
+Opener = Callable[[], AbstractContextManager[IO[bytes]]]
+
 _FILE: Schema = {"type": "string", "format": "binary"}
 _TEXTS = cast("dict[str, Schema]", described(UploadRequest)["UploadRequest"]["properties"])
 FORM: Schema = {
@@ -135,15 +139,32 @@ async def upload(request: Request) -> Response:
 
 
 def _stored(call: Call, form: FormData) -> bytes:
-    services = call.services
     request, files = _read(form)
+    opened = {name: (lambda file=file: nullcontext(file.file)) for name, file in files.items()}
+    stored = store_adapter(call, request, idempotent_session(call, UPLOAD_IDS), opened)
+    return orjson.dumps(
+        {
+            "tinker_path": stored.ref.path,
+            "base_model": stored.base_model,
+            "lora_rank": stored.lora_rank,
+            "size_bytes": stored.size_bytes,
+        }
+    )
+
+
+def store_adapter(
+    call: Call, request: UploadRequest, session_id: str, files: Mapping[str, Opener], wanted: LoraSpec | None = None
+) -> Checkpoint:
+    """The checkpoint of a run that is made for it; the same for the same `session_id`. Raises UserError if the files
+    are no adapter of the base model, or not the `wanted` one.
+    """
+    services = call.services
     shape = services.bases.get(request.base_model)
-    session_id = idempotent_session(call, UPLOAD_IDS)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", request.name)
     reason = f"uploaded as {request.name}"
     if not made_before(services.models.find(ref.training_run_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
-        directory, size_bytes, facts, optimizer_type = _written(call, files, shape)
+        directory, size_bytes, facts, optimizer_type = _written(call, files, shape, wanted)
         new = NewCheckpoint(
             ref,
             call.tenant_id,
@@ -169,19 +190,11 @@ def _stored(call: Call, form: FormData) -> bytes:
         added_run = copied_run(of_run, request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
             made_before(services.models.find(ref.training_run_id), reason)
-    stored = services.checkpoints.get(call.tenant_id, ref)
-    return orjson.dumps(
-        {
-            "tinker_path": ref.path,
-            "base_model": stored.base_model,
-            "lora_rank": stored.lora_rank,
-            "size_bytes": stored.size_bytes,
-        }
-    )
+    return services.checkpoints.get(call.tenant_id, ref)
 
 
 def _written(
-    call: Call, files: Mapping[str, UploadFile], shape: ModelShape
+    call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraSpec | None
 ) -> tuple[str, int, AdapterFacts, str | None]:
     """Check the files and write them to a checkpoint's directory: its name, size, adapter and optimizer type. Raises
     UserError.
@@ -189,15 +202,22 @@ def _written(
     found: list[tuple[AdapterFacts, str | None]] = []
 
     def fill(directory: Path) -> None:
-        for name, file in files.items():
-            with (directory / name).open("xb") as target:
-                shutil.copyfileobj(file.file, target, CHUNK_BYTES)
+        for name, opener in files.items():
+            with (directory / name).open("xb") as target, opener() as source:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
         facts = adapters.read(directory, plain=True)
+        if wanted is not None and replace(wanted, seed=None) != facts.spec:
+            raise UserError(f"lora_config is {_trained(wanted)}, and the files hold {_trained(facts.spec)}")
         adapters.check_fits(facts, Path(shape.path))
         found.append((facts, adapters.optimizer_type(directory)))
 
     directory, size_bytes = call.services.checkpoints.files.write(fill)
     return directory, size_bytes, *found[0]
+
+
+def _trained(spec: LoraSpec) -> str:
+    groups = [name for name in ("attn", "mlp", "unembed") if getattr(spec, f"train_{name}")]
+    return f"rank {spec.rank} of {', '.join(groups)}"
 
 
 def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.distributed.processes import RankProcesses, encode
-from tinsmith.backends.distributed.rank import Outcome, Rank, carry_out
+from tinsmith.backends.distributed.rank import CommandOutcome, Rank, carry_out
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler
 from tinsmith.errors import RanksLostError, SettingsError, UserError
@@ -63,12 +63,12 @@ class Group:
         try:
             others = [rank for rank in chosen if rank]
             self._others.send(others, encode([name, args]))
-            outcomes: dict[int, Outcome] = {}
+            outcomes: dict[int, CommandOutcome] = {}
             if 0 in chosen:
                 outcomes[0] = carry_out(self.own, name, args)
             patience = None if name in WITHOUT_TIMEOUT else self._timeout_s
             for rank in others:
-                outcomes[rank] = Outcome.read(self._others.receive(rank, patience))
+                outcomes[rank] = CommandOutcome.read(self._others.receive(rank, patience))
             return _agreed(name, outcomes)
         except RanksLostError as error:
             self._on_lost(str(error))
@@ -162,7 +162,7 @@ class ShardedBackend:
         self._call("drop_version", version_id)
 
 
-def _agreed(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
+def _agreed(name: str, outcomes: Mapping[int, CommandOutcome]) -> dict[int, object]:
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
         described = "; ".join(f"rank {rank}: {outcome.described}" for rank, outcome in sorted(outcomes.items()))

@@ -6,7 +6,7 @@ gradients of some probe tokens, with random adapters. It is divided on the host 
 share. Once all ranks have their share, the same tokens must give the same, or the model is refused: a plan that does
 not suit a family is found at start.
 
-Layers of a parted model run as modules; the decoders that are written out expect whole weights.
+Layers of a parted model run as modules; the decoder that is written out expects whole weights.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """
@@ -40,7 +40,6 @@ from tinsmith.backends.distributed.tensor_parallel import (
     RowLinear,
     SplitRowLinear,
     divided,
-    gradient_layout,
     whole_gradient,
 )
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
@@ -97,8 +96,11 @@ class PartedBase(BaseModel):
         return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
     def adaptable(self) -> list[Target]:
-        linears = (own.whole if isinstance(own, PartedLinear) else own.target for own in self.targets.values())
-        return [*linears, *(target for module in self.experts for target in module.targets)]
+        owned = ((own.whole,) if isinstance(own, PartedLinear) else own.adapted for own in self.targets.values())
+        return [
+            *(target for targets in owned for target in targets),
+            *(target for module in self.experts for target in module.targets),
+        ]
 
     def hidden(
         self,
@@ -126,9 +128,9 @@ class PartedBase(BaseModel):
             return Adapter(spec, layout, flat_P, self.dtype)
         return PartedAdapter(spec, layout, flat_P, self.dtype, self.parting)
 
-    def _compare_gradients(self) -> None:
-        """Nothing to compare: only modules can be divided."""
-        self._written_out = self._differentiable = None
+    def _check_training(self) -> None:
+        """Only modules can be divided."""
+        self._written_out = None
 
     def divide(self, ranks: Ranks) -> None:
         """Keep this rank's share, on its device."""
@@ -174,6 +176,11 @@ class PartedBase(BaseModel):
             raise SettingsError(
                 f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} are not divided; use "
                 "data_parallel with shard_base, which keeps a part of them on each device"
+            )
+        if self.mixers:
+            raise SettingsError(
+                f"tensor_parallel is {degree}, and layers of {type(self.model).__name__} that keep a state are not "
+                "divided; use data_parallel, with shard_base where the model does not fit on one device"
             )
         kinds = divided(self.shape.name, self.model.config.get_text_config(), decoder, degree)
         readers: dict[str, list[str]] = {}
@@ -224,14 +231,12 @@ class PartedBase(BaseModel):
             layout = Layout.of(rank, self.adaptable())
             flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
             adapters.append(self.adapter(LoraSpec(rank), layout, flat_P))
-            buffers.append(torch.zeros(gradient_layout(adapters[-1]).numel, device=self.device))
         num_rows = sum(PROBE_LENGTHS)
         tokens_T = torch.randint(0, self.shape.vocab_size, (num_rows,), generator=generator).to(self.device)
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in PROBE_LENGTHS])
         routing = Routing.of(adapters, PROBE_LENGTHS)
         try:
-            for adapter, buffer_P in zip(adapters, buffers, strict=True):
-                adapter.gradients = gradient_layout(adapter).views(buffer_P)
+            buffers += [adapter.open_gradients() for adapter in adapters]
             with torch.enable_grad():
                 hidden_TD = self.hidden(tokens_T, positions_T, PackedCausal(PROBE_LENGTHS, self.device), routing)
             grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).to(hidden_TD)

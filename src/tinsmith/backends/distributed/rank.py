@@ -1,7 +1,7 @@
 """One rank and the commands that it carries out. Rank 0 is in the engine's process, the others are in their own.
 
 `RankBackend` is the torch backend with what ranks share: its base may be parted, and all ranks take part in its steps.
-`Rank` has the commands; `carry_out` runs one and gives an `Outcome`, plain data that rank 0 compares.
+`Rank` has the commands; `carry_out` runs one and gives an `CommandOutcome`, plain data that rank 0 compares.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ SILENT = frozenset({"run_micro_batch"})
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandOutcome:
     """`kind` is 'done' or the name of the error. `digest` is of the result, for commands in COMPARED."""
 
     kind: str
@@ -166,7 +166,7 @@ class Outcome:
         return encode([self.kind, self.value, known, self.digest])
 
     @classmethod
-    def read(cls, message: bytes) -> Outcome:
+    def read(cls, message: bytes) -> CommandOutcome:
         kind, value, error, digest = cast("tuple[str, object, TinsmithError | str | None, str]", decode(message))
         if isinstance(error, str):
             return cls(kind, value, MemoryError(error) if kind == "MemoryError" else EngineFailedError(error), digest)
@@ -182,15 +182,15 @@ def _command(rank: Rank, name: str) -> Callable[..., object]:
     return getattr(rank, name)
 
 
-def carry_out(rank: Rank, name: str, args: Sequence[object]) -> Outcome:
+def carry_out(rank: Rank, name: str, args: Sequence[object]) -> CommandOutcome:
     """Raises RanksLostError if the other ranks are gone."""
     try:
         value = _command(rank, name)(*args)
     except RanksLostError:
         raise
     except Exception as error:  # noqa: BLE001  rank 0 raises it, or reports which ranks differ
-        return Outcome(type(error).__name__, error=error)
-    return Outcome("done", value, digest=repr(value) if name in COMPARED else "")
+        return CommandOutcome(type(error).__name__, error=error)
+    return CommandOutcome("done", value, digest=repr(value) if name in COMPARED else "")
 
 
 def serve(rank: Rank, link: Link) -> None:
@@ -201,5 +201,5 @@ def serve(rank: Rank, link: Link) -> None:
         if not isinstance(outcome.error, TinsmithError | MemoryError | None):
             log.error("a rank failed", command=name, exc_info=outcome.error)
         if name in SILENT and outcome.error is None:
-            outcome = Outcome("done")
+            outcome = CommandOutcome("done")
         link.send(outcome.message())

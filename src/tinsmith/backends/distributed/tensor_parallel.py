@@ -198,6 +198,11 @@ class PartedAdapter(Adapter):
         given = [_at(self.weights[piece.name][piece.matrix], piece) for piece in self.pieces]
         torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
+    def open_gradients(self) -> Tensor:
+        gradient_P = torch.zeros_like(self.compute_P, dtype=torch.float32)
+        self.gradients = self.compute_layout.views(gradient_P)
+        return gradient_P
+
     def clone(self) -> Adapter:
         return PartedAdapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype, self.parting)
 
@@ -209,11 +214,6 @@ class PartedAdapter(Adapter):
             if piece.counted:
                 _at(whole[piece.name][piece.matrix], piece).copy_(own[piece.name][piece.matrix])
         return whole_P
-
-
-def gradient_layout(adapter: Adapter) -> Layout:
-    """The layout of an adapter's `gradients` on this rank."""
-    return adapter.compute_layout if isinstance(adapter, PartedAdapter) else adapter.layout
 
 
 def whole_gradient(adapter: Adapter, gradient_P: Tensor) -> Tensor:

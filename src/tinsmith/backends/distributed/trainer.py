@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.backends.distributed.model import PartedBase
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.distributed.tensor_parallel import gradient_layout, whole_gradient
+from tinsmith.backends.distributed.tensor_parallel import whole_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.loss import Head, LossSpec
@@ -58,14 +58,9 @@ class RankedTrainer(Trainer):
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         adapters = _trained(checked)
-        buffers = {
-            key: torch.zeros(gradient_layout(adapter).numel, device=self._base.device)
-            for key, adapter in adapters.items()
-        }
+        buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
         shortage = None
         try:
-            for key, adapter in adapters.items():
-                adapter.gradients = gradient_layout(adapter).views(buffers[key])
             for number, (batch, train) in enumerate(batches):
                 if number:
                     yield

@@ -13,8 +13,8 @@ from typing import cast
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
 from tinsmith.backends.torch import TorchBackend, checkpoint
+from tinsmith.backends.torch.adapters import Trained
 from tinsmith.backends.torch.optim import check_family
-from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape
 

@@ -32,15 +32,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tinsmith.backends.torch.adapters import ALIGN, Adapter
+from tinsmith.backends.torch.adapters import ALIGN, Adapter, Trained
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
-from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora_ops import Routing, Run, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler
@@ -104,24 +102,6 @@ class FullWeights(Adapter):
         return FullWeights(self.layout, self.flat_P.clone())  # pyright: ignore[reportArgumentType]
 
 
-class FullGradients(Gradients):
-    """Name -> view. They begin as zeros, since autograd adds to each of them."""
-
-    def __init__(self, weights: FullWeights) -> None:
-        self.flat_P = torch.zeros_like(weights.flat_P)
-        self._views = weights.layout.views(self.flat_P)
-        self._unwritten = {}
-
-    def __getitem__(self, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-
 TOLERANCE = 1e-3
 """The largest relative error between gradients under packed attention and those of the model's own."""
 
@@ -136,7 +116,7 @@ class FullBase(BaseModel):
         quantize: str = "off",
     ) -> None:
         super().__init__(model, tokenizer, shape, recompute, quantize)
-        self._written_out = self._differentiable = None
+        self._written_out = None
         if self.experts:
             raise SettingsError(f"{shape.name} is a mixture of experts; backend 'full' trains dense models only")
         self._parameters = dict(model.named_parameters())
@@ -167,7 +147,7 @@ class FullBase(BaseModel):
                 parameter.grad = None
                 parameter.requires_grad_(False)
 
-    def _compare_gradients(self) -> None:
+    def _check_training(self) -> None:
         """Raises SettingsError unless packed rows lead to the gradients of the model's own forward."""
         buffers = [torch.zeros(self.layout.numel, device=self.device) for _ in range(2)]
         tokens_T = torch.arange(9, device=self.device) * 7 % self.shape.vocab_size
@@ -285,9 +265,6 @@ class FullTrainer(Trainer):
         for example in examples:
             own.setdefault(id(example.adapter), []).append(example)
         return [batch for group in own.values() for batch in pack(group, self._limit)]
-
-    def _gradients(self, adapters: Sequence[Adapter]) -> list[FullGradients]:
-        return [FullGradients(weights) for weights in adapters if isinstance(weights, FullWeights)]
 
     def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter

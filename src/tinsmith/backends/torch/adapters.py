@@ -1,28 +1,26 @@
-"""An adapter's numbers: which linears it has, where each matrix lies in one flat vector, and how it is initialised."""
+"""An adapter's numbers: which linears it has, where each matrix lies in one flat vector, and how it is initialised.
+
+`Trained` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each is
+one flat float32 buffer in the adapter's own layout; `optim` knows which moments an optimizer has. A published version
+shares the weights until they change. Knows no request and no file.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tinsmith.types import LORA_ALPHA, LoraSpec
-
-if TYPE_CHECKING:
-    from tinsmith.backends.torch.adapters import Adapter, Target
-
-
-if TYPE_CHECKING:
-    pass
-
 
 ALIGN = 16
 """Every matrix starts at a multiple of this many numbers: 64 bytes, which vector units and tensor cores
@@ -46,6 +44,18 @@ class Bank:
     interleaved: bool
 
 
+class Part(NamedTuple):
+    """That a target is some rows of a linear, from `start` on: Tinker has several adapters where transformers has one
+    linear.
+    """
+
+    whole: str
+    start: int
+    num_parts: int
+    num_rows: int
+    """Of the whole linear, of which the parts may be fewer."""
+
+
 WRAPPED, PLAIN = "model.language_model.", "model."
 """How paths begin of a text model's modules: inside a wrapper, beside a vision tower, and by itself."""
 
@@ -62,13 +72,16 @@ def wrapped_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One linear, or one projection of experts, that may carry adapters: its path, its group and its sizes."""
+    """One linear, some rows of one, or one projection of experts, that may carry adapters: its path, its group and its
+    sizes.
+    """
 
     name: str
     group: str  # 'attn', 'mlp' or 'unembed'
     in_features: int
     out_features: int
     bank: Bank | None = None
+    part: Part | None = None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of A [r, I] and B [O, r]; those of experts are stacked, [E, r, I] and [E, O, r]."""
@@ -90,7 +103,6 @@ class Layout:
     numel: int
     places: Mapping[str, tuple[Place, Place]] = field(repr=False, compare=False)
     """name -> those of A and B"""
-    has_gaps: bool
 
     @classmethod
     def of(cls, rank: int, targets: Iterable[Target]) -> Layout:
@@ -111,7 +123,7 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
         target.name: (Place.of(a_start, a_shape), Place.of(b_start, b_shape))
         for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
     }
-    return Layout(rank, targets, end, places, has_gaps=any(size % ALIGN for size in sizes))
+    return Layout(rank, targets, end, places)
 
 
 class Adapter:
@@ -149,6 +161,12 @@ class Adapter:
         self.gradients: Mapping[str, Pair] | None = None
         self.version = next(_versions)
 
+    def open_gradients(self) -> Tensor:
+        """Set `gradients` to views of the buffer [P] of zeros that is returned."""
+        gradient_P = torch.zeros_like(self.flat_P)
+        self.gradients = self.layout.views(gradient_P)
+        return gradient_P
+
     @property
     def num_bytes(self) -> int:
         return self.flat_P.nbytes + (0 if self.compute_P is self.flat_P else self.compute_P.nbytes)
@@ -173,6 +191,84 @@ class Adapter:
         other = copy(self)
         other.shares, other.gradients = {}, None
         return other
+
+
+@dataclass(slots=True)
+class Trained:
+    """`gradient_P` None means that nothing has accumulated; the moments are None before the first step."""
+
+    adapter: Adapter
+    gradient_P: Tensor | None = None
+    moments: tuple[Tensor, ...] | None = None
+    step: Tensor = field(default_factory=lambda: torch.zeros(()))
+    optimizer_type: str = "adamw"
+    _published: weakref.ref[Adapter] | None = None
+
+    def publish(self) -> Adapter:
+        """The adapter as it is now and stays: nothing is copied before the weights change."""
+        published = self._published and self._published()
+        if published is None:
+            published = self.adapter.share()
+            self._published = weakref.ref(published)
+        return published
+
+    def own(self) -> None:
+        """The weights are about to change: leave them to who still has them, and go on with a copy."""
+        if self._published and self._published() is not None:
+            self.adapter = self.adapter.clone()
+        self._published = None
+
+    def add_gradient(self, gradient_P: Tensor) -> None:
+        """Take a buffer over, or add it to what has accumulated."""
+        if self.gradient_P is None:
+            self.gradient_P = gradient_P
+        else:
+            self.gradient_P += gradient_P
+
+    def gradient_or_zeros(self) -> Tensor:
+        """What has accumulated."""
+        return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P
+
+    def copy(self, *, gradient: bool) -> Trained:
+        """All of it as it is now, sharing nothing; without its gradient unless asked for."""
+        return Trained(
+            self.adapter.numbers(),
+            self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
+            None if self.moments is None else tuple(moment.clone() for moment in self.moments),
+            self.step.clone(),
+            self.optimizer_type,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, or will once it has a gradient and moments; without those that are in the host's memory."""
+        device = self.adapter.flat_P.device
+        moments = 2 if self.moments is None else sum(moment.device == device for moment in self.moments)
+        return self.adapter.num_bytes + self.adapter.flat_P.nbytes * (1 + moments)
+
+    @property
+    def parkable_bytes(self) -> int:
+        """What `park` would take off the device."""
+        device = self.adapter.flat_P.device
+        if self.moments is None or device.type == "cpu":
+            return 0
+        return sum(moment.nbytes for moment in self.moments if moment.device == device)
+
+    def park(self) -> int:
+        """Have the moments in the host's memory until the next step; returns what that frees of the device."""
+        if freed := self.parkable_bytes:
+            assert self.moments is not None
+            self.moments = tuple(moment.cpu() for moment in self.moments)
+        return freed
+
+    def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
+        """The moments, on the device, made with zeros at the first step."""
+        if self.moments is not None:
+            self.moments = tuple(moment.to(self.adapter.flat_P.device) for moment in self.moments)
+        if self.moments is None:
+            self.moments = tuple(torch.zeros_like(self.adapter.flat_P) for _ in range(count))
+            self.step = self.step.to(self.adapter.flat_P.device)
+        return self.moments
 
 
 def layout_for(spec: LoraSpec, targets: Iterable[Target]) -> Layout:
@@ -217,6 +313,11 @@ def view_of(flat_P: Tensor, place: Place) -> Tensor:
     return flat_P.as_strided(place.shape, place.strides, flat_P.storage_offset() + place.start)
 
 
+def rows_from(a_rI: Tensor, num_rows: int) -> Tensor:
+    """The matrix of `num_rows` rows that begins where this one does."""
+    return a_rI.as_strided((num_rows, a_rI.shape[1]), (a_rI.shape[1], 1))
+
+
 class Shares(NamedTuple):
     """What an adapter has at a site."""
 
@@ -239,3 +340,8 @@ class Block(NamedTuple):
     names: tuple[str, ...]
     ranks: slice
     a_RI: Tensor
+
+    def gradient(self, adapter: Adapter) -> Tensor:
+        """The buffer [R, I] of these A's gradients, which lie side by side as the A's do."""
+        assert adapter.gradients is not None
+        return rows_from(adapter.gradients[self.names[0]][0], len(self.a_RI))

@@ -58,6 +58,33 @@ class AttentionPlan(Protocol):
         """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window)."""
         ...
 
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        """[T, D]: a layer that keeps a state instead of keys and values, over each sequence by itself."""
+        ...
+
+
+class MixerState(NamedTuple):
+    """What a layer keeps of n sequences: the last inputs of its convolution [n, C, K], and its recurrent state
+    [n, ...]. None: the layer has no such part.
+    """
+
+    conv: Tensor | None
+    recurrent: Tensor | None
+
+
+class Mixer(Protocol):
+    """A layer with a state; `recurrent.SequenceMixer` is what implements it."""
+
+    layer: int
+
+    def __call__(
+        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, MixerState | None]:
+        """[n, L, D], and the state behind the last of the L rows if `keep`. `starts`: the row of the call in progress
+        at which each sequence begins, which says whose adapter is applied. `state` None: sequences begin here.
+        """
+        ...
+
 
 class Asked(NamedTuple):
     """What a layer asks of attention: the sizes and dtype of what it would cache for a row, and how to attend."""
@@ -70,10 +97,13 @@ class Asked(NamedTuple):
 
 
 class NotingPlan:
-    """An AttentionPlan that attends to nothing and notes, by layer, what is asked each time."""
+    """An AttentionPlan of one sequence that attends to nothing and notes, by layer, what is asked each time and which
+    states are kept.
+    """
 
     def __init__(self) -> None:
         self.asked: dict[int, list[Asked]] = {}
+        self.kept: dict[int, list[MixerState]] = {}
 
     @property
     def windows(self) -> dict[int, list[int | None]]:
@@ -85,6 +115,12 @@ class NotingPlan:
         asked = Asked(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
         self.asked.setdefault(layer, []).append(asked)
         return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
+
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        y_1LD, state = mixer(x_TD[None], (0,), keep=True)
+        assert state is not None
+        self.kept.setdefault(mixer.layer, []).append(state)
+        return y_1LD[0]
 
 
 class PackedCausal:
@@ -111,7 +147,18 @@ class PackedCausal:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
             mask = self._mask(group.length, options.get("window"), q_THD)
             outputs.append(_unpadded(prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options), group))
-        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self._in_order(outputs)
+
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        outputs = []
+        for group in self._groups:
+            x_nLD = _padded(x_TD[:, None], group)[:, 0]
+            y_nLD, _ = mixer(x_nLD, group.starts)
+            outputs.append(_unpadded(y_nLD[:, None], group))
+        return self._in_order(outputs)[:, 0]
+
+    def _in_order(self, outputs: Sequence[Tensor]) -> Tensor:
+        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
         return out_THD if self._order is None else _Select.apply(out_THD, self._order)
 
     def _mask(self, length: int, window: int | None, q_THD: Tensor) -> Tensor | None:
@@ -124,15 +171,22 @@ class PackedCausal:
 
 
 class _Group(NamedTuple):
-    """Sequences that share a kernel call. `rows` None: rows start.. are n sequences of L already side by
-    side.
+    """Sequences that share a kernel call. `rows` None: rows from the first start on are n sequences of L already side
+    by side.
     """
 
-    num_sequences: int
+    starts: tuple[int, ...]
     length: int
-    start: int
     rows: Tensor | None  # [n * L] source row of each padded cell
     kept: Tensor | None  # [rows of the group] padded cell of each real row
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.starts)
+
+    @property
+    def start(self) -> int:
+        return self.starts[0]
 
 
 def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
@@ -149,17 +203,18 @@ def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
     for bucket in buckets:
         bucket.sort()
         count, length = len(bucket), lengths[bucket[0]]
+        own = tuple(starts[i] for i in bucket)
         side_by_side = bucket[-1] - bucket[0] == count - 1
         if side_by_side and all(lengths[i] == length for i in bucket):
-            groups.append(_Group(count, length, starts[bucket[0]], None, None))
+            groups.append(_Group(own, length, None, None))
             continue
         length = max(lengths[i] for i in bucket)
-        start_n = torch.tensor([starts[i] for i in bucket])[:, None]
+        start_n = torch.tensor(own)[:, None]
         size_n = torch.tensor([lengths[i] for i in bucket])[:, None]
         cell_L = torch.arange(length)[None, :]
         rows_nL = start_n + torch.minimum(cell_L, size_n - 1)
         kept = (cell_L < size_n).flatten().nonzero().flatten()
-        groups.append(_Group(count, length, starts[bucket[0]], rows_nL.flatten().to(device), kept.to(device)))
+        groups.append(_Group(own, length, rows_nL.flatten().to(device), kept.to(device)))
     return groups
 
 

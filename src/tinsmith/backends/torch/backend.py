@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
-from tinsmith.backends.torch.adapters import Adapter, Layout, initialise, layout_for
-from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
+from tinsmith.backends.torch.adapters import Adapter, Layout, Trained, initialise, layout_for
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,
@@ -34,8 +33,7 @@ from tinsmith.backends.torch.memory import (
     memory_errors,
 )
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trained import Trained
-from tinsmith.backends.torch.trainer import Trainer
+from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
@@ -95,8 +93,6 @@ class TorchBackend:
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
-        if self._deterministic:
-            pin(self._base)
         if not isinstance(logits_chunk, int):
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, LEAST_CHUNK), LARGEST_CHUNK)
@@ -146,13 +142,14 @@ class TorchBackend:
 
     def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
-        from tinsmith.samplers.local.kv_cache import layer_shapes
+        from tinsmith.samplers.local.kv_cache import layer_shapes, noted_layers
+        from tinsmith.samplers.local.states import STATES_EACH, state_bytes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
         training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
-        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE)
+        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_EACH * state_bytes(noted_layers(self._base))
         self._least_bytes = max(training, sampling)
         held = memory.use()
         needed = sum(held.values()) + adapter + self._least_bytes
@@ -161,7 +158,8 @@ class TorchBackend:
                 f"memory_budget is {in_words(memory.budget_bytes)}, and {self._base.shape.name} needs "
                 f"{in_words(needed)} to do anything: base {in_words(held[BASE])}, a sampler's step "
                 f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
-                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys and values of {in_words(sampling)}"
+                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys, values and states of "
+                f"{in_words(sampling)}"
             )
 
     def memory_use(self) -> dict[str, int]:

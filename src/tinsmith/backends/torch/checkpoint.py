@@ -12,7 +12,8 @@ Tinker's form is ours in memory: `{experts}.w1`, `.w3` and `.w2`, with A or B of
 they share it. PEFT adapts the two parameters that transformers keeps, `gate_up_proj` and `down_proj`
 (`target_parameters`): gate and up become one adapter of twice the rank, whose B is zero across the halves, and what
 experts share is repeated for each. Both forms hold the same numbers, and either is read back exactly; an adapter of
-PEFT's own whose experts share nothing is refused. Knows no directory.
+PEFT's own whose experts share nothing is refused. Linears that carry an adapter for each of several parts are one
+adapter to PEFT, too: of the ranks together, with a B that is zero across the parts. Knows no directory.
 
 Shapes: E experts, r rank, D hidden size, I inner size.
 """
@@ -32,8 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import WRAPPED, Adapter, Layout, Pair, Target, text_name, wrapped_name
-from tinsmith.backends.torch.trained import Trained
+from tinsmith.backends.torch.adapters import WRAPPED, Adapter, Layout, Pair, Target, Trained, text_name, wrapped_name
 from tinsmith.errors import UserError
 from tinsmith.types import LORA_ALPHA, OPTIMIZERS
 
@@ -70,30 +70,64 @@ class _Experts(NamedTuple):
 
 def names(targets: Iterable[Target]) -> set[str]:
     """What tensors of PEFT's form are called, beside the targets themselves."""
-    return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)}
+    targets = list(targets)
+    return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)} | _parted(
+        targets
+    ).keys()
 
 
-def understood_options(config: Mapping[str, object]) -> frozenset[str]:
-    """Those of SETTINGS that say what `settings` writes; they need no refusal."""
-    rank, alpha = config["r"], config["lora_alpha"]
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+def understood_options(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
+    """Those of SETTINGS that say what `adapter_settings` writes of some of these targets; they need no refusal."""
+    rank, alpha, ranks = config["r"], config["lora_alpha"], config.get("rank_pattern")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not isinstance(ranks, dict):
         return frozenset()
-    patterns = {"rank_pattern": {RANK_KEY: 2 * rank}, "alpha_pattern": {RANK_KEY: 2 * alpha}}
-    return frozenset(SETTINGS) if all(config.get(name) == value for name, value in patterns.items()) else frozenset()
+    if (RANK_KEY in ranks) != bool(config.get("target_parameters")):
+        return frozenset()
+    times = {name: each for name, each in _multiples(targets).items() if name in ranks}
+    patterns = {"rank_pattern": rank, "alpha_pattern": alpha}
+    expected = {name: {key: each * one for key, each in times.items()} for name, one in patterns.items()}
+    return frozenset(SETTINGS) if all(config.get(name) == value for name, value in expected.items()) else frozenset()
 
 
 def adapter_settings(targets: Iterable[Target], rank: int, alpha: int) -> dict[str, object]:
-    """What PEFT's configuration says of an adapter of these targets; nothing if it has no experts."""
+    """What PEFT's configuration says of an adapter of these targets; nothing if it has no experts and no parts."""
     targets = list(targets)
-    paths = [experts.path for experts in _modules(targets)]
-    if not paths:
+    if not (times := _multiples(targets)):
         return {}
-    linears = [f"{target.name}.weight" for target in targets if is_parameter(target)]
-    return {
-        "target_parameters": [f"{path}.{name}" for path in paths for name in (GATE_UP, DOWN)] + linears,
-        "rank_pattern": {RANK_KEY: 2 * rank},
-        "alpha_pattern": {RANK_KEY: 2 * alpha},
+    patterns: dict[str, object] = {
+        "rank_pattern": {name: each * rank for name, each in times.items()},
+        "alpha_pattern": {name: each * alpha for name, each in times.items()},
     }
+    if paths := [experts.path for experts in _modules(targets)]:
+        linears = [f"{target.name}.weight" for target in targets if is_parameter(target)]
+        patterns["target_parameters"] = [f"{path}.{name}" for path in paths for name in (GATE_UP, DOWN)] + linears
+    return patterns
+
+
+def peft_linears(targets: Iterable[Target]) -> list[str]:
+    """The paths of the linears that PEFT adapts as modules."""
+    targets = list(targets)
+    has_experts = any(target.bank for target in targets)
+    plain = [t for t in targets if not (t.bank or (has_experts and is_parameter(t)))]
+    return list(dict.fromkeys(t.part.whole if t.part else t.name for t in plain))
+
+
+def _multiples(targets: Iterable[Target]) -> dict[str, int]:
+    """Where PEFT's rank is a multiple of ours: by the end of a path, as its patterns are."""
+    targets = list(targets)
+    times = {
+        whole.rpartition(".")[2]: parts[0].part.num_parts for whole, parts in _parted(targets).items() if parts[0].part
+    }
+    return times | ({RANK_KEY: 2} if any(target.bank for target in targets) else {})
+
+
+def _parted(targets: Iterable[Target]) -> dict[str, list[Target]]:
+    """Path of a linear -> the parts of it that carry adapters, in their order."""
+    found: dict[str, list[Target]] = {}
+    for target in targets:
+        if target.part is not None:
+            found.setdefault(target.part.whole, []).append(target)
+    return found
 
 
 def is_parameter(target: Target) -> bool:
@@ -104,6 +138,14 @@ def is_parameter(target: Target) -> bool:
 def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, Pair]:
     """PEFT's form of the same adapter."""
     out = dict(weights)
+    for whole, parts in _parted(targets).items():
+        pairs = [out.pop(target.name) for target in parts]
+        assert parts[0].part is not None
+        rank = len(pairs[0][0])
+        b_OR = pairs[0][1].new_zeros(parts[0].part.num_rows, rank * len(parts))
+        for number, (rows, (_, b_Or)) in enumerate(zip(_rows(parts), pairs, strict=True)):
+            b_OR[rows, number * rank : (number + 1) * rank] = b_Or
+        out[whole] = torch.cat([a_rI for a_rI, _ in pairs]), b_OR
     for experts in _modules(targets):
         (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = (
             out.pop(target.name) for target in (experts.gate, experts.up, experts.down)
@@ -123,9 +165,12 @@ def unpacked(
     pairs: Mapping[str, Sequence[Tensor | None]], targets: Iterable[Target], rank: int
 ) -> dict[str, Sequence[Tensor | None]]:
     """Our form of what may be in PEFT's; a matrix that the file lacks is None. Raises UserError on adapters whose
-    experts do not share what ours do.
+    experts do not share what ours do, or that change outputs which carry none.
     """
     out = dict(pairs)
+    for whole, parts in _parted(targets).items():
+        if (pair := out.pop(whole, None)) is not None:
+            out |= _parts_of(whole, parts, pair, rank)
     for experts in _modules(targets):
         outer, inner = (out.pop(name, None) for name in (_outer(experts.path), experts.path))
         if outer is None and inner is None:
@@ -153,6 +198,30 @@ def unpacked(
         out[experts.up.name] = a_ERD[:1, rank:], b_EGR[:, up_rows, rank:]
         out[experts.down.name] = inner_a.view(num_experts, rank, width), b_EDr[:1]
     return out
+
+
+def _parts_of(whole: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int) -> dict[str, Pair]:
+    """The adapter of each part, from one of the ranks together, or of a single rank, whose A they share then."""
+    assert parts[0].part is not None
+    num_rows, inputs, num_parts = parts[0].part.num_rows, parts[0].in_features, len(parts)
+    shares = pair[0] is not None and len(pair[0]) == rank
+    width = rank if shares else rank * num_parts
+    a_RI, b_OR = _checked(whole, pair, ((width, inputs), (num_rows, width)))
+    found, rest_OR = {}, b_OR.clone()
+    for number, (target, rows) in enumerate(zip(parts, _rows(parts), strict=True)):
+        ranks = slice(None) if shares else slice(number * rank, (number + 1) * rank)
+        found[target.name] = a_RI[ranks], b_OR[rows, ranks]
+        rest_OR[rows, ranks] = 0
+    if rest_OR.any():
+        apart = ", ".join(target.name.rpartition(".")[2] for target in parts)
+        raise UserError(
+            f"{whole}: here {apart} carry an adapter each (docs/decisions.md); this one is not made of these"
+        )
+    return found
+
+
+def _rows(parts: Iterable[Target]) -> list[slice]:
+    return [slice(t.part.start, t.part.start + t.out_features) for t in parts if t.part is not None]
 
 
 def _modules(targets: Iterable[Target]) -> Iterator[_Experts]:
@@ -209,7 +278,7 @@ def save_adapter(
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
     settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, int(LORA_ALPHA))
-    adapted = [t.name for t in targets if not settings or not (t.bank or is_parameter(t))]
+    adapted = [target.name for target in targets] if not settings else peft_linears(targets)
     path_of = text_name
     if stacked:
         module_names = [text_name(name) for name in module_names]
@@ -303,7 +372,7 @@ def save_gradient(trained: Trained, directory: Path, named: Named = named_pairs)
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     """Raises UserError unless every tensor has its place in the base model whose `targets` these are."""
-    config = _read_config(directory)
+    config = _read_config(directory, targets.values())
     rank, alpha = config["r"], config["lora_alpha"]
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
@@ -365,7 +434,7 @@ def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list
     return sorted(short if selected == set(adapted) else adapted)
 
 
-def _read_config(directory: Path) -> dict[str, object]:
+def _read_config(directory: Path, targets: Iterable[Target]) -> dict[str, object]:
     path = directory / CONFIG_FILE
     try:
         config = json.loads(path.read_text())
@@ -375,7 +444,7 @@ def _read_config(directory: Path) -> dict[str, object]:
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
-    understood = understood_options(config)
+    understood = understood_options(config, targets)
     found = [name for name in UNSUPPORTED if config.get(name) and name not in understood]
     if found or config.get("bias", "none") != "none":
         raise UserError(f"{CONFIG_FILE} uses {', '.join(found or ['bias'])}, which is not supported here")

@@ -13,23 +13,28 @@ numbers of an adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.adapters import Part, Target
+from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
 
 
 class Switchboard:
-    """Holds the routing of the call in progress; every linear of one model shares one."""
+    """Holds the routing and the plan of the call in progress; every linear and mixer of one model share one."""
 
-    __slots__ = ("routing",)
+    __slots__ = ("plan", "routing")
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
+        self.plan: AttentionPlan | None = None
 
 
 class MultiLoRALinear(nn.Module):
@@ -46,13 +51,24 @@ class MultiLoRALinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self._site = Site([self.target])
+        self.adapted: tuple[Target, ...] = (self.target,)
+        self._site = Site(self.adapted)
         self._switchboard = switchboard
-        self._anchor: Tensor | None = None
 
     @property
     def target(self) -> Target:
         return Target(self.name, self.group, self.in_features, self.out_features)
+
+    def divide(self, parts: Sequence[tuple[str, int]]) -> None:
+        """Carry an adapter for each of these last names, on so many of the outputs each, from the first on."""
+        starts = accumulate((num_rows for _, num_rows in parts), initial=0)
+        parent = self.name.rpartition(".")[0]
+        self.adapted = tuple(
+            Target(f"{parent}.{last}", self.group, self.in_features, num_rows,
+                   part=Part(self.name, start, len(parts), self.out_features))
+            for (last, num_rows), start in zip(parts, starts, strict=False)
+        )  # fmt: skip
+        self._site = Site(self.adapted)
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._switchboard.routing
@@ -62,7 +78,7 @@ class MultiLoRALinear(nn.Module):
         if not work:
             return nn.functional.linear(x, self.weight, self.bias)
         if torch.is_grad_enabled():
-            return _LoRALinearFunction.apply(x, self._grad_anchor(x), self, work)
+            return apply_with_gradient(x, self, work)
         x_TI = x.reshape(-1, self.in_features)
         return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
 
@@ -95,17 +111,38 @@ class MultiLoRALinear(nn.Module):
         self._site.backward_(grad_TI, grad_TO, x_TI, work, inner)
         return grad_TI
 
-    def _grad_anchor(self, x: Tensor) -> Tensor:
-        # The embeddings are frozen, so the first layer's input asks for no gradient and autograd would not
-        # record this call; an empty input that asks for one makes it, without computing the gradient of x.
-        if self._anchor is None or self._anchor.device != x.device:
-            self._anchor = torch.zeros(0, device=x.device, requires_grad=True)
-        return self._anchor
+
+class Projection(Protocol):
+    """A frozen product with what adapters add, as `MultiLoRALinear` has it."""
+
+    in_features: int
+    out_features: int
+
+    def forward_rows(
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def backward_rows(
+        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
+    ) -> Tensor | None: ...
+
+
+def apply_with_gradient(x: Tensor, linear: Projection, work: Sequence[Run]) -> Tensor:
+    """What the linear makes of x [.., I]; backward gives x its gradient and adds the adapters' to their buffers."""
+    return cast(Tensor, _LoRALinearFunction.apply(x, anchor(x.device) if work else None, linear, work))
+
+
+@cache
+def anchor(device: torch.device) -> Tensor:
+    """An empty input that asks for a gradient. The embeddings are frozen, so the first layer's input asks for none and
+    autograd would not record what adapters do to it; this makes it, without computing the gradient of that input.
+    """
+    return torch.zeros(0, device=device, requires_grad=True)
 
 
 class _LoRALinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run]) -> Tensor:
+    def forward(ctx, x: Tensor, anchor: Tensor | None, module: Projection, work: list[Run]) -> Tensor:
         x_TI = x.reshape(-1, module.in_features)
         y_TO, ctx.inner = module.forward_rows(x_TI, work)
         ctx.save_for_backward(x)

@@ -11,7 +11,7 @@ a site (r for each of its linears that the adapter has).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import Adapter, Block, Member, Shares, Target
-from tinsmith.backends.torch.gradients import A, B, Group, claim, gather_, groups_of, put_
+from tinsmith.backends.torch.adapters import Adapter, Block, Member, Shares, Target, rows_from
 from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
 
 BATCHED_ROWS = 64
@@ -105,15 +104,9 @@ class Site:
             # Every linear's inner rows with every linear's outputs: a few large products beat the right ones in strips.
             found_OR = column_product(grad_nO, u_nR)
             for name, columns, ranks, _ in shares.members:
-                own_Or, is_first = claim(adapter.gradients, (name,), B)
-                put_(own_Or, found_OR[columns, ranks], is_first=is_first)
-            for names, ranks, _ in shares.blocks:
-                own_RI, is_first = claim(adapter.gradients, names, A)
-                grad_Rn, x_nI = grad_nR[:, ranks].t(), x_TI[rows]
-                if is_first:
-                    own_RI.copy_(product(grad_Rn, x_nI, own_RI.dtype if x_nI.is_cuda else x_nI.dtype))
-                else:
-                    add_product_(own_RI, grad_Rn, x_nI, 1.0)
+                adapter.gradients[name][1].add_(found_OR[columns, ranks])
+            for block in shares.blocks:
+                add_product_(block.gradient(adapter), grad_nR[:, block.ranks].t(), x_TI[rows], 1.0)
         if grad_TI is not None:
             for _, ranks, a_RI in shares.blocks:
                 add_product_(grad_TI[rows], grad_nR[:, ranks], a_RI, 1.0)
@@ -136,10 +129,14 @@ class Site:
         grad_SnR = _beside(grads, run.adapters[0].scale)
         for own_SnO, (first, _) in zip(grads_SnO, members, strict=True):
             found_SOr = column_products(own_SnO, _without_gaps(u_SnR[..., first.ranks]))
-            gather_(run.groups, (first.name,), B, found_SOr)
+            for adapter, found_Or in zip(run.adapters, found_SOr.unbind(), strict=True):
+                if adapter.gradients is not None:
+                    adapter.gradients[first.name][1].add_(found_Or)
         for first, a_SRI in blocks:
             found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
-            gather_(run.groups, first.names, A, found_SRI)
+            for adapter, found_RI in zip(run.adapters, found_SRI.unbind(), strict=True):
+                if adapter.gradients is not None:
+                    first.gradient(adapter).add_(found_RI)
             if grad_TI is not None:
                 add_products_(run.rows(grad_TI), grad_SnR[..., first.ranks], a_SRI)
 
@@ -197,7 +194,7 @@ class Site:
             members.append(Member(name, columns, ranks, b_Or))
             if blocks and blocks[-1].a_RI.data_ptr() + blocks[-1].a_RI.nbytes == a_rI.data_ptr():
                 names, before, above_RI = blocks.pop()
-                joined_RI = _rows_from(above_RI, len(above_RI) + len(a_rI))
+                joined_RI = rows_from(above_RI, len(above_RI) + len(a_rI))
                 blocks.append(Block((*names, name), slice(before.start, end), joined_RI))
             else:
                 blocks.append(Block((name,), ranks, a_rI))
@@ -207,11 +204,6 @@ class Site:
 def _without_gaps(x: Tensor) -> Tensor:
     """Batched products of matrices with gaps take four times as long in bfloat16, in float32 no longer."""
     return x.contiguous() if x.dtype == torch.bfloat16 else x
-
-
-def _rows_from(a_rI: Tensor, num_rows: int) -> Tensor:
-    """The matrix of `num_rows` rows that begins where this one does."""
-    return a_rI.as_strided((num_rows, a_rI.shape[1]), (a_rI.shape[1], 1))
 
 
 def _beside(parts: Sequence[Tensor], scale: float) -> Tensor:
@@ -233,22 +225,13 @@ class Run:
     `stacks` keeps what sites made of their matrices, for as long as the micro-batch lasts.
     """
 
-    __slots__ = ("_groups", "adapters", "length", "stacks", "start")
+    __slots__ = ("adapters", "length", "stacks", "start")
 
     def __init__(self, start: int, length: int, adapters: list[Adapter]) -> None:
         self.start = start
         self.length = length
         self.adapters = adapters
         self.stacks: dict[Site, Stacks] = {}
-        self._groups: tuple[object, list[Group]] = (None, [])
-
-    @property
-    def groups(self) -> list[Group]:
-        """Of the adapters' gradients, all of which are others if the first one's are."""
-        first = self.adapters[0].gradients
-        if first is None or self._groups[0] is not first:
-            self._groups = first, groups_of([adapter.gradients for adapter in self.adapters])
-        return self._groups[1]
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -279,7 +262,7 @@ class Routing:
     keeps what each site has found to do.
     """
 
-    __slots__ = ("_runs", "num_rows", "segments", "work")
+    __slots__ = ("_runs", "_spread", "num_rows", "segments", "work")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -289,6 +272,7 @@ class Routing:
             end = segment.stop
         self.segments = tuple(segments)
         self._runs: list[Run] | None = None
+        self._spread: dict[tuple[tuple[int, ...], int], Routing] = {}
         self.work: dict[Site, list[Run]] = {}
         self.num_rows = end
 
@@ -317,6 +301,14 @@ class Routing:
         counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
         kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
         return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
+
+    def spread(self, starts: tuple[int, ...], length: int) -> Routing:
+        """The routing of sequences that begin at these rows, side by side and each of `length` rows."""
+        if (found := self._spread.get((starts, length))) is None:
+            stops = [segment.stop for segment in self.segments]
+            adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
+            found = self._spread[starts, length] = Routing.of(adapters, [length] * len(starts))
+        return found
 
     def slice(self, start: int, stop: int) -> Routing:
         """The routing of rows start..stop alone, numbered from 0."""

@@ -41,25 +41,24 @@ from tinsmith.backends.torch.attention import (
     PackedCausal,
     register,
 )
-from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
+from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
+from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape
+from tinsmith.plan.architecture import NOT_ADAPTED
+from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
 
-NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-"""Last names of linears that choose experts: training them on part of the batch would move everyone's
-routing.
-"""
+TEXT_KEYS = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+"""From the names of a wrapper's weights to those of its text model."""
 
 
 class BaseModel:
@@ -86,9 +85,9 @@ class BaseModel:
         quantization.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._switchboard, quantization.maker(quantize))
         self.experts = _swap_experts(model, self._switchboard)
+        self.mixers = wrap_mixers(self._decoder, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
-        self._differentiable = DifferentiableDecoder.of(self._decoder)
         self._threads = Threads(num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self._written_out = Decoder.of(self._decoder, self.unembedding, self._threads)
@@ -126,6 +125,7 @@ class BaseModel:
         safe = {"trust_remote_code": False, "local_files_only": True}
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
+            check_mixers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
             vision = Vision.load(model, shape) if shape.vision else None
@@ -135,12 +135,12 @@ class BaseModel:
                     f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
                 )
             base.check_servable()
-        base._compare_gradients()
+        base._check_training()
         return base
 
     def pin(self) -> None:
         """Compute the same way whatever the number of rows and the memory that is free."""
-        self._written_out = self._differentiable = None
+        self._written_out = None
         self.pin_threads()
 
     def pin_threads(self) -> None:
@@ -150,7 +150,7 @@ class BaseModel:
     @property
     def trains_written_out(self) -> bool:
         """Whether training goes through layers that are written out, rather than through the modules."""
-        return self._differentiable is not None
+        return self._written_out is not None
 
     @property
     def num_bytes(self) -> int:
@@ -158,14 +158,12 @@ class BaseModel:
         stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
         codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
-        packed = 0
-        if self._written_out is not None:
-            packed = sum(linear.weight.nbytes for linear in self.targets.values())
+        packed = 0 if self._written_out is None else self._written_out.packed_bytes
         return sum(stores.values()) + codes + packed
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
-        return [*(linear.target for linear in self.targets.values()), *experts]
+        return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
 
     def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> Placed | None:
         """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken.
@@ -198,13 +196,12 @@ class BaseModel:
         if images is not None:
             hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, images)
             return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
-        if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
-            return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
-        if self._written_out is not None and not torch.is_grad_enabled():
-            if not self._written_out.ready:
-                self._written_out = self._compared(self._written_out)
-            if self._written_out is not None:
-                return self._written_out.hidden(tokens_T, positions_T, plan, routing, wanted)
+        decoder = self._written_out
+        if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
+            decoder = self._written_out = self._compared(decoder)
+        if decoder is not None:
+            recompute = self.recompute.active
+            return decoder.hidden(tokens_T, positions_T, plan, routing, wanted, recompute=recompute)
         hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
         return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
@@ -220,7 +217,7 @@ class BaseModel:
         if images is not None:
             embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
             inputs = {"position_ids": positions_T[:, None], **images.inputs(embed(tokens_T))}
-        with self._routed(routing, len(tokens_T)):
+        with self._routed(routing, plan, len(tokens_T)):
             output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
         return output.last_hidden_state[0]
 
@@ -252,18 +249,16 @@ class BaseModel:
         return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
 
     @contextmanager
-    def _routed(self, routing: Routing, num_rows: int) -> Iterator[None]:
+    def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
         assert routing.num_rows == num_rows
-        self._switchboard.routing = routing
+        self._switchboard.routing, self._switchboard.plan = routing, plan
         try:
             yield
         finally:
-            self._switchboard.routing = None
+            self._switchboard.routing = self._switchboard.plan = None
 
     def _compared(self, decoder: Decoder) -> Decoder | None:
-        """The decoder, ready for use, if it has room and does what the modules do."""
-        if not decoder.prepare():
-            return None
+        """The decoder, if it does what the modules do, where gradients are asked for or where they are not."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
         given = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
@@ -274,20 +269,16 @@ class BaseModel:
         log.warning("layers that are written out differ from the model's own and are not used", error=error)
         return None
 
-    def _compare_gradients(self) -> None:
-        """Layers that are written out for training are used if they do what the modules do."""
-        if (decoder := self._differentiable) is None:
-            return
-        decoder.prepare()
-        error = largest_error(decoder, self._through_modules, [linear.target for linear in self.targets.values()])
-        if not error < (1e-4 if self.dtype == torch.float32 else 0.1):
-            log.warning("layers that are written out train differently from the modules and are not used", error=error)
-            self._differentiable = None
+    def _check_training(self) -> None:
+        """Layers that are written out are used if they do what the modules do."""
+        if self._written_out is not None:
+            self._written_out.prepare()
+            self._written_out = self._compared(self._written_out)
 
     def _check_layers(self) -> None:
         seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
-        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.kept)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
     @torch.no_grad()
@@ -340,19 +331,36 @@ class BaseModel:
             )
 
 
-def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
+def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
+    """The model; of one that wraps a text model and others, such as a vision tower, the text model where transformers
+    knows it and no images are taken. Raises SettingsError if a weight is not in the files: it would be random.
+    """
     config = AutoConfig.from_pretrained(shape.path, **safe)
-    check_config(config)
-    auto = AutoModelForImageTextToText if config.model_type in VISION_TYPES else AutoModelForCausalLM
-    model = auto.from_pretrained(
+    check_config(config, shape.max_context_length)
+    own, auto, text = {}, AutoModelForCausalLM, config.get_text_config()
+    if type(config) not in AutoModelForCausalLM._model_mapping or shape.vision is not None:
+        if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
+            own = {"config": text, "key_mapping": TEXT_KEYS}
+        elif config.model_type in VISION_TYPES:
+            auto = AutoModelForImageTextToText
+        else:
+            raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
+    model, loading = auto.from_pretrained(
         shape.path,
         dtype=dtype,
-        attn_implementation=_attention(config),
+        attn_implementation=ATTENTION_NAME if own else _attention(config),
         experts_implementation="eager",
         use_safetensors=True,
+        output_loading_info=True,
+        **own,
         **safe,
     )
-    if config.model_type in VISION_TYPES and shape.vision is None:
+    if absent := sorted(loading["missing_keys"]):
+        raise SettingsError(
+            f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
+            "not those of this architecture"
+        )
+    if auto is AutoModelForImageTextToText and shape.vision is None:
         # The wrapper without its tower: checkpoints of both have the same names.
         del model.model.visual
     return model
@@ -373,19 +381,22 @@ def _swap_linears(
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
     inside = set(decoder.modules())
+    mixed = MixerLinears.of(decoder)
     targets = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        if not NOT_ADAPTED.isdisjoint(name.split(".")):
+        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in mixed.excluded:
             continue
         if ".experts." in name:
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
-        group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
+        group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
         own = text_name(name)
         targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, switchboard)
+        if module in mixed.parts:
+            targets[own].divide(mixed.parts[module])
         setattr(model.get_submodule(parent_name), last, targets[own])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.adapters import Adapter, Bank, Target
-from tinsmith.backends.torch.lora import Switchboard
+from tinsmith.backends.torch.lora import Switchboard, anchor
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.products import add_product_, product
 from tinsmith.errors import SettingsError
@@ -95,7 +95,6 @@ class MultiLoRAExperts(nn.Module):
         self.down_name = f"{name}.{DOWN}"
         self._choices = 1
         self._switchboard = switchboard
-        self._anchor: Tensor | None = None
 
     @property
     def targets(self) -> list[Target]:
@@ -125,15 +124,9 @@ class MultiLoRAExperts(nn.Module):
         apply_gate = cast(Callable[[Tensor], Tensor], self._experts[0]._apply_gate)
         if not torch.is_grad_enabled():
             return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
-        anchor = self._grad_anchor(hidden_TD) if any(adapters) else hidden_TD.new_zeros(0)
-        inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, anchor, call)))
+        recorded = anchor(hidden_TD.device) if any(adapters) else None
+        inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
-
-    def _grad_anchor(self, x: Tensor) -> Tensor:
-        # As in lora.MultiLoRALinear: makes autograd record the call where the rows ask for no gradient.
-        if self._anchor is None or self._anchor.device != x.device:
-            self._anchor = torch.zeros(0, device=x.device, requires_grad=True)
-        return self._anchor
 
 
 class _Call:
@@ -261,7 +254,7 @@ class _Call:
 
 class _GateUpFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, anchor: Tensor, call: _Call) -> Tensor:
+    def forward(ctx, hidden: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
         y, ctx.inner = call.gate_up(hidden)
         ctx.save_for_backward(hidden)
         ctx.call = call

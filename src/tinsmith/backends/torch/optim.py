@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.backends.torch.trained import Trained
+from tinsmith.backends.torch.adapters import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import OPTIMIZERS, AdamParams, DimuonParams, OptimParams
 
@@ -65,17 +65,25 @@ def check_params(optimizer_type: str, params: OptimParams) -> None:
         raise UserError(problem)
 
 
-def _norm(gradient_P: Tensor) -> float:
-    """Squares are summed in float32 over `NORM_ROW` numbers, and these sums in float64, unless float32 cannot hold
-    them: that would read every number eight times as slowly.
+def _norm(gradient_P: Tensor) -> Tensor:
+    """A float64 number on the gradient's device. Squares are summed in float32 over `NORM_ROW` numbers, and these sums
+    in float64: that alone would read every number eight times as slowly.
     """
     whole = gradient_P.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(gradient_P[:whole].view(-1, NORM_ROW), dim=-1)
-    rest = torch.linalg.vector_norm(gradient_P[whole:])
-    norm = math.hypot(float(torch.linalg.vector_norm(rows, dtype=torch.float64)), float(rest))
-    if SMALLEST_NORM < norm < math.inf:
-        return norm
-    return float(torch.linalg.vector_norm(gradient_P, dtype=torch.float64))
+    rest = torch.linalg.vector_norm(gradient_P[whole:]).double()
+    return torch.hypot(torch.linalg.vector_norm(rows, dtype=torch.float64), rest)
+
+
+def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Of many adapters, by one read from their device; another for a norm that float32 cannot hold the squares of."""
+    device = gradients[0].device
+    counts = torch.stack([step.to(device, torch.float64) for step in steps])
+    norms, numbers = torch.stack([torch.stack([_norm(gradient_P) for gradient_P in gradients]), counts]).tolist()
+    for place, gradient_P in enumerate(gradients):
+        if not SMALLEST_NORM < norms[place] < math.inf:
+            norms[place] = float(torch.linalg.vector_norm(gradient_P, dtype=torch.float64))
+    return norms, numbers
 
 
 class Clipped(NamedTuple):
@@ -92,11 +100,13 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
 
     All or nothing: what needs memory is done before the first number changes.
     """
+    if not requests:
+        return []
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
     groups: dict[OptimParams, list[Clipped]] = {}
     gradients = [trained.gradient_or_zeros() for trained, _ in requests]
-    norms = [_norm(gradient_P) for gradient_P in gradients]
-    for (trained, params), gradient_P, norm in zip(requests, gradients, norms, strict=True):
+    norms, steps = norms_and_steps(gradients, [trained.step for trained, _ in requests])
+    for (trained, params), gradient_P, norm, step in zip(requests, gradients, norms, steps, strict=True):
         if not math.isfinite(norm):
             outcomes.append(NonFiniteGradientError())
             continue
@@ -106,8 +116,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
         if norm * factor > MAX_NORM:
             outcomes.append(NonFiniteGradientError(TOO_LARGE.format(norm=norm)))
             continue
-        number = float(trained.step) + 1
-        outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": number})
+        outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": step + 1})
         trained.own()
         trained.moments_or_zeros(len(params.state))
         groups.setdefault(params, []).append(Clipped(trained, gradient_P, factor))

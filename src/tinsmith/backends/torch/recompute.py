@@ -2,8 +2,8 @@
 
 A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
 part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
-owner has chosen. The layer that runs again must meet the routing of its first run, which is why this is not
-transformers' own switch.
+owner has chosen. The layer that runs again must meet the routing and the plan of its first run, which is why
+this is not transformers' own switch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.recurrent import is_mixer, kept_bytes
 from tinsmith.errors import SettingsError
 
 RECOMPUTE_SHARE = 0.4
@@ -42,6 +43,7 @@ class Recompute:
         self._switchboard = switchboard
         self.active = False
         self._linears_bytes = 0
+        self._mixers_bytes = 0.0
         self._experts: list[MultiLoRAExperts] = []
 
     def wrap(self, decoder: nn.Module) -> None:
@@ -54,6 +56,7 @@ class Recompute:
         """What the decoder's linears keep, again if these are others now."""
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
+        self._mixers_bytes = sum(kept_bytes(module) for module in decoder.modules() if is_mixer(module))
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
@@ -67,20 +70,21 @@ class Recompute:
     def bytes_per_token(self) -> float:
         # How many experts a row chooses is known once rows have come.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
-        return KEPT_PER_LINEAR * (self._linears_bytes + experts)
+        return KEPT_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            routing = self._switchboard.routing
+            board = self._switchboard
+            routing, plan = board.routing, board.plan
 
             def again(*args: object, **kwargs: object) -> Tensor:
-                before, self._switchboard.routing = self._switchboard.routing, routing
+                before, (board.routing, board.plan) = (board.routing, board.plan), (routing, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    self._switchboard.routing = before
+                    board.routing, board.plan = before
 
             # The base draws nothing at random, so there is no generator state to keep.
             return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)

@@ -64,7 +64,7 @@ class Threads:
     def mixed(self, num_rows: int) -> Iterator[None]:
         """If the rows are as few as a decode step's, one thread but for what is run `wide`."""
         before = torch.get_num_threads()
-        if not self._active or self._pinned or num_rows > DECODE_ROWS or before == 1:
+        if not self._active or self._pinned or num_rows > DECODE_ROWS or before == 1 or torch.is_grad_enabled():
             yield
             return
         self._mixed = True

@@ -24,16 +24,14 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.adapters import Trained
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.loss import Head, LossSpec, measure
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trained import Trained
-from tinsmith.errors import UserError
+from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.types import F32, Pass, PassResult
 
@@ -64,9 +62,6 @@ class Trainer:
         self.memory: StepMemory | None = None
 
     def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
-        # A gradient that has accumulated must not keep the block of the whole step in memory.
-        for trained in models.values():
-            trained.keep_own_gradient()
         refused: dict[int, UserError] = {}
         while True:
             left = [index for index in range(len(passes)) if index not in refused]
@@ -178,10 +173,8 @@ class Trainer:
         beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._memory_of(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches free no memory for gradients
-            gathered = dict(zip(adapters, self._gradients([*adapters.values()]), strict=True))
+            buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
             try:
-                for key, adapter in adapters.items():
-                    adapter.gradients = gathered[key]
                 for number, (batch, train) in enumerate(batches):
                     if number:
                         yield
@@ -191,10 +184,7 @@ class Trainer:
             finally:
                 for adapter in adapters.values():
                     adapter.gradients = None
-            return {key: gradients.finish() for key, gradients in gathered.items()}
-
-    def _gradients(self, adapters: Sequence[Adapter]) -> Sequence[Gradients]:
-        return Gradients.of([adapter.layout for adapter in adapters], self._base.device)
+            return buffers
 
     def _memory_of(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
@@ -262,3 +252,67 @@ def _elementwise(entry: CheckedPass, logprobs: Sequence[F32]) -> tuple[F32, ...]
         losses.elementwise_cross_entropy(example.columns["weight"].reshape(example.target_shape), array)
         for example, array in zip(entry.examples, logprobs, strict=True)
     )
+
+
+class DeterministicTrainer(Trainer):
+    """Every bit of a result depends on its own request alone, however a client's data are cut into requests.
+
+    A kernel adds in an order that it chooses by the shape it is given. So each sequence goes through the model alone,
+    whether a gradient is wanted or not, with as many threads all the time, and gradients are added sequence by sequence
+    in the order of the requests and of the data within each. That the same call gives the same bits is tried when the
+    sampler is made. Pins the base model; raises SettingsError where that is not possible.
+    """
+
+    def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
+        if base.device.type != "cpu":
+            raise SettingsError(
+                f"deterministic is 'on' and device is {str(base.device)!r}; it is for device 'cpu' only"
+            )
+        base.pin()
+        torch.backends.mkldnn.deterministic = True
+        super().__init__(base, max_tokens, chunk_rows)
+        self._head = _EvenHead(base, chunk_rows)
+
+    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        return [MicroBatch((example,)) for example in examples]
+
+    def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
+        # Some kernels are chosen by whether there will be a way back.
+        hidden_TD = super()._hidden(batch, train=True)
+        return hidden_TD if train else hidden_TD.detach()
+
+    def _join(self, trained: Trained, buffer_P: Tensor) -> None:
+        trained.gradient_P = buffer_P  # which began with what had accumulated
+
+    def _run_all(
+        self,
+        batches: Sequence[tuple[MicroBatch, bool]],
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+    ) -> Generator[None, None, dict[int, Tensor]]:
+        totals: dict[int, Tensor] = {}
+        for number, (batch, train) in enumerate(batches):
+            if number:
+                yield
+            own = yield from super()._run_all([(batch, train)], specs, checked)
+            for key, gradient_P in own.items():
+                if key not in totals:
+                    totals[key] = _accumulated(batch, checked)
+                totals[key] += gradient_P
+        return totals
+
+
+def _accumulated(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) -> Tensor:
+    entry = checked[batch.examples[0].pass_index]
+    assert isinstance(entry, CheckedPass) and entry.trained is not None
+    return entry.trained.gradient_or_zeros().clone()
+
+
+class _EvenHead(Head):
+    """Scores all rows in chunks of their own, so that what is differentiated changes no log probability."""
+
+    def differentiate(
+        self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]
+    ) -> tuple[Tensor, Tensor]:
+        _, grad_TD = super().differentiate(batch, hidden_TD, specs)
+        return self.score(batch, hidden_TD), grad_TD

@@ -1,13 +1,14 @@
-"""The decoder that most families share, written out: fewer and larger kernels than its modules make, for rows that no
-gradient will be asked of.
+"""The decoder layer that most families share, written out for training and sampling: fewer and larger kernels than its
+modules make.
 
 Llama, Mistral, Qwen2 and Qwen3 are the same layers but for biases, norms of queries and keys, and windows. Here the
-linears that read the same input are one product over weights packed once for oneDNN, and norms and rotations take all
-heads together. The modules stay the oracle:
-whatever is not exactly those layers is refused (None from `of`), and at load the base model compares the two.
+linears that read the same rows are one product, and norms and rotations take all heads together. Gradients are
+autograd's; a linear, a norm and the gated activation are one node each. The modules stay the reference: whatever is not
+exactly those layers is refused (None from `of`), and the base model compares the two at load.
 
-Packed weights are a second copy, made when the first rows come, and only where there is memory to spare. Knows no
-loss, no sampler and no request; attention is the plan's affair, as it is the modules'.
+For rows that no gradient will be asked of, weights are packed once for oneDNN where a CPU has it. That is a second
+copy, made when the first such rows come, and only where there is memory to spare. Knows no loss, no sampler and no
+request; attention is the plan's affair, as it is the modules'.
 
 Shapes: T rows, D hidden size, H query heads, G key heads, E head dim, I inputs and O outputs of a linear, r rank.
 """
@@ -21,76 +22,146 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, rms_norm, silu
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
-from tinsmith.backends.torch.lora import MultiLoRALinear
-from tinsmith.backends.torch.lora_ops import Routing, Site
-from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed
+from tinsmith.backends.torch.lora import MultiLoRALinear, apply_with_gradient
+from tinsmith.backends.torch.lora_ops import Routing, Run, Site
+from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, product
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
-
-LAYERS = frozenset(
-    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
-)
+from tinsmith.plan.architecture import WRITTEN_OUT
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 
-
 SPARE_SHARE = 0.25
 """Packed weights may take this share of the memory that is free."""
 
-FEWEST_POSITIONS = 1024
-"""Of the tables of rotations."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-class PackedLinear:
-    """Linears that read the same rows, as one product over their packed weights, with what adapters add."""
+class FusedLinear:
+    """Linears that read the same rows as one product, with what adapters add. Their weights become views of one, so
+    that nothing is held twice; `pack` makes a second copy, for rows that no gradient will be asked of.
+    """
 
     def __init__(self, linears: Sequence[MultiLoRALinear], threads: Threads) -> None:
         self.site = Site([linear.target for linear in linears])
+        self.in_features = linears[0].in_features
+        self.out_features = sum(linear.out_features for linear in linears)
         self._threads = threads
-        self._weight_OI = packed(torch.cat([linear.weight for linear in linears]))
+        self._weight_OI = _joined(linears)
+        self._packed_OI: Tensor | None = None
         biases = [linear.bias for linear in linears]
         self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weight_OI.nbytes
+
+    def pack(self) -> None:
+        self._packed_OI = packed(self._weight_OI)
 
     def __call__(self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
         """[T, O]: every linear's outputs, one after the other; in `dtype`, to which adapters' are added. Rows behind
         the routing's are of the base model.
         """
+        work = self.site.work(routing)
+        if torch.is_grad_enabled():
+            return apply_with_gradient(x_TI, self, work)
+        if self._packed_OI is None:
+            return self.forward_rows(x_TI, work, dtype)[0]
         self._threads.wide()
-        y_TO = linear_product(x_TI, self._weight_OI, self._bias_O).to(dtype or x_TI.dtype)
+        y_TO = linear_product(x_TI, self._packed_OI, self._bias_O).to(dtype or x_TI.dtype)
         self._threads.narrow()
-        self.site.forward_(y_TO, x_TI, self.site.work(routing))
+        self.site.forward_(y_TO, x_TI, work)
         return y_TO
 
+    def forward_rows(
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        y_TO = product(x_TI, self._weight_OI.t(), out_dtype or x_TI.dtype)
+        if self._bias_O is not None:
+            y_TO += self._bias_O
+        return y_TO, self.site.forward_(y_TO, x_TI, work)
 
-@dataclass(slots=True)
-class _Layer:
-    index: int
-    before_attention: _Norm
-    qkv: PackedLinear
-    head_norms: tuple[Tensor, float] | None  # [H + G, E]: a weight for each head of queries and keys
-    out: PackedLinear
-    before_mlp: _Norm
-    gate_up: PackedLinear
-    down: PackedLinear
-    num_heads: int
-    num_keys: int
-    head_dim: int
-    attention: AttentionOptions
+    def backward_rows(
+        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
+    ) -> Tensor | None:
+        grad_TI = product(grad_TO, self._weight_OI, grad_TO.dtype) if need_input else None
+        self.site.backward_(grad_TI, grad_TO, x_TI, work, inner)
+        return grad_TI
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """x / rms(x) * weight: torch's own has a dozen kernels each way on a CPU where a gradient is asked for."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        # In place and of one dtype: a quarter less time than rows of bfloat16 times numbers of float32.
+        own = x * rstd if wide is x else wide.mul_(rstd)
+        return own.mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, rstd = ctx.saved_tensors
+        scaled, wide = (grad * weight).mul_(rstd), x.float()
+        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd).div_(-x.shape[-1])
+        return scaled.addcmul_(wide, along).to(x.dtype), None, None
+
+
+class _Norm:
+    """x / rms(x) * weight over the last dimension; the weight may differ by head."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight
+        self.eps = eps
+        self._wide = weight.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return cast(Tensor, _RMSNormFunction.apply(x, self._wide, self.eps))
+        if self.weight.dim() == 1:
+            return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """silu(gate) * up, of which only gate and up are kept."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, -1)
+        torch.mul(grad, silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_gate_up
+
+
+class _Call(NamedTuple):
+    """What all layers of one forward share."""
+
+    plan: AttentionPlan
+    routing: Routing
+    cos_T1E: Tensor
+    signed_T1E: Tensor  # the sine, with the sign that the exchange of halves needs
+    num_rows: int  # those behind are padding
 
 
 class _Ending(NamedTuple):
@@ -100,41 +171,98 @@ class _Ending(NamedTuple):
     routing: Routing
 
 
+@dataclass(slots=True)
+class _Layer:
+    index: int
+    before_attention: _Norm
+    qkv: FusedLinear
+    head_norm: _Norm | None  # its weight is [H + G, E]
+    out: FusedLinear
+    before_mlp: _Norm
+    gate_up: FusedLinear
+    down: FusedLinear
+    num_heads: int
+    num_keys: int
+    head_dim: int
+    attention: AttentionOptions
+    threads: Threads
+
+    @property
+    def linears(self) -> tuple[FusedLinear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def forward(self, x_TD: Tensor, call: _Call, ending: _Ending | None = None) -> Tensor:
+        out_TO, routing = self._attend(self.before_attention(x_TD), call), call.routing
+        if ending is not None:
+            x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
+            routing = ending.routing
+        x_TD = x_TD + self.out(out_TO, routing)
+        gate_up = self.gate_up(self.before_mlp(x_TD), routing)
+        return x_TD + self.down(cast(Tensor, _SwiGLUFunction.apply(gate_up)), routing)
+
+    def _attend(self, x_TD: Tensor, call: _Call) -> Tensor:
+        heads, keys, num_rows = self.num_heads, self.num_keys, call.num_rows
+        qkv = self.qkv(x_TD, call.routing).view(len(x_TD), heads + 2 * keys, self.head_dim)
+        turned, values = qkv.split([heads + keys, keys], 1)
+        if self.head_norm is not None:
+            turned = self.head_norm(turned)
+        # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
+        turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
+        queries, turned_keys = _first(turned, num_rows).split([heads, keys], 1)
+        if num_rows >= WIDE_ATTENTION:
+            self.threads.wide()
+        attended = call.plan.attend(self.index, queries, turned_keys, _first(values, num_rows), **self.attention)
+        self.threads.narrow()
+        out_TO = attended.flatten(1)
+        return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
+
+
 class Decoder:
-    """Use `of`, then `prepare` once rows come."""
+    """Use `of`, then `prepare`; rows that no gradient will be asked of are faster after `pack`."""
 
     def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> None:
         self._modules = modules
         self._threads = threads
         self._unembedding = unembedding
         self._layers: list[_Layer] = []
-        self._head: PackedLinear | None = None
+        self._head: FusedLinear | None = None
         self._final = _norm(modules, "norm")
-        self._rotary = (torch.empty(0), torch.empty(0))
+        self._is_packed = False
+        self.can_pack = _has_onednn(next(modules.parameters()))
+        """Whether `pack` has not been called, and may make a second copy of the weights."""
 
     @classmethod
     def of(cls, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> Decoder | None:
-        """None where the modules do anything that is not written out here, or a CPU lacks oneDNN for them."""
-        if not are_known(modules):
-            return None
-        return cls(modules, unembedding, threads) if _has_onednn(next(modules.parameters())) else None
+        """None where the modules do anything that is not written out here."""
+        return cls(modules, unembedding, threads) if are_known(modules) else None
 
-    @property
-    def ready(self) -> bool:
-        return bool(self._layers)
-
-    def prepare(self) -> bool:
-        """Pack the weights; False if there is no memory for them."""
-        linears = [module for module in self._modules.modules() if isinstance(module, MultiLoRALinear)]
-        linears.append(self._unembedding)
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
-            return False
+    def prepare(self) -> None:
+        """Join the weights of linears that read the same rows."""
         asked = asked_of_attention(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
         self._layers = [_layer(index, layer, asked[index], self._threads) for index, layer in enumerate(layers)]
-        self._head = PackedLinear([self._unembedding], self._threads)
+
+    def pack(self) -> bool:
+        """Lay the weights out for oneDNN. False if they are already, or there is no oneDNN or no memory for them."""
+        if not self.can_pack:
+            return False
+        self.can_pack = False
+        linears = [linear for layer in self._layers for linear in layer.linears]
+        linears.append(FusedLinear([self._unembedding], self._threads))
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(linear.num_bytes for linear in linears) > SPARE_SHARE * free:
+            return False
+        for linear in linears:
+            linear.pack()
+        self._head, self._is_packed = linears[-1], True
         return True
+
+    @property
+    def packed_bytes(self) -> int:
+        """What packed weights take, or will take."""
+        if not (self.can_pack or self._is_packed):
+            return 0
+        return self._unembedding.weight.nbytes + sum(own.num_bytes for layer in self._layers for own in layer.linears)
 
     def hidden(
         self,
@@ -143,96 +271,50 @@ class Decoder:
         plan: AttentionPlan,
         routing: Routing,
         wanted: Sequence[int] | None = None,
+        *,
+        recompute: bool = False,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; of the `wanted` rows alone, which ascend, if these are given."""
+        """[T, D]: hidden states after the final norm; of the `wanted` rows alone, which ascend, if these are given.
+        With `recompute` a layer keeps its input only for its gradient.
+        """
         num_rows = len(tokens_T)
-        padding = round_up(num_rows) - num_rows
-        if padding:
+        pads = self._is_packed and not torch.is_grad_enabled()
+        if padding := round_up(num_rows) - num_rows if pads else 0:
             # More of the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        rotation = self._rotation(x_TD, positions_T)
+        cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
+        half = sin_1TE.shape[-1] // 2
+        signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
+        call = _Call(plan, routing, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
         with self._threads.mixed(num_rows):
+            for layer in self._layers[:-1]:
+                x_TD = self._through(layer, x_TD, call, recompute=recompute)
+            last = self._layers[-1]
             if wanted is None:
-                return self._through(x_TD, rotation, plan, routing, num_rows)[:num_rows]
-            ending = self._ending(routing, wanted, x_TD.device)
-            return self._through(x_TD, rotation, plan, routing, num_rows, ending)[: len(wanted)]
+                return _first(self._final(self._through(last, x_TD, call, recompute=recompute)), num_rows)
+            return self._final(last.forward(x_TD, call, self._ending(routing, wanted, x_TD.device)))[: len(wanted)]
+
+    @staticmethod
+    def _through(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
+        if not (recompute and torch.is_grad_enabled()):
+            return layer.forward(x_TD, call)
+        # The base draws nothing at random, so there is no generator state to keep.
+        return checkpoint(layer.forward, x_TD, call, use_reentrant=False, preserve_rng_state=False)
 
     def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
-        padding = round_up(len(wanted)) - len(wanted)
+        padding = round_up(len(wanted)) - len(wanted) if self._is_packed else 0
         rows_n = torch.tensor([*wanted, *[wanted[-1]] * padding], device=device)
         return _Ending(rows_n, routing.only(wanted))
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
-        """[T, V] float32; None if the unembedding is not laid out anew. What adapters add is rounded apart, as it is in
-        the unembedding's own module.
+        """[T, V] float32; None if the unembedding is not packed. What adapters add is rounded apart, as it is in the
+        unembedding's own module.
         """
         if self._head is None:
             return None
         with self._threads.mixed(len(hidden_TD)):
             return self._head(hidden_TD, routing, torch.float32)
-
-    def _through(
-        self,
-        x_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        plan: AttentionPlan,
-        routing: Routing,
-        num_rows: int,
-        ending: _Ending | None = None,
-    ) -> Tensor:
-        for layer in self._layers:
-            out_TO = self._attend(layer, layer.before_attention(x_TD), rotation, plan, routing, num_rows)
-            if ending is not None and layer is self._layers[-1]:
-                x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
-                routing = ending.routing
-            x_TD = x_TD + layer.out(out_TO, routing)
-            gate_up = layer.gate_up(layer.before_mlp(x_TD), routing)
-            gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
-            x_TD += layer.down(silu(gate).mul_(up), routing)
-        return self._final(x_TD)
-
-    def _attend(
-        self,
-        layer: _Layer,
-        x_TD: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        plan: AttentionPlan,
-        routing: Routing,
-        num_rows: int,
-    ) -> Tensor:
-        heads, keys = layer.num_heads, layer.num_keys
-        qkv = layer.qkv(x_TD, routing).view(len(x_TD), heads + 2 * keys, layer.head_dim)
-        turned = qkv[:, : heads + keys]
-        if layer.head_norms is not None:
-            weight, eps = layer.head_norms
-            turned = rms_norm(turned, turned.shape[-1:], None, eps) * weight
-        # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
-        cos_T1E, signed_T1E = rotation
-        turned = torch.addcmul(turned * cos_T1E, turned.roll(layer.head_dim // 2, -1), signed_T1E)[:num_rows]
-        values = qkv[:num_rows, heads + keys :]
-        if num_rows >= WIDE_ATTENTION:
-            self._threads.wide()
-        out_TO = plan.attend(layer.index, turned[:, :heads], turned[:, heads:], values, **layer.attention).flatten(1)
-        self._threads.narrow()
-        if len(x_TD) > num_rows:
-            out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
-        return out_TO
-
-    def _rotation(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, 1, E] each: cosines, and sines whose first half is negative, of tables that grow with the positions."""
-        last = int(positions_T.max())
-        if last >= len(self._rotary[0]):
-            all_P = torch.arange(max(1 << last.bit_length(), FEWEST_POSITIONS))
-            cos_1PE, sin_1PE = cast(nn.Module, self._modules.rotary_emb)(x_TD, all_P[None])
-            self._rotary = cos_1PE[0][:, None], _signed(sin_1PE)[0][:, None]
-        cos_PE, signed_PE = self._rotary
-        return cos_PE.index_select(0, positions_T), signed_PE.index_select(0, positions_T)
-
-
-def _signed(sin_1PE: Tensor) -> Tensor:
-    half = sin_1PE.shape[-1] // 2
-    return torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), -1)
 
 
 def round_up(num_rows: int) -> int:
@@ -265,7 +347,7 @@ def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in LAYERS:
+    if type(layer).__name__ not in WRITTEN_OUT:
         return False
     linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]
     activation = layer.get_submodule("mlp.act_fn")
@@ -278,30 +360,45 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: T
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
 
-    def pack(names: Sequence[str]) -> PackedLinear:
-        return PackedLinear(linears_of(layer, names), threads)
+    def fuse(*names: str) -> FusedLinear:
+        return FusedLinear(linears_of(layer, names), threads)
 
-    qkv = linears_of(layer, QKV)
-    num_heads, num_keys = (linear.out_features // head_dim for linear in qkv[:2])
-    norms = None
+    num_heads, num_keys = (linear.out_features // head_dim for linear in linears_of(layer, QKV[:2]))
+    head_norm = None
     if hasattr(own, "q_norm"):
         q_norm, k_norm = _norm(own, "q_norm"), _norm(own, "k_norm")
         weights = [q_norm.weight.expand(num_heads, -1), k_norm.weight.expand(num_keys, -1)]
-        norms = (torch.cat(weights), q_norm.eps)
+        head_norm = _Norm(torch.cat(weights), q_norm.eps)
     return _Layer(
         index=index,
         before_attention=_norm(layer, "input_layernorm"),
-        qkv=pack(QKV),
-        head_norms=norms,
-        out=pack([OUT]),
+        qkv=fuse(*QKV),
+        head_norm=head_norm,
+        out=fuse(OUT),
         before_mlp=_norm(layer, "post_attention_layernorm"),
-        gate_up=pack(GATE_UP),
-        down=pack([DOWN]),
+        gate_up=fuse(*GATE_UP),
+        down=fuse(DOWN),
         num_heads=num_heads,
         num_keys=num_keys,
         head_dim=head_dim,
         attention=attention,
+        threads=threads,
     )
+
+
+def _first(x: Tensor, num_rows: int) -> Tensor:
+    """Of a slice, even of all rows, the gradient is a copy among zeros."""
+    return x if len(x) == num_rows else x[:num_rows]
+
+
+def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:
+    """Their weights below each other; the linears' own become views of it."""
+    if len(linears) == 1:
+        return linears[0].weight
+    weight_OI = torch.cat([linear.weight.data for linear in linears])
+    for linear, part in zip(linears, weight_OI.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = part
+    return weight_OI
 
 
 def _norm(parent: nn.Module, name: str) -> _Norm:

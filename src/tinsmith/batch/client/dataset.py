@@ -19,7 +19,7 @@ from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
 from tinsmith.batch.job_request import read_job
-from tinsmith.batch.operations.base import Operation
+from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Row, identity_of
 from tinsmith.errors import NotSupportedError, UserError
 
@@ -98,7 +98,7 @@ class Dataset:
 
     def map(
         self,
-        mapper_fn: Callable[..., object] | Operation | Sequence[Operation],
+        mapper_fn: Callable[..., object] | RowOperation | Sequence[RowOperation],
         pool_name: str = "",
         *positional: Any,  # noqa: ANN401
         **options: Unpack[MapOptions],
@@ -115,8 +115,8 @@ class Dataset:
         pool = options.setdefault("pool", pool_name or DEFAULT_POOL)
         if pool_name and pool != pool_name:
             raise ValueError(f"pool_name {pool_name!r} and pool {pool!r} are two names of one thing")
-        if isinstance(mapper_fn, Operation | Sequence):
-            return self._operated([mapper_fn] if isinstance(mapper_fn, Operation) else list(mapper_fn), options)
+        if isinstance(mapper_fn, RowOperation | Sequence):
+            return self._operated([mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn), options)
         batched = options.get("batched", False) or options.get("batch_format") is not None
         return self._mapped(mapper_fn, "batch" if batched else "row", True, options)
 
@@ -132,9 +132,9 @@ class Dataset:
         """Maps batches with a function or a class. Results replace the rows."""
         return self._mapped(mapper, "batch", False, options)
 
-    def _operated(self, steps: list[Operation], options: MapOptions) -> Job | Mapped:
+    def _operated(self, steps: list[RowOperation], options: MapOptions) -> Job | Mapped:
         for step in steps:
-            if not isinstance(step, Operation):
+            if not isinstance(step, RowOperation):
                 raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
         if refused := sorted(set(options) & ONLY_OF_FUNCTIONS):
             raise NotSupportedError(f"operations take no {refused}, which belong to functions")

@@ -23,7 +23,7 @@ from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, sent, writer_of_part
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.utility import delete_staging
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
@@ -149,7 +149,7 @@ def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter
     for batch in rows.batches():
         part = rows.part(batch)
         if part is not None and converted:
-            part = other.write_part(list(rows.rows_of_part(part)), Span(batch["start_idx"], batch["end_idx"]), base)
+            part = other.write_part(list(rows.rows_of_part(part)), RowRange(batch["start_idx"], batch["end_idx"]), base)
         parts += [part] if part is not None else []
     return other, parts
 

@@ -31,7 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
-from tinsmith.batch.coordinator.state import BatchJobs, Job, is_transient
+from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
@@ -362,7 +362,7 @@ class Coordinator:
             return False
         return time.monotonic() - self._seen[job_id] < HAND_ON_S * min(len(self._runs), MAX_HAND_ONS)
 
-    async def _acquire(self, job_id: int) -> Job | None:
+    async def _acquire(self, job_id: int) -> JobRecord | None:
         acquire = self._jobs.acquire_batch_coordinator
         return await asyncio.to_thread(acquire, job_id, self._token, self._holder, FIRST_LEASE_S)
 
@@ -387,7 +387,7 @@ class Coordinator:
         self._runs[job_id] = run
         self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
 
-    def _refusal(self, job: Job, spec: JobSpec) -> str:
+    def _refusal(self, job: JobRecord, spec: JobSpec) -> str:
         """Why a stored job may not run under today's settings; empty if it may."""
         if job.pool not in self._pools:
             return f"there is no pool {job.pool!r}; there are {self.pool_names()}"

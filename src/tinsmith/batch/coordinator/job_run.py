@@ -36,7 +36,7 @@ from tinsmith.batch.coordinator.state import (
     TERMINAL,
     BatchJobs,
     Claim,
-    Job,
+    JobRecord,
     Settled,
     SupersededError,
     is_transient,
@@ -54,7 +54,7 @@ from tinsmith.batch.coordinator.workers import (
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
-from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, part_base
+from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, part_base
 from tinsmith.batch.worker.children import Lost
 from tinsmith.runtime.failpoints import hit
 
@@ -70,7 +70,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class Pace:
+class GroupSize:
     """How many batches a worker does in `GROUP_S`."""
 
     def __init__(self) -> None:
@@ -103,15 +103,15 @@ class Dispatcher:
         self._spec = spec
         self._report = report
         self._setup_failed = setup_failed
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, GroupSize] = {}
         self._schemas: list[Schema | None] = [None] * len(spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
         """Raises SchemaConflictError."""
         self._schemas[output] = merged(self._schemas[output] or {}, schema)
 
-    def pace(self, worker: RemoteWorker) -> Pace:
-        return self._paces.setdefault(worker.worker_id, Pace())
+    def pace(self, worker: RemoteWorker) -> GroupSize:
+        return self._paces.setdefault(worker.worker_id, GroupSize())
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
@@ -153,7 +153,7 @@ class Dispatcher:
         settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
         self._report(settled, not left)
 
-    def _checked(self, result: Outcome | Lost) -> Outcome | Lost:
+    def _checked(self, result: AttemptOutcome | Lost) -> AttemptOutcome | Lost:
         if isinstance(result, Lost):
             return result
         try:
@@ -170,9 +170,9 @@ class Dispatcher:
         """Whether this attempt only records its row as failed."""
         return claim.retry_count > self._spec.limits.max_retries and claim.span.rows == 1
 
-    async def _give_up(self, worker: RemoteWorker, claim: Claim) -> Outcome:
+    async def _give_up(self, worker: RemoteWorker, claim: Claim) -> AttemptOutcome:
         error = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
-        return Outcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **error))
+        return AttemptOutcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **error))
 
     def _assignment(self, claim: Claim) -> dict[str, Any]:
         outputs = enumerate(self._spec.batch_output_path)
@@ -190,7 +190,7 @@ class JobRun:
     def __init__(
         self,
         jobs: BatchJobs,
-        job: Job,
+        job: JobRecord,
         spec: JobSpec,
         token: str,
         pool: Pool,
@@ -275,7 +275,7 @@ class JobRun:
     def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
         hit("batch.reported")
         for claim, result in settled:
-            if isinstance(result, Outcome):
+            if isinstance(result, AttemptOutcome):
                 self._setup_failures = 0
             elif self._ended.is_set():
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched

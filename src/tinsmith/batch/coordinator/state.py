@@ -31,7 +31,16 @@ from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlche
 
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import DEATHS, MAX_RETRIES, JobSpec, Outcome, OutputInfo, ProgramError, Span, staging_of
+from tinsmith.batch.types import (
+    DEATHS,
+    MAX_RETRIES,
+    AttemptOutcome,
+    JobSpec,
+    OutputInfo,
+    ProgramError,
+    RowRange,
+    staging_of,
+)
 from tinsmith.batch.worker.children import Lost
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
@@ -69,7 +78,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRecord:
     job_id: int
     tenant_id: str
     name: str
@@ -122,18 +131,18 @@ class Claim:
     """The batch that this one was split from."""
 
     @property
-    def span(self) -> Span:
-        return Span(self.start_idx, self.end_idx)
+    def span(self) -> RowRange:
+        return RowRange(self.start_idx, self.end_idx)
 
 
-Settled = tuple[Claim, Outcome | Lost]
+Settled = tuple[Claim, AttemptOutcome | Lost]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Transition:
     """What one transaction of a coordinator did."""
 
-    job: Job
+    job: JobRecord
     claims: Mapping[str, list[Claim]]
     rejected: list[Claim]
     """Attempts whose batch was no longer theirs."""
@@ -141,7 +150,7 @@ class Turn:
     """Whether a batch has failed, which fails the job."""
 
 
-_JOB_COLUMNS = [JOBS.c[name] for name in Job.__dataclass_fields__]
+_JOB_COLUMNS = [JOBS.c[name] for name in JobRecord.__dataclass_fields__]
 _RESULTS = ("rows_ok", "rows_failed", "tokens_in", "tokens_out")
 _COUNTERS = ("total_batches", "completed_batches", *_RESULTS)
 _DISPATCHED = sa.literal_column("'DISPATCHED'")
@@ -249,20 +258,20 @@ class BatchJobs:
                 _copy_batches(connection, old.job_id, job_id)
             return job_id
 
-    def find(self, tenant_id: str, job_id: int) -> Job:
+    def find(self, tenant_id: str, job_id: int) -> JobRecord:
         """Raises NotFoundError."""
         with self._db.read() as connection:
             row = _FIND.first(connection, {"job": job_id})
-        if row is None or (job := Job(*row)).tenant_id != tenant_id:
+        if row is None or (job := JobRecord(*row)).tenant_id != tenant_id:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return job
 
-    def listing(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Job], int]:
+    def listing(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
         """A page of the tenant's jobs, newest first, and the number of all."""
         mine = JOBS.c.tenant_id == tenant_id
         query = sa.select(*_JOB_COLUMNS).where(mine).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
         count = self._db.scalar(sa.select(sa.func.count()).select_from(JOBS).where(mine))
-        return [Job(*row) for row in self._db.rows(query)], int(count or 0)
+        return [JobRecord(*row) for row in self._db.rows(query)], int(count or 0)
 
     def spec(self, job_id: int) -> JobSpec:
         """Raises NotFoundError, UserError."""
@@ -271,7 +280,7 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return JobSpec.from_dict(stored)
 
-    def cancel(self, tenant_id: str, job_id: int) -> Job:
+    def cancel(self, tenant_id: str, job_id: int) -> JobRecord:
         """Request the end of a job; no effect on one that has ended. Raises NotFoundError."""
         self.find(tenant_id, job_id)
         cancel = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.status.in_(ACTIVE))
@@ -279,7 +288,7 @@ class BatchJobs:
             connection.execute(cancel.values(status="CANCELLING", updated_at=now()))
         return self.find(tenant_id, job_id)
 
-    def purge(self, tenant_id: str, job_id: int) -> Job:
+    def purge(self, tenant_id: str, job_id: int) -> JobRecord:
         """Have the next sweep delete the parts of a job that failed or was cancelled, which cannot be resumed then. No
         effect on a job that succeeded, whose parts are deleted in any case. Raises NotFoundError, UserError."""
         self.find(tenant_id, job_id)
@@ -307,7 +316,7 @@ class BatchJobs:
             self._db.rows(sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx))
         )
 
-    def committed(self, job_id: int, after: int, limit: int) -> list[tuple[Span, list[dict[str, Any]]]]:
+    def committed(self, job_id: int, after: int, limit: int) -> list[tuple[RowRange, list[dict[str, Any]]]]:
         """The committed batches that begin after a row, in the order of their rows, each with its parts."""
         query = (
             sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts)
@@ -315,9 +324,9 @@ class BatchJobs:
             .order_by(STATES.c.start_idx)
             .limit(limit)
         )
-        return [(Span(row.start_idx, row.end_idx), row.parts) for row in self._db.rows(query)]
+        return [(RowRange(row.start_idx, row.end_idx), row.parts) for row in self._db.rows(query)]
 
-    def winners(self, job_id: int) -> Iterator[tuple[Span, list[dict[str, Any]]]]:
+    def winners(self, job_id: int) -> Iterator[tuple[RowRange, list[dict[str, Any]]]]:
         """All committed batches."""
         after = -1
         while page := self.committed(job_id, after, PAGE):
@@ -344,7 +353,7 @@ class BatchJobs:
         query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
         return self._db.scalars(query) if job_ids else []
 
-    def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> Job | None:
+    def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> JobRecord | None:
         """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again."""
         take = JOBS.update().where(JOBS.c.job_id == job_id, self._is_free(holder))
         lease = {"owner_token": token, "owner_holder": holder, "owner_lease_at": self._db.clock() + lease_s}
@@ -356,7 +365,7 @@ class BatchJobs:
             connection.execute(WORKERS.delete().where(WORKERS.c.job_id == job_id))
             return _job(connection, job_id)
 
-    def renew(self, job_id: int, token: str, lease_s: float, batches: Sequence[int] = ()) -> Job:
+    def renew(self, job_id: int, token: str, lease_s: float, batches: Sequence[int] = ()) -> JobRecord:
         """Extend the lease of the job and of these batches; other dispatched batches whose lease has expired become
         pending again. Raises SupersededError."""
         until = self._db.clock() + lease_s
@@ -382,7 +391,7 @@ class BatchJobs:
 
     def save_batch_states(
         self, job_id: int, token: str, starts: Sequence[int], total_rows: int, input_version: Version | None = None
-    ) -> Job:
+    ) -> JobRecord:
         """Store all batches of a job and seal it. `starts` has the first row of each batch, ascending; a batch ends
         where the next begins. Rows that a crash left are deleted first. Many short transactions let others write."""
         mine = STATES.c.job_id == job_id
@@ -444,7 +453,7 @@ class BatchJobs:
         lease_s: float,
         max_retries: int = MAX_RETRIES,
         backoff_s: float = 1.0,
-    ) -> Turn:
+    ) -> Transition:
         """One transaction: the results of attempts, then claims, as many as each worker wants. Raises
         SupersededError."""
         with self._changing(job_id) if settled else self._db.write() as connection:
@@ -455,7 +464,7 @@ class BatchJobs:
                 more = {f"more_{name}": attempts.counts[name] for name in _COUNTERS}
                 _COUNT.count(connection, {"job": job_id, **more})
             claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in wanted.items()}
-            return Turn(_job(connection, job_id), claims, rejected, attempts.failed)
+            return Transition(_job(connection, job_id), claims, rejected, attempts.failed)
 
     def next_retry_in(self, job_id: int) -> float | None:
         """Seconds until a pending batch may be retried; None if there is none."""
@@ -535,10 +544,10 @@ def _fence(connection: Connection, job_id: int, token: str) -> None:
         raise SupersededError(f"another coordinator has taken over bulk job {job_id}")
 
 
-def _job(connection: Connection, job_id: int) -> Job:
+def _job(connection: Connection, job_id: int) -> JobRecord:
     row = _FIND.first(connection, {"job": job_id})
     assert row is not None
-    return Job(*row)
+    return JobRecord(*row)
 
 
 def _set_status(connection: Connection, job_id: int, token: str, status: str, error: str | None = None) -> bool:
@@ -584,7 +593,7 @@ class _Attempts:
         self.counts: Counter[str] = Counter()
         self.failed = False
 
-    def settle(self, claim: Claim, outcome: Outcome | Lost) -> bool:
+    def settle(self, claim: Claim, outcome: AttemptOutcome | Lost) -> bool:
         """False if the batch is no longer this attempt's."""
         return self._lose(claim, outcome) if isinstance(outcome, Lost) else self._complete(claim, outcome)
 
@@ -592,7 +601,7 @@ class _Attempts:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
         return {"job": self._job_id, "token": self._token, **batch}
 
-    def _complete(self, claim: Claim, outcome: Outcome) -> bool:
+    def _complete(self, claim: Claim, outcome: AttemptOutcome) -> bool:
         """The commit of a batch."""
         numbers = {name: getattr(outcome, name) for name in _RESULTS}
         parts = json.dumps([part.to_dict() for part in outcome.parts])
@@ -667,10 +676,10 @@ class _Attempts:
         last_idx = self._connection.scalar(last) or 0
         start, end = claim.span
         if row is not None and start <= row <= end:
-            spans = [Span(start, row - 1), Span(row, row), Span(row + 1, end)]
+            spans = [RowRange(start, row - 1), RowRange(row, row), RowRange(row + 1, end)]
         else:
             middle = (start + end) // 2
-            spans = [Span(start, middle), Span(middle + 1, end)]
+            spans = [RowRange(start, middle), RowRange(middle + 1, end)]
         common = {"job_id": self._job_id, "status": "PENDING", "parent_idx": claim.batch_idx, "updated_at": now()}
         rows = [
             {**common, "batch_idx": last_idx + 1 + index, "start_idx": part.start_idx, "end_idx": part.end_idx}

@@ -22,9 +22,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
-from tinsmith.batch.types import JobSpec, Limits, Outcome
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits
 from tinsmith.batch.worker.children import Lost
-from tinsmith.batch.worker.rpc import Client, ConnectionLostError, Message, RefusedError
+from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 
 MAX_OPERATION_TRIES = 3
 CALL_S = 10.0
@@ -33,7 +33,7 @@ MAX_SETUP_FAILURES = 2
 """After this many failed starts of the mapper in one worker, another worker is tried."""
 MAX_INFRA_FAILURES = 3
 
-Result = tuple[tuple[int, int], Outcome | Lost]
+Result = tuple[tuple[int, int], AttemptOutcome | Lost]
 """An attempt by (batch_idx, attempt_id), and its result."""
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class RemoteWorker:
         self.lost = False
         self._router = router
         self._job_id = job_id
-        self._client = Client(started.address, started.token, connect_s=CALL_S, silence_s=limits.heartbeat_timeout_s)
+        self._client = RpcClient(started.address, started.token, connect_s=CALL_S, silence_s=limits.heartbeat_timeout_s)
 
     @property
     def useless(self) -> bool:
@@ -127,7 +127,7 @@ class RemoteWorker:
                         setup = result
                         continue
                     arrived.append((key, result))
-                    if isinstance(result, Outcome):
+                    if isinstance(result, AttemptOutcome):
                         self.infra_failures = self.setup_failures = 0
                     else:
                         self.infra_failures += result.infra and result.begun
@@ -176,7 +176,7 @@ class RemoteWorker:
             async with contextlib.aclosing(stream) as messages:
                 async for message in messages:
                     yield message
-        except RefusedError as error:
+        except CallRefusedError as error:
             raise WorkerLostError(f"the worker refused {name} ({error.status}): {str(error)[:500]}") from None
         except ConnectionLostError as error:
             raise self._gone(error) from error
@@ -197,7 +197,7 @@ class RemoteWorker:
 def _result(message: Message) -> Result:
     batch_idx, attempt_id = message["key"]
     if "outcome" in message:
-        return (batch_idx, attempt_id), Outcome.from_dict(message["outcome"])
+        return (batch_idx, attempt_id), AttemptOutcome.from_dict(message["outcome"])
     return (batch_idx, attempt_id), Lost(**message["lost"])
 
 

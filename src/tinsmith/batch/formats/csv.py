@@ -21,7 +21,7 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.lines import LinesReader
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import open_object
 
 FIELD_BYTES = 128 * 1024 * 1024
@@ -65,7 +65,7 @@ class CsvWriter(FileWriter):
         for value in selected(row, self.column).values():
             _text(value)
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         kept = [selected(row, self.column) for row in rows if row is not None]
         header = list(dict.fromkeys(name for row in kept for name in row))
         lines = [header, *([_text(row.get(name)) for name in header] for row in kept)] if kept else []

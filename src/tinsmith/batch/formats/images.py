@@ -19,7 +19,7 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import selected
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_store
 from tinsmith.storage.stores import join
 
@@ -73,7 +73,7 @@ class ImageWriter(DirectoryWriter):
     def check(self, row: Row) -> None:
         self._image(row)
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         self.check_one_each(rows, span)
         listing = []
         for index, row in enumerate(rows, span.start_idx):

@@ -27,7 +27,7 @@ from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter, InputReader
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_object, open_store
 from tinsmith.storage.stores import CHUNK_BYTES, LocalStore
 
@@ -265,7 +265,7 @@ class LinesWriter(FileWriter):
     def check(self, row: Row) -> None:
         self.line(row)
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         lines = [self.line(row) for row in rows if row is not None]
         data = pack(b"".join(line + b"\n" for line in lines), self.path)
         return publishing.store_part(part_base, span, self.extension, data, len(lines))

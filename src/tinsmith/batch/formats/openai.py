@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.types import PartInfo, Row, Span
+from tinsmith.batch.types import PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -107,7 +107,7 @@ class OpenAIBatchWriter(JsonWriter):
         if self.keep not in KEPT:
             raise ValueError(f"keep is {self.keep!r}; it must be one of {list(KEPT)}")
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         return super().write_part([row for row in rows if row is not None and self._keeps(row)], span, part_base)
 
     def _keeps(self, row: Row) -> bool:

@@ -17,7 +17,7 @@ from tinsmith.batch.formats import publishing, schemas
 from tinsmith.batch.formats.encoding import selected
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_object
 
 
@@ -76,7 +76,7 @@ class ParquetWriter(OutputWriter):
     def schema(self, row: Row) -> Schema:
         return _schema_of(selected(row, self.column))
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         import pyarrow.parquet
 
         kept = [selected(row, self.column) for row in rows if row is not None]

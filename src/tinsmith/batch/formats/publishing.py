@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import orjson
 
-from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, Span, part_name
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import Source, Store, join, verified
 
@@ -31,7 +31,7 @@ class PublishedFile(NamedTuple):
     sha256: str
 
 
-def store_part(part_base: str, span: Span, extension: str, data: bytes, rows: int) -> PartInfo:
+def store_part(part_base: str, span: RowRange, extension: str, data: bytes, rows: int) -> PartInfo:
     """Stores the part of a span. The same bytes again are no error; other bytes are (FileExistsError)."""
     location = join(part_base, part_name(span, extension))
     store, key = open_store(location)

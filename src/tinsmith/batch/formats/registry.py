@@ -36,7 +36,7 @@ from tinsmith.batch.client import functions
 from tinsmith.batch.formats import input_versions, publishing, sky_writers
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import locations
 
@@ -173,7 +173,7 @@ class OutputWriter:
     def check(self, row: Row) -> None:
         """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         """Writes an immutable part below `part_base`, a directory of this attempt alone.
 
         `rows` has one entry for each index of the span, None where a row failed or was dropped; in a job with
@@ -241,7 +241,7 @@ class DirectoryWriter(OutputWriter):
             raise ValueError(f"the path of a {type(self).__name__} is empty; it must name a directory")
         self.path = self.path.rstrip("/") + "/"
 
-    def check_one_each(self, rows: Sequence[Row | None], span: Span) -> None:
+    def check_one_each(self, rows: Sequence[Row | None], span: RowRange) -> None:
         """Raises ProgramError if rows were added or dropped."""
         if len(rows) != span.rows:
             raise ProgramError("results are named after the rows of the input, so a row cannot become several or none")

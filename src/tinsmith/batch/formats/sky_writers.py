@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore, join
@@ -38,7 +38,7 @@ class SkyWriter(Protocol):
     def cleanup(self, job_id: str) -> None: ...
 
 
-def write_part(rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+def write_part(rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
     data = pickle.dumps((tuple(span), list(rows)), protocol=5)
     kept = sum(row is not None for row in rows)
     return publishing.store_part(part_base, span, "pickle", data, kept)

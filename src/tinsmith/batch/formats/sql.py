@@ -35,7 +35,7 @@ from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import exists_already
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_name
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 from tinsmith.storage.stores import join
 
@@ -358,7 +358,7 @@ class SqlWriter(OutputWriter):
                 if existing_table(connection, self.table) is not None:
                     raise FileExistsError(exists_already(self.path))
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         kept = [selected(row, self.column) for row in rows if row is not None]
         data = b"".join(encode(row) + b"\n" for row in kept)
         path = join(part_base, part_name(span, self.extension))

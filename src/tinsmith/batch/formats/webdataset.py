@@ -17,12 +17,12 @@ import orjson
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_object, open_store
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShardSample:
     location: str
     key: str
     members: list[tuple[str, int, int]]
@@ -35,7 +35,7 @@ class WebdatasetReader(InputReader):
 
     in_store = True
 
-    _samples: list[Sample] | None = field(default=None, init=False, repr=False, compare=False)
+    _samples: list[ShardSample] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self._index())
@@ -43,7 +43,7 @@ class WebdatasetReader(InputReader):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         return [_row(sample) for sample in self._index()[start_idx : end_idx + 1]]
 
-    def _index(self) -> list[Sample]:
+    def _index(self) -> list[ShardSample]:
         if self._samples is None:
             self._samples = []
             for location in locations(self.path):
@@ -52,9 +52,9 @@ class WebdatasetReader(InputReader):
         return self._samples
 
 
-def samples_of(location: str) -> list[Sample]:
+def samples_of(location: str) -> list[ShardSample]:
     """The samples of one file, in order. The members of a sample are adjacent."""
-    samples: list[Sample] = []
+    samples: list[ShardSample] = []
     with tarfile.open(fileobj=open_object(location), mode="r:") as archive:
         for member in archive:
             if not member.isfile():
@@ -63,12 +63,12 @@ def samples_of(location: str) -> list[Sample]:
             stem, _, ending = name.partition(".")
             key = directory + slash + stem
             if not samples or samples[-1].key != key:
-                samples.append(Sample(location, key, []))
+                samples.append(ShardSample(location, key, []))
             samples[-1].members.append((ending, member.offset_data, member.size))
     return samples
 
 
-def _row(sample: Sample) -> Row:
+def _row(sample: ShardSample) -> Row:
     store, key = open_store(sample.location)
     found = store.get_ranges(key, [(offset, offset + size) for _, offset, size in sample.members])
     row: Row = {"__key__": sample.key}
@@ -101,7 +101,7 @@ class WebdatasetWriter(DirectoryWriter):
             if ending != KEY:
                 _member(ending, value)
 
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+    def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         self.check_one_each(rows, span)
         buffer, count = io.BytesIO(), 0
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:

@@ -14,7 +14,7 @@ of files are derived from the batch's. So each request has exactly one line in o
 
 from __future__ import annotations
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_REQUESTS = 50_000
 MAX_INPUT_BYTES = 200 * 1000 * 1000
 WINDOW = "24h"

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, Job
+from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, JobRecord
 from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
 from tinsmith.batch.openai import MAX_REQUESTS
 from tinsmith.batch.openai.results import Tally, counted, error_lines, results_of, success_lines
@@ -208,7 +208,7 @@ class Reconciler:
 
     # Progress.
 
-    def _follow(self, batch: Batch, job: Job) -> None:
+    def _follow(self, batch: Batch, job: JobRecord) -> None:
         batches, jobs = self._parts.batches, self._parts.jobs
         if batch.status in ("cancelling", "expiring"):
             if job.status != "CANCELLING":
@@ -228,7 +228,7 @@ class Reconciler:
 
     # End.
 
-    def _end(self, batch: Batch, job: Job | None) -> None:
+    def _end(self, batch: Batch, job: JobRecord | None) -> None:
         status = ending(batch, job)
         if status == "completed" and batch.status == "in_progress":
             if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
@@ -252,7 +252,9 @@ class Reconciler:
         hit("openai.ended")
         self._discard(batch)
 
-    def _files(self, batch: Batch, job: Job | None, status: str, succeeded: Tally, failed: Tally) -> dict[str, Made]:
+    def _files(
+        self, batch: Batch, job: JobRecord | None, status: str, succeeded: Tally, failed: Tally
+    ) -> dict[str, Made]:
         """The output and the error file, without those that are empty. Raises CorruptFilesError."""
         found = results_of(self._parts.jobs, job, batch.total)
         path = join(self._directory(batch), "input.jsonl")
@@ -286,7 +288,7 @@ class Reconciler:
             store.delete_below(join(root, name))
 
 
-def ending(batch: Batch, job: Job | None) -> str:
+def ending(batch: Batch, job: JobRecord | None) -> str:
     """The final status of a batch whose bulk job has ended, or was never created."""
     if batch.status == "cancelling":
         return "cancelled"

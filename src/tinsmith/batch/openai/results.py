@@ -14,11 +14,11 @@ from itertools import chain
 
 import orjson
 
-from tinsmith.batch.coordinator.state import BatchJobs, Job
+from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.openai import line_id
 from tinsmith.batch.openai.rows import lines
-from tinsmith.batch.types import Span
+from tinsmith.batch.types import RowRange
 from tinsmith.errors import CorruptFilesError
 from tinsmith.storage.locations import open_store
 
@@ -53,7 +53,7 @@ class Tally:
 
 
 @dataclass
-class Source:
+class ResultFile:
     path: str
     sha256: str
 
@@ -62,30 +62,30 @@ class Source:
 class Results:
     """The results of a bulk job. `missing` are rows without a result, `refused` failed rows with their errors."""
 
-    succeeded: list[Source] = field(default_factory=list)
-    failed: list[Source] = field(default_factory=list)
-    missing: list[Span] = field(default_factory=list)
+    succeeded: list[ResultFile] = field(default_factory=list)
+    failed: list[ResultFile] = field(default_factory=list)
+    missing: list[RowRange] = field(default_factory=list)
     refused: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
-def results_of(jobs: BatchJobs, job: Job | None, total: int) -> Results:
+def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
     found = Results()
     if job is None:
-        found.missing = [Span(0, total - 1)] if total else []
+        found.missing = [RowRange(0, total - 1)] if total else []
         return found
     if job.status == "SUCCEEDED":
-        outputs = [Source(str(each["path"]), str(each["sha256"])) for each in jobs.outputs(job.job_id)]
+        outputs = [ResultFile(str(each["path"]), str(each["sha256"])) for each in jobs.outputs(job.job_id)]
         found.succeeded, found.failed = outputs[:1], outputs[1:2]
     else:
         expected = 0
         for span, parts in jobs.winners(job.job_id):
             for sources, part in zip((found.succeeded, found.failed), parts, strict=False):
-                sources.append(Source(str(part["path"]), str(part["sha256"])))
+                sources.append(ResultFile(str(part["path"]), str(part["sha256"])))
             if span.start_idx > expected:
-                found.missing.append(Span(expected, span.start_idx - 1))
+                found.missing.append(RowRange(expected, span.start_idx - 1))
             expected = span.end_idx + 1
         if expected < total:
-            found.missing.append(Span(expected, total - 1))
+            found.missing.append(RowRange(expected, total - 1))
     after = -1
     while page := jobs.row_errors(job.job_id, PAGE, after):
         after = page[-1]["row_idx"]
@@ -123,7 +123,7 @@ def error_lines(found: Results, input_location: str, max_line_bytes: int, why: M
             yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
 
 
-def _lines_of(source: Source) -> Iterator[bytes]:
+def _lines_of(source: ResultFile) -> Iterator[bytes]:
     digest = hashlib.sha256()
     try:
         store, key = open_store(source.path)

@@ -1,12 +1,12 @@
 """Operations: steps of a bulk job that the service itself carries out, in place of a user's function.
 
-An operation is a frozen dataclass below `Operation`, known by a name in `OPERATION_REGISTRY`; its fields are JSON, and
-no user's code is part of it. `Dataset.map(Sample(...), ...)` sends one, `Dataset.map([Sample(...), Grade(...)])`
+An operation is a frozen dataclass below `RowOperation`, known by a name in `OPERATION_REGISTRY`; its fields are JSON,
+and no user's code is part of it. `Dataset.map(Sample(...), ...)` sends one, `Dataset.map([Sample(...), Grade(...)])`
 several, each of which gets the rows that the one before it made. Batches, leases, retries, bisection, errors, parts,
 resuming and progress are the same as for functions.
 
 What runs where:
-- A worker's child (`runtime.py`) reads and writes the rows and calls `Operation.answer` for all rows of a batch
+- A worker's child (`runtime.py`) reads and writes the rows and calls `RowOperation.answer` for all rows of a batch
   concurrently. It renders prompts, reads answers and grades them. It loads no weights and no torch, and can be killed
   at any time.
 - Requests to the service go through `RowService.ask(verb, payload)`, on which `sample` and `text` are built. A request
@@ -33,7 +33,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tinsmith.batch.formats.registry import Registry
-from tinsmith.batch.operations.base import Operation, build
+from tinsmith.batch.operations.base import RowOperation, build
 from tinsmith.errors import UserError
 
 TYPE = "operations"
@@ -45,10 +45,10 @@ MODULES = {
     "rollout": "tinsmith.batch.operations.rollout",
     "sample": "tinsmith.batch.operations.sample",
 }
-OPERATION_REGISTRY: Registry[Operation] = Registry("operation", MODULES)
+OPERATION_REGISTRY: Registry[RowOperation] = Registry("operation", MODULES)
 
 
-def payload_of(steps: Sequence[Operation]) -> str:
+def payload_of(steps: Sequence[RowOperation]) -> str:
     """The operations as `JobSpec.batch_serialized_fn`, in place of a function's source. Raises UserError."""
     _check_steps(steps)
     made = [{"operation": step.name, **asdict(step)} for step in steps]
@@ -59,7 +59,7 @@ def payload_of(steps: Sequence[Operation]) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def steps_of(payload: str) -> list[Operation] | None:
+def steps_of(payload: str) -> list[RowOperation] | None:
     """The operations of a payload; None if it is a function's, of which nothing is run. Raises UserError."""
     try:
         data = json.loads(base64.b64decode(payload, validate=True))
@@ -75,14 +75,14 @@ def steps_of(payload: str) -> list[Operation] | None:
     return steps
 
 
-def _step(given: object) -> Operation:
+def _step(given: object) -> RowOperation:
     if not isinstance(given, dict) or not isinstance(given.get("operation"), str):
         raise UserError("each step must be an object that names its 'operation'")
     values: dict[str, Any] = {name: value for name, value in given.items() if name != "operation"}
     return build(OPERATION_REGISTRY.find(given["operation"]), values, given["operation"])
 
 
-def _check_steps(steps: Sequence[Operation]) -> None:
+def _check_steps(steps: Sequence[RowOperation]) -> None:
     if not 1 <= len(steps) <= MAX_STEPS:
         raise UserError(f"there are {len(steps)} operations; there must be 1 to {MAX_STEPS}")
     for step in steps:

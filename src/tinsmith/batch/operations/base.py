@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tinsmith.chat.texts import Text
 
 
-class RefusedError(Exception):
+class RowRefusedError(Exception):
     """The service refused a row's request, or failed at it; the message says why. The row has failed."""
 
 
@@ -68,7 +68,7 @@ class RowService(Protocol):
         ...
 
     async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-        """Calls a handler of the server by its verb. Raises RefusedError."""
+        """Calls a handler of the server by its verb. Raises RowRefusedError."""
         ...
 
     def count(self, tokens_in: int, tokens_out: int) -> None:
@@ -77,7 +77,7 @@ class RowService(Protocol):
 
 
 @dataclass(frozen=True)
-class Operation(ABC):
+class RowOperation(ABC):
     """A frozen dataclass whose fields are JSON."""
 
     name: ClassVar[str]

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from tinsmith.batch.operations import OPERATION_REGISTRY, graders
 from tinsmith.batch.operations.base import (
-    Operation,
+    RowOperation,
     RowService,
     check_choice,
     check_flag,
@@ -55,7 +55,7 @@ NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
 @OPERATION_REGISTRY.type_register(name="grade")
 @dataclass(frozen=True)
-class Grade(Operation):
+class Grade(RowOperation):
     name: ClassVar[str] = "grade"
 
     by: str

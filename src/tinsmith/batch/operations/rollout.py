@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
-    Operation,
+    RowOperation,
     RowService,
     build,
     check_integer,
@@ -43,7 +43,7 @@ from tinsmith.batch.types import Row
 from tinsmith.errors import NotSupportedError, UserError
 
 
-class Reply(NamedTuple):
+class RewardReply(NamedTuple):
     """`message` None ends the conversation."""
 
     reward: float | None
@@ -57,7 +57,7 @@ class Environment(ABC):
         """Raises UserError."""
 
     @abstractmethod
-    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
         """The reply to answer number `turn`, from 0. `key` is unique among the row's answers."""
 
 
@@ -71,11 +71,11 @@ class Turns(Environment):
     def check(self) -> None:
         check_text("environment.column", self.column)
 
-    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
         turns = column_of(row, self.column)
         if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
             raise ValueError(f"column {self.column!r} must hold a list of texts")
-        return Reply(None, turns[turn] if turn < len(turns) else None)
+        return RewardReply(None, turns[turn] if turn < len(turns) else None)
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class Retry(Environment):
         check_grade("environment.grade", self.grade)
         check_template("environment.feedback", self.feedback)
 
-    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
         score = await self.grade.score_of(answer, row, service, key)
         if score >= self.grade.passing:
-            return Reply(score, None)
-        return Reply(score, render(self.feedback, {**row, self.grade.output: answer, self.grade.score: score}))
+            return RewardReply(score, None)
+        return RewardReply(score, render(self.feedback, {**row, self.grade.output: answer, self.grade.score: score}))
 
 
 KINDS: dict[str, type[Environment]] = {"turns": Turns, "retry": Retry}
@@ -168,7 +168,7 @@ def datums_of(turns: list[Row]) -> list[Row]:
 
 @OPERATION_REGISTRY.type_register(name="rollout")
 @dataclass(frozen=True)
-class Rollout(Operation):
+class Rollout(RowOperation):
     """`environment` is `Turns(...)` or `Retry(...)`."""
 
     name: ClassVar[str] = "rollout"

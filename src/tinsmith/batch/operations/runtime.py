@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.batch.operations.base import Answer, Operation, RefusedError, Sampled
+from tinsmith.batch.operations.base import Answer, RowOperation, RowRefusedError, Sampled
 from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
@@ -42,7 +42,7 @@ class Channel:
         self._reading = threading.Lock()
 
     async def ask(self, assignment: Assignment, question: Message) -> Message:
-        """The response. Raises RefusedError, ClosedError."""
+        """The response. Raises RowRefusedError, ClosedError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
         with self._lock:
@@ -57,7 +57,7 @@ class Channel:
         self._outgoing.append({"number": number, **attempt, **question})
         found = await future
         if "refused" in found:
-            raise RefusedError(found["refused"])
+            raise RowRefusedError(found["refused"])
         return found["answer"]
 
     def _flush(self) -> None:
@@ -82,7 +82,7 @@ class Channel:
                 loop.call_soon_threadsafe(_resolve, future, None, ClosedError("the worker is shutting down"))
 
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
-        """The shape of a model's base, requested once. Raises RefusedError."""
+        """The shape of a model's base, requested once. Raises RowRefusedError."""
         if model not in self._shapes:
             from tinsmith.types import ModelShape, VisionShape
 
@@ -177,7 +177,7 @@ def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
     return [[pair for pair in zip(*row, strict=True) if pair[1] != EMPTY_LOGPROB] for row in rows]
 
 
-async def run(steps: Sequence[Operation], feed: Feed, channel: Channel) -> None:
+async def run(steps: Sequence[RowOperation], feed: Feed, channel: Channel) -> None:
     """Runs all batches of a feed, one after another."""
     while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
         assignment = feed.at_work
@@ -190,7 +190,7 @@ async def run(steps: Sequence[Operation], feed: Feed, channel: Channel) -> None:
 
 
 async def _row(
-    steps: Sequence[Operation], row: Row, index: int, assignment: Assignment, channel: Channel
+    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel
 ) -> tuple[Row | Exception, tuple[int, int]]:
     """One row through all steps: its result or error, and its tokens, which also count for a failed row."""
     tokens_in = tokens_out = 0

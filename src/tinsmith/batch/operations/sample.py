@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     Answer,
-    Operation,
+    RowOperation,
     RowService,
     check_flag,
     check_integer,
@@ -130,7 +130,7 @@ def token_ids_of(value: object, column: str) -> list[int]:
 
 @OPERATION_REGISTRY.type_register(name="sample")
 @dataclass(frozen=True)
-class Sample(Operation):
+class Sample(RowOperation):
     """`model` is a base model's id, or the tinker:// path of a checkpoint. One of `prompt` (text), `messages` and
     `tokens_column` names the column with the prompt."""
 
@@ -229,7 +229,7 @@ VERB = "openai_request"
 
 @OPERATION_REGISTRY.type_register(name=VERB)
 @dataclass(frozen=True)
-class OpenAIRequest(Operation):
+class OpenAIRequest(RowOperation):
     name: ClassVar[str] = VERB
 
     async def answer(self, row: Row, service: RowService) -> Row:

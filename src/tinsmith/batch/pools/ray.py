@@ -20,7 +20,7 @@ import structlog
 
 from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import Client, ConnectionLostError, RefusedError
+from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
@@ -166,7 +166,7 @@ class RayWorker:
     async def follow(self) -> None:
         """What it prints, into the file that it would have here: a page a second, and the rest at the end."""
         after = 0
-        client = Client(self.address, self.token, connect_s=END_S, silence_s=END_S)
+        client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
             while not self.gone:
                 after = await self._copy(client, after)
@@ -178,8 +178,8 @@ class RayWorker:
         finally:
             await client.close()
 
-    async def _copy(self, client: Client, after: int) -> int:
-        with contextlib.suppress(RefusedError, ConnectionLostError, OSError):
+    async def _copy(self, client: RpcClient, after: int) -> int:
+        with contextlib.suppress(CallRefusedError, ConnectionLostError, OSError):
             while (page := await client.call("log", after=after))["end"] != after:
                 with self.log_path.open("a", encoding="utf-8") as file:
                     file.write(page["text"])

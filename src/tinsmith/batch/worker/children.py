@@ -1,7 +1,7 @@
 """A worker's children: processes in groups of their own, which can be killed at any time, and their attempts.
 
-`Child` is one process with two pipes of messages (`rpc.py`). `Mapper` sends attempts to a child that runs the mapper
-and starts another child when that one dies. `Utility` runs operations.
+`Child` is one process with two pipes of messages (`rpc.py`). `MapperProcess` sends attempts to a child that runs the
+mapper and starts another child when that one dies. `Utility` runs operations.
 
 A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
 both processes map, so it survives a sudden death. If it names several batches, the next child runs these one at a time.
@@ -226,7 +226,7 @@ def assignment_of(message: Message) -> Assignment:
 class Attempt:
     """One assignment on a worker. `events` gets its requests to the server, then the attempt itself once settled."""
 
-    def __init__(self, assignment: Message, events: Events) -> None:
+    def __init__(self, assignment: Message, events: AttemptQueue) -> None:
         self.assignment = assignment
         self.events = events
         self.since = time.monotonic()
@@ -251,13 +251,13 @@ class Attempt:
         self.events.put(self)
 
 
-class Events(Protocol):
+class AttemptQueue(Protocol):
     """A queue that takes settled attempts, and the requests of attempts, from any thread."""
 
     def put(self, item: Attempt | list[Message], /) -> None: ...
 
 
-class Mapper:
+class MapperProcess:
     """The mapper's child, and the attempts that are not settled, oldest first."""
 
     def __init__(self, spec: Message, log_path: Path) -> None:

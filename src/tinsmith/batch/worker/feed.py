@@ -26,10 +26,10 @@ from tinsmith.batch.formats import input_versions, registry, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, Outcome, ProgramError, Row, RowFailure
+from tinsmith.batch.types import FINAL_ERRORS, Assignment, AttemptOutcome, JobSpec, ProgramError, Row, RowFailure
 from tinsmith.batch.worker.children import MAP, READ, STORE, Marker
 
-Report = Callable[[Outcome], None]
+Report = Callable[[AttemptOutcome], None]
 Result = Row | list[Row] | None
 
 
@@ -297,7 +297,7 @@ class Feed:
                     if batch.error is not None:
                         return
 
-    def _store(self, batch: _Batch) -> Outcome:
+    def _store(self, batch: _Batch) -> AttemptOutcome:
         assignment = batch.assignment
         self._check_schemas(batch)
         if batch.error is not None:
@@ -307,7 +307,7 @@ class Feed:
             writer.write_part(rows, assignment.span, base)
             for writer, base in zip(self._writers, assignment.part_bases, strict=True)
         ]
-        return Outcome(
+        return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
             parts=tuple(parts),
@@ -326,8 +326,8 @@ def wrong_number(results: int, rows: int) -> ProgramError:
     )
 
 
-def _failed(assignment: Assignment, error: BaseException) -> Outcome:
-    return Outcome(
+def _failed(assignment: Assignment, error: BaseException) -> AttemptOutcome:
+    return AttemptOutcome(
         batch_idx=assignment.batch_idx,
         attempt_id=assignment.attempt_id,
         error_type=type(error).__name__,

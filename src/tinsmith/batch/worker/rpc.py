@@ -1,9 +1,9 @@
 """Messages between the coordinator, a worker and the worker's children: length-prefixed msgpack.
 
-A frame is its length in four bytes (big-endian), then that many bytes of msgpack, at most `MAX_FRAME_BYTES`. Between a
-worker and its child, frames travel over two pipes (`pack`, `read_frames`). Between the coordinator and a worker they
-travel over a Unix socket, or over TCP if the two run on different machines (`Server`, `Client`). An address is the path
-of a socket or `tcp://HOST:PORT`.
+A frame is its length in four bytes (big-endian), then that many bytes of msgpack, at most `MAX_FRAME_BYTES`. Between
+a worker and its child, frames travel over two pipes (`pack`, `read_frames`). Between the coordinator and a worker
+they travel over a Unix socket, or over TCP if the two run on different machines (`RpcServer`, `RpcClient`). An
+address is the path of a socket or `tcp://HOST:PORT`.
 
 The first frame of a connection holds the token. Then the connection carries one call at a time. The client sends
 `{"call": name, ...}`. The server replies with any number of frames `[MESSAGE, value]`, then with `[DONE, value]` or
@@ -52,7 +52,7 @@ BIG_INTEGER = 1
 log = logging.getLogger(__name__)  # a worker's standard output is not for logs
 
 
-class RefusedError(Exception):
+class CallRefusedError(Exception):
     """The server refused a call; `status` is the HTTP status for the reason."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -150,10 +150,10 @@ async def close(writer: asyncio.StreamWriter) -> None:
 
 
 Handler = Callable[[Message, asyncio.StreamReader], Awaitable[Message] | AsyncGenerator[Message, None]]
-"""Handles a request by one result or by a stream of messages. Raises RefusedError."""
+"""Handles a request by one result or by a stream of messages. Raises CallRefusedError."""
 
 
-class Server:
+class RpcServer:
     """Handles calls on any number of connections."""
 
     def __init__(self, token: str, handlers: Mapping[str, Handler]) -> None:
@@ -203,7 +203,7 @@ class Server:
                     await self._handle(request, reader, writer)
                 finally:
                     self.num_active_calls -= 1
-        except (RefusedError, FrameError) as error:  # the start of the next request is unknown: the connection ends
+        except (CallRefusedError, FrameError) as error:  # the start of the next request is unknown: the connection ends
             writer.write(_refusal(error.status, str(error)))
         except (ConnectionLostError, OSError) as error:
             log.debug("a connection was lost: %s", error)
@@ -214,7 +214,7 @@ class Server:
             await close(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises RefusedError, ConnectionLostError."""
+        """Raises CallRefusedError, ConnectionLostError."""
         try:
             async with asyncio.timeout(TOKEN_S):
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -222,7 +222,7 @@ class Server:
         except (TimeoutError, asyncio.IncompleteReadError):
             raise ConnectionLostError(f"no token arrived within {TOKEN_S:g} s") from None
         if not hmac.compare_digest(sent, pack({"token": self._token})[LENGTH.size :]):
-            raise RefusedError(409, "the token is not the one of this worker's coordinator")
+            raise CallRefusedError(409, "the token is not the one of this worker's coordinator")
         del self._unauthenticated[writer]
 
     async def _request(self, reader: asyncio.StreamReader) -> Message | None:
@@ -233,7 +233,7 @@ class Server:
             return None
         request = unpack(await read_body(reader, head))
         if not isinstance(request, dict) or not isinstance(request.get("call"), str):
-            raise RefusedError(400, "a request must be a map with a 'call'")
+            raise CallRefusedError(400, "a request must be a map with a 'call'")
         return request
 
     async def _handle(self, request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,7 @@ class Server:
         try:
             handler = self._handlers.get(request["call"])
             if handler is None:
-                raise RefusedError(404, f"unknown call {request['call']!r}; the calls are {sorted(self._handlers)}")
+                raise CallRefusedError(404, f"unknown call {request['call']!r}; the calls are {sorted(self._handlers)}")
             reply = handler(request, reader)
             result: Message = {}
             if inspect.isawaitable(reply):
@@ -259,7 +259,7 @@ class Server:
             yield pack([DONE, result])
         except ConnectionLostError:
             raise
-        except RefusedError as error:
+        except CallRefusedError as error:
             yield _refusal(error.status, str(error))
         except (KeyError, TypeError, ValueError) as error:
             yield _refusal(400, f"the request is not valid: {error!r}")
@@ -272,7 +272,7 @@ def _refusal(status: int, error: str) -> bytes:
     return pack([REFUSED, {"status": status, "error": error}])
 
 
-class Client:
+class RpcClient:
     """Calls to one server. Concurrent calls use a connection each; connections are reused."""
 
     def __init__(self, address: str, token: str, *, connect_s: float, silence_s: float) -> None:
@@ -285,7 +285,7 @@ class Client:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def call(self, name: str, **request: object) -> Message:
-        """The result of a call. Raises RefusedError, ConnectionLostError."""
+        """The result of a call. Raises CallRefusedError, ConnectionLostError."""
         result: Message = {}
         async with contextlib.aclosing(self.stream(name, request)) as messages:
             async for message in messages:
@@ -297,7 +297,7 @@ class Client:
     ) -> AsyncGenerator[Message, None]:
         """The messages of a call, then its result if that is not empty. `file` is sent after the first message.
 
-        Raises RefusedError, ConnectionLostError. A reply that is not read to its end costs the connection."""
+        Raises CallRefusedError, ConnectionLostError. A reply that is not read to its end costs the connection."""
         frame = pack({"call": name, **request})
         try:
             reader, writer = await self._connection()
@@ -309,7 +309,7 @@ class Client:
             while not ended:
                 kind, value = await self._read(reader)
                 if kind == REFUSED:
-                    raise RefusedError(value["status"], value["error"])
+                    raise CallRefusedError(value["status"], value["error"])
                 ended = kind == DONE
                 if value or not ended:
                     yield value

@@ -25,13 +25,13 @@ from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
 from tinsmith.batch.types import (
     DEATHS,
+    AttemptOutcome,
     JobSpec,
-    Outcome,
     OutputInfo,
     PartInfo,
     Row,
     RowFailure,
-    Span,
+    RowRange,
     part_base,
     staging_of,
 )
@@ -74,12 +74,12 @@ class EvenSpans:
     total_rows: int
     batch_size: int
 
-    def __iter__(self) -> Iterator[Span]:
+    def __iter__(self) -> Iterator[RowRange]:
         for start in range(0, self.total_rows, self.batch_size):
-            yield Span(start, min(start + self.batch_size, self.total_rows) - 1)
+            yield RowRange(start, min(start + self.batch_size, self.total_rows) - 1)
 
 
-def plan(spec: JobSpec) -> Iterable[Span]:
+def plan(spec: JobSpec) -> Iterable[RowRange]:
     """Checks that the outputs can be published, counts the rows and splits them.
 
     A batch has `batch_size` rows. Where the job has `batch_tokens`, it has fewer if these would be more tokens by the
@@ -96,16 +96,16 @@ def plan(spec: JobSpec) -> Iterable[Span]:
     return _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
 
 
-def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[Span]:
+def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[RowRange]:
     start, count, tokens = 0, 0, 0
     for size in sizes:
         if count and (count == batch_size or tokens + size > batch_tokens):
-            yield Span(start, start + count - 1)
+            yield RowRange(start, start + count - 1)
             start, count, tokens = start + count, 0, 0
         count += 1
         tokens += size
     if count:
-        yield Span(start, start + count - 1)
+        yield RowRange(start, start + count - 1)
 
 
 def _plan(spec: JobSpec) -> Iterator[Message]:
@@ -202,7 +202,7 @@ def _rewritten(
             rows = list(old.read_part(part))
             for row in rows:
                 writer.check(row)
-            part = writer.write_part(rows, Span(at, at + len(rows) - 1), base)
+            part = writer.write_part(rows, RowRange(at, at + len(rows) - 1), base)
         rewritten.append(part)
         at += part.rows
     return rewritten
@@ -214,7 +214,7 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) ->
         return None
     writer = registry.writer_from_dict(spec.batch_error_format)
     staging = staging_of(writer.path, job_id, len(spec.batch_output_formats))
-    span = Span(0, max(0, len(failures) - 1))
+    span = RowRange(0, max(0, len(failures) - 1))
     parts = [writer.write_part(failures, span, f"{staging}/attempt-0")] if failures else []
     return writer.publish(parts, staging, spec.if_exists)
 
@@ -252,7 +252,7 @@ def delete_staging(path: str, job_id: str | int) -> None:
 # Giving up.
 
 
-def _give_up(spec: JobSpec, request: Message) -> Outcome:
+def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
     """Records a row that failed for the last time: it has no result in any output, and an entry among the errors."""
     assignment = assignment_of(request["assignment"])
     try:
@@ -269,4 +269,6 @@ def _give_up(spec: JobSpec, request: Message) -> Outcome:
     line = trace.strip().partition("\n")[0] if error_type in DEATHS else trace.strip().rpartition("\n")[2]
     message = re.sub(rf"^[\w.]*{re.escape(error_type)}: ", "", line)
     failure = RowFailure(assignment.start_idx, error_type, message, trace, row)
-    return Outcome(assignment.batch_idx, assignment.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,))
+    return AttemptOutcome(
+        assignment.batch_idx, assignment.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,)
+    )

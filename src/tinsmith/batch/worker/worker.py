@@ -33,9 +33,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.worker.children import Attempt, ChildError, Lost, Mapper, Utility
+from tinsmith.batch.worker.children import Attempt, ChildError, Lost, MapperProcess, Utility
 from tinsmith.batch.worker.logs import read_page
-from tinsmith.batch.worker.rpc import Message, RefusedError, Server, read_chunks
+from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 
 T = TypeVar("T")
 
@@ -80,13 +80,13 @@ class Worker:
         self._log_path = log_path
         self._directory = directory
         self._job_id: int | None = None
-        self._mapper: Mapper | None = None
+        self._mapper: MapperProcess | None = None
         self._utility: Utility | None = None
         self._num_groups = 0
         self._draining = False
         self._stopped = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
-        self._server = Server(
+        self._server = RpcServer(
             token,
             {
                 "configure": self._configure,
@@ -121,16 +121,16 @@ class Worker:
 
     async def _configure(self, request: Message, _: asyncio.StreamReader) -> Message:
         if self._job_id is not None:
-            raise RefusedError(409, f"this worker is configured for job {self._job_id}")
+            raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
-        self._mapper = Mapper(request["spec"], self._log_path)
+        self._mapper = MapperProcess(request["spec"], self._log_path)
         self._utility = Utility(request["spec"], self._job_id, self._log_path)
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
             await asyncio.to_thread(self._mapper.start)
         return {}
 
-    def _watch(self, mapper: Mapper) -> None:
+    def _watch(self, mapper: MapperProcess) -> None:
         while not self._draining:
             time.sleep(WATCH_S)
             mapper.watch()
@@ -143,9 +143,9 @@ class Worker:
             for each in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
-            raise RefusedError(400, f"assignments has {len(attempts)}; it must have from 1 to {MAX_GROUP}")
+            raise CallRefusedError(400, f"assignments has {len(attempts)}; it must have from 1 to {MAX_GROUP}")
         if self._num_groups >= MAX_IN_FLIGHT:
-            raise RefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
+            raise CallRefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
         self._num_groups += 1
         try:
             await asyncio.to_thread(mapper.feed, attempts)
@@ -171,7 +171,7 @@ class Worker:
     async def _operate(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
         _mapper, utility = self._configured(request)
         if request.get("op") not in OPERATIONS:
-            raise RefusedError(400, f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
+            raise CallRefusedError(400, f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
         messages: LoopQueue[Message] = LoopQueue()
 
         def run() -> None:
@@ -188,24 +188,24 @@ class Worker:
             if message is not None and not message.keys().isdisjoint(("end", "error", "lost")):
                 return
 
-    def _configured(self, request: Message) -> tuple[Mapper, Utility]:
+    def _configured(self, request: Message) -> tuple[MapperProcess, Utility]:
         if self._draining:
-            raise RefusedError(409, "this worker is shutting down")
+            raise CallRefusedError(409, "this worker is shutting down")
         if self._mapper is None or self._utility is None:
-            raise RefusedError(409, "this worker is not configured")
+            raise CallRefusedError(409, "this worker is not configured")
         if request.get("job_id") != self._job_id:
-            raise RefusedError(409, f"this worker is configured for job {self._job_id}")
+            raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         return self._mapper, self._utility
 
     async def _receive(self, request: Message, reader: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
         """Takes a file of `size` bytes, which the caller sends after the first message."""
         size = request["size"]
         if not isinstance(size, int) or size < 0:
-            raise RefusedError(400, f"size is {size!r}; it must be a whole number of bytes")
+            raise CallRefusedError(400, f"size is {size!r}; it must be a whole number of bytes")
         if self._directory is None:
-            raise RefusedError(404, "this worker shares the files of its coordinator")
+            raise CallRefusedError(404, "this worker shares the files of its coordinator")
         if size > (free := shutil.disk_usage(self._directory).free):
-            raise RefusedError(413, f"the file has {size} bytes, and the disk has {free} free")
+            raise CallRefusedError(413, f"the file has {size} bytes, and the disk has {free} free")
         path = self._directory / uuid.uuid4().hex
         yield {"path": str(path)}
         with path.open("wb") as file:

@@ -12,7 +12,7 @@ no tenants.
 
 Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
 
-What requests do to their logits before a token is drawn: grammar, bias and penalties, in this order.
+What requests do to their logits before a token is drawn: masks, bias and penalties, in this order.
 
 The order and the formulas are vLLM's (and OpenAI's, for frequency and presence): a repetition penalty r divides a
 positive logit and multiplies a negative one, for every token of the prompt or the answer so far; a frequency penalty is
@@ -45,7 +45,7 @@ from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.contiguous_kv import StripCache
 from tinsmith.samplers.local.grammar import Grammars
-from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes
+from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, noted_layers
 from tinsmith.samplers.local.memory import CacheBudget
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.prompt_logprobs import max_target
@@ -53,6 +53,15 @@ from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, Span, Step
 from tinsmith.samplers.local.scoring import score_prompt
+from tinsmith.samplers.local.states import (
+    Piece,
+    Recurrence,
+    SequenceState,
+    Snapshots,
+    StateRoom,
+    cuts_between,
+    state_bytes,
+)
 from tinsmith.types import I32, Adjustments, Grammar, Partial, Sample, SampleResult
 
 
@@ -68,10 +77,32 @@ def adjust(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor | None:
         if sequence.constraint is not None:
             allowed_V = torch.from_numpy(sequence.constraint.allowed()).to(adjusted_BV.device)
             adjusted_BV[row].masked_fill_(~allowed_V, -torch.inf)
+        _mask(adjusted_BV[row], adjustments, sequence)
         _add_bias(adjusted_BV[row], adjustments)
         _repeat_less(adjusted_BV[row], adjustments, sequence)
         _penalise(adjusted_BV[row], adjustments, sequence)
     return adjusted_BV
+
+
+def _mask(logits_V: Tensor, adjustments: Adjustments, sequence: Sequence) -> None:
+    """Leave out tokens that are not allowed, that would complete a bad word, or that would stop too short an answer."""
+    if len(allowed := sequence.request.allowed_ids):
+        ids_S = torch.from_numpy(allowed).to(logits_V.device)
+        own_S = logits_V[ids_S]
+        logits_V.fill_(-torch.inf)
+        logits_V[ids_S] = own_S
+    answer_T = sequence.tokens_T[sequence.request.num_prompt : sequence.length]
+    masked = [
+        word[-1]
+        for word in adjustments.bad_words
+        if len(word) <= len(answer_T) + 1 and tuple(answer_T[len(answer_T) + 1 - len(word) :].tolist()) == word[:-1]
+    ]
+    if sequence.num_generated < adjustments.min_tokens:
+        masked += sequence.stop.tokens
+    if masked:
+        logits_V[torch.tensor(masked, device=logits_V.device)] = -torch.inf
+    if masked or len(allowed):
+        sequence.exhausted = bool(logits_V.amax() == -torch.inf)
 
 
 def _add_bias(logits_V: Tensor, adjustments: Adjustments) -> None:
@@ -106,6 +137,11 @@ mixture of experts one: an expert meets as many rows as choose it.
 """
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
+
+EXHAUSTED = (
+    "allowed_token_ids, bad_words and min_tokens leave no token to draw: allow more tokens, or leave out bad_words or "
+    "min_tokens"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +179,18 @@ class LocalSampler:
         self._base = base
         self._versions = versions
         self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
-        token_bytes = self._cache.token_bytes
+        memory = memory or MemoryManager()
+        token_bytes = max(self._cache.token_bytes, 1)
         budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
+        state_size = state_bytes(noted_layers(base))
+        states = StateRoom.of(state_size, min(budget, memory.steady_limit()), options.max_sequences)
+        self._keeps_states = state_size > 0
         self._batcher = Batcher(
-            BlockPool(max_blocks=max(budget // (token_bytes * options.block_size), 1)),
+            BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
-            max_sequences=options.max_sequences,
+            max_sequences=states.max_sequences,
             max_tokens=options.max_tokens_per_step,
+            snapshots=Snapshots(states.max_snapshots) if self._keeps_states else None,
         )
         self._deterministic = options.deterministic
         has_experts = any("expert" in name for name, _ in base.model.named_modules())
@@ -158,7 +199,7 @@ class LocalSampler:
             self._check_repeatable()
         in_strips = base.device.type == "cpu" and not self._deterministic
         self._strips = StripCache(self._cache, budget, base.device) if in_strips else None
-        self._cache_budget = CacheBudget(memory or MemoryManager(), self._batcher, self._cache, self._strips)
+        self._cache_budget = CacheBudget(memory, self._batcher, self._cache, self._strips, state_size, states)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -279,6 +320,8 @@ class LocalSampler:
             if version_id is not None and self._versions.get(version_id) is not weights.adapter:
                 weights.alive = False
                 self._batcher.pool.forget(weights.number)
+                if self._batcher.snapshots is not None:
+                    self._batcher.snapshots.forget(weights.number)
                 del self._weights[version_id]
 
     def _max_new_tokens(self, sample: Sample) -> int:
@@ -330,14 +373,44 @@ class LocalSampler:
         self._prepare(step)
         through = self._through_pieces if self._deterministic else self._through_layers
         spans, hidden_TD = through(step.spans)
-        for span, _ in spans:
-            self._batcher.advance(span)
+        if self._keeps_states:
+            self._part_from_batches(step.spans)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
 
     def _prepare(self, step: Step) -> None:
         self._cache_budget.grow()
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
+
+    def _part_from_batches(self, spans: Seq[Span]) -> None:
+        """States of running sequences that had no part in a step are not to keep those of an older one in memory."""
+        stepped = {id(span.sequence) for span in spans}
+        for sequence in self._batcher.running:
+            if sequence.state is not None and id(sequence) not in stepped:
+                sequence.state = sequence.state.apart()
+
+    def _leave_states(self, spans: Seq[Span], recurrence: Recurrence) -> None:
+        """Advance the spans with their states, and keep snapshots where these are wanted."""
+        for span, state in zip(spans, recurrence.after, strict=True):
+            span.sequence.state = state
+            self._batcher.advance(span)
+        for span, states in zip(spans, recurrence.at_cuts, strict=True):
+            inside = cuts_between(span.start, span.stop, span.sequence.cuts)
+            for cut, state in zip(inside, states, strict=True):
+                self._snapshot(span.sequence, span.start + cut, state)
+            self._state_behind(span.sequence, span.stop, span.sequence.state)
+
+    def _state_behind(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
+        """Keep the state for others, if a snapshot is wanted there, or as the answer's last one so far."""
+        if position in sequence.cuts:
+            self._snapshot(sequence, position, state)
+        elif state is not None and position > sequence.request.num_prompt and not position % self._batcher.block_size:
+            sequence.tail = position, state.apart()
+
+    def _snapshot(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
+        snapshots, weights, size = self._batcher.snapshots, sequence.request.weights, self._batcher.block_size
+        if snapshots is not None and state is not None and weights.alive:
+            snapshots.add(sequence.key(position // size - 1, size), weights.number, state)
 
     def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
@@ -351,8 +424,13 @@ class LocalSampler:
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        plan = PagedPlan(self._cache, rows, self._base.device, self._strips)
         sizes = [span.stop - span.start for span in spans]
+        recurrence = None
+        if self._keeps_states:
+            firsts = accumulate(sizes, initial=0)
+            pieces = [_piece_of(span, first) for span, first in zip(spans, firsts, strict=False)]
+            recurrence = Recurrence(pieces, self._base.device)
+        plan = PagedPlan(self._cache, rows, self._base.device, self._strips, recurrence=recurrence)
         routing = Routing.of(adapters, sizes)
         tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
         counts = [span.num_wanted for span in spans]
@@ -364,6 +442,11 @@ class LocalSampler:
         hidden_TD = self._base.hidden(
             tokens_T, positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted, images
         )
+        if recurrence is not None:
+            self._leave_states(spans, recurrence)
+        else:
+            for span in spans:
+                self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
 
     def _positions(self, plan: PagedPlan, spans: Seq[Span]) -> tuple[Tensor, ImageRows | None]:
@@ -383,13 +466,20 @@ class LocalSampler:
         """
         found = []
         for span in spans:
+            sequence, state = span.sequence, span.sequence.state
             begin = span.start - span.start % self._piece_rows
             for first in range(begin, span.stop, self._piece_rows):
                 wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
-                tokens_T = span.sequence.tokens_T[first : first + wanted.stop]
-                request, blocks = span.sequence.request, span.sequence.blocks
-                adapter, placed = request.weights.adapter, request.placed
-                found.append(self._piece(self._cache, tokens_T, first, blocks, adapter, wanted, placed))
+                tokens_T = sequence.tokens_T[first : first + wanted.stop]
+                adapter, whole = sequence.request.weights.adapter, wanted.stop == self._piece_rows
+                placed, blocks = sequence.request.placed, sequence.blocks
+                hidden_TD, after = self._piece(self._cache, tokens_T, first, blocks, adapter, wanted, state, placed)
+                found.append(hidden_TD)
+                if whole:  # the next piece begins behind it
+                    state = after
+                    self._state_behind(sequence, first + wanted.stop, state)
+            sequence.state = state
+            self._batcher.advance(span)
         return [(span, span.stop - span.start) for span in spans], torch.cat(found)
 
     def _piece(
@@ -400,20 +490,25 @@ class LocalSampler:
         blocks: Seq[int],
         adapter: Adapter | None,
         wanted: slice,
+        state: SequenceState | None,
         placed: Placed | None = None,
-    ) -> Tensor:
-        """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`."""
+    ) -> tuple[Tensor, SequenceState | None]:
+        """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`, behind `state`; and
+        the state behind the piece.
+        """
         num = self._piece_rows
         tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
         rows = Rows(first, first + num, [*blocks, *[0] * num])
-        plan = PagedPlan(cache, [rows], self._base.device, written=wanted)
+        recurrence = Recurrence([Piece(0, num, state)], self._base.device) if self._keeps_states else None
+        plan = PagedPlan(cache, [rows], self._base.device, written=wanted, recurrence=recurrence)
         rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None
         if placed is not None:
             positions, images = self._base.positions([PlacedSpan(placed, first, first + num)])
             positions_T = torch.from_numpy(positions).to(self._base.device)
         routing = Routing([Segment(0, num, adapter)])
-        return self._base.hidden(rows_T, positions_T, plan, routing, images=images)[wanted]
+        hidden_TD = self._base.hidden(rows_T, positions_T, plan, routing, images=images)
+        return hidden_TD[wanted], recurrence.after[0] if recurrence is not None else None
 
     @torch.inference_mode()
     def _check_repeatable(self) -> None:
@@ -424,9 +519,9 @@ class LocalSampler:
         for _ in range(2):
             cache = KVCache(layer_shapes(self._base), num, self._base.device)
             cache.resize(3)  # block 0 is the null block
-            pieces = [self._piece(cache, tokens_T[at : at + num], at, [1, 2], None, slice(num)) for at in (0, num)]
-            logits_1V = self._base.logits(pieces[1][-1:], Routing([Segment(0, 1, None)]))
-            found.append([*pieces, logits_1V])
+            first, state = self._piece(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
+            second, _ = self._piece(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
+            found.append([first, second, self._base.logits(second[-1:], Routing([Segment(0, 1, None)]))])
         if not all(torch.equal(ours, again) for ours, again in zip(*found, strict=True)):
             raise SettingsError("the same rows give other bits from call to call on this machine: not deterministic")
 
@@ -482,11 +577,16 @@ class LocalSampler:
 
     def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
         topk_rows = _topk_rows(sequences, chosen)
-        token_ids, logprobs = chosen.token_ids_B.tolist(), chosen.logprobs_B.tolist()
+        # One read from the device: a float64 holds either exactly.
+        read_2B = torch.stack((chosen.token_ids_B.double(), chosen.logprobs_B.double())).cpu().numpy()
+        token_ids, logprobs = read_2B[0].astype(np.int64).tolist(), read_2B[1].tolist()
         for row, sequence in enumerate(sequences):
             request = sequence.request
             if request.sample.request_id not in self._requests:
                 continue  # a sibling failed in this very step
+            if sequence.exhausted:
+                self._settle(request, UserError(EXHAUSTED))
+                continue
             if np.isnan(logprobs[row]):
                 self._settle(request, UserError(NOT_FINITE))
                 continue
@@ -498,6 +598,8 @@ class LocalSampler:
                 self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
             if reason is None:
                 continue
+            if sequence.tail is not None:
+                self._snapshot(sequence, *sequence.tail)
             self._batcher.remove([sequence])
             self._requests[request.sample.request_id].remove(sequence)
             result = request.finish(sequence.index, sequence.answer(reason))
@@ -508,6 +610,12 @@ class LocalSampler:
         request_id = request.sample.request_id
         self._batcher.remove(self._requests.pop(request_id))
         self._settled.append((request_id, outcome))
+
+
+def _piece_of(span: Span, first: int) -> Piece:
+    sequence = span.sequence
+    cuts = cuts_between(span.start, span.stop, sequence.cuts)
+    return Piece(first, span.stop - span.start, sequence.state, cuts)
 
 
 def draws_of(sequences: Seq[Sequence]) -> Draws:

@@ -117,7 +117,7 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> LLMatcher:
-        """Raises UserError, and NotSupportedError without the library."""
+        """Raises UserError, and NotSupportedError for a model without an end token."""
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compiled[grammar] = self._compile(grammar)
@@ -136,14 +136,9 @@ class Grammars:
         return Constraint(matcher, self._num_vocab, NumberRun(self._spellings))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            raise NotSupportedError(
-                "answers that are held to a grammar need the package llguidance where the engine runs "
-                "(pip install 'tinsmith[grammar]')"
-            ) from None
+        from llguidance import LLMatcher, LLParserLimits  # when a grammar is first used: an engine may never need it
+        from llguidance.hf import from_tokenizer
+
         if self._tokenizer is None:
             if not self._end_token_ids:
                 raise NotSupportedError("this model has no end token, so that no answer can be held to a grammar")

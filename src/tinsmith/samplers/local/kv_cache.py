@@ -138,12 +138,17 @@ class KVCache:
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
 
 
-def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:
+def noted_layers(base: BaseModel) -> NotingPlan:
+    """What the layers cache and keep of one token."""
     noting = NotingPlan()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
         base.hidden(token_T, token_T, noting, Routing([Segment(0, 1, None)]))
-    return {layer: LayerShape(*asked[-1][:4]) for layer, asked in noting.asked.items()}
+    return noting
+
+
+def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:
+    return {layer: LayerShape(*asked[-1][:4]) for layer, asked in noted_layers(base).asked.items()}
 
 
 def default_bytes(base: BaseModel, token_bytes: int) -> int:

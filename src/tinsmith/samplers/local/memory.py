@@ -4,25 +4,41 @@ The `MemoryManager` says how much the cache may hold now. Half of it may be bloc
 strips take what is left. When training needs memory, strips go first (blocks have what they hold), then blocks that
 only a later prompt might find, then those of running sequences, the youngest first: these wait, and what they had is
 computed again, to the same tokens. Between steps the oldest sequence always has the room that it needs, whatever
-others hold; so everything that was let in comes to its end.
+others hold; so everything that was let in comes to its end. States of sequences, where a model keeps some, have their
+room set aside; of these, snapshots go after strips.
 """
 
 from __future__ import annotations
+
+import math
 
 from tinsmith.backends.torch.memory import KV_CACHE, Evictable, MemoryManager
 from tinsmith.plan.memory import BLOCKS_SHARE
 from tinsmith.samplers.local.contiguous_kv import StripCache
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.scheduler import Batcher
+from tinsmith.samplers.local.states import StateRoom
 
 
 class CacheBudget:
-    def __init__(self, memory: MemoryManager, batcher: Batcher, cache: KVCache, strips: StripCache | None) -> None:
+    """`state_bytes` are those of one sequence; `states` is the room of all."""
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        batcher: Batcher,
+        cache: KVCache,
+        strips: StripCache | None,
+        state_bytes: int,
+        states: StateRoom,
+    ) -> None:
         self._memory = memory
         self._batcher = batcher
         self._cache = cache
         self._strips = strips
-        self._block_bytes = cache.token_bytes * cache.block_size
+        self._state_bytes = state_bytes
+        self._states = states
+        self._block_bytes = max(cache.token_bytes, 1) * cache.block_size
         if memory.is_limited:
             batcher.pool.max_blocks = min(batcher.pool.max_blocks, self._blocks_in(memory.steady_limit()))
         self._most_blocks = batcher.pool.max_blocks
@@ -35,11 +51,19 @@ class CacheBudget:
         return most * self._cache.block_size
 
     def held(self) -> int:
-        return self._cache.num_bytes + (self._strips.num_bytes if self._strips else 0)
+        return self._cache.num_bytes + (self._strips.num_bytes if self._strips else 0) + self._held_states()
+
+    def _held_states(self) -> int:
+        snapshots = self._batcher.snapshots
+        return self._live_states() + (len(snapshots) * self._state_bytes if snapshots is not None else 0)
+
+    def _live_states(self) -> int:
+        held = [(own.state is not None) + (own.tail is not None) for own in self._batcher.running]
+        return self._state_bytes * sum(held)
 
     def idle(self) -> int:
         """What could go without anything being computed again now."""
-        live = (self._batcher.pool.num_live + 1) * self._block_bytes
+        live = (self._batcher.pool.num_live + 1) * self._block_bytes + self._live_states()
         return max(0, self.held() - live)
 
     def fit(self) -> None:
@@ -88,6 +112,10 @@ class CacheBudget:
             held = self._strips.num_bytes
             self._strips.limit(max(0, held - num_bytes))
             num_bytes -= held - self._strips.num_bytes
+        if num_bytes > 0 and (snapshots := self._batcher.snapshots):
+            num_gone = min(len(snapshots), math.ceil(num_bytes / self._state_bytes))
+            snapshots.shrink(len(snapshots) - num_gone)
+            num_bytes -= num_gone * self._state_bytes
         if num_bytes <= 0 or not self._cache.num_bytes:
             return
         # What stays is copied, and for a moment there twice.
@@ -107,8 +135,8 @@ class CacheBudget:
                 self._cache.clear()
 
     def _blocks_in(self, room: float) -> int:
-        """Without the null block."""
-        return max(0, int(BLOCKS_SHARE * room // self._block_bytes) - 1)
+        """Without the null block, and without the room of states."""
+        return max(0, int(BLOCKS_SHARE * (room - self._states.num_bytes) // self._block_bytes) - 1)
 
     def _least_blocks(self) -> int:
         """What the oldest sequence needs for its next token, siblings that share its blocks included."""

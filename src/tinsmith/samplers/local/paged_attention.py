@@ -21,9 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import AttentionOptions, decode, prefill
+from tinsmith.backends.torch.attention import AttentionOptions, Mixer, decode, prefill
 from tinsmith.samplers.local.contiguous_kv import Decoding, StripCache, StripStep
 from tinsmith.samplers.local.kv_cache import KVCache
+from tinsmith.samplers.local.states import Recurrence
 
 I64 = npt.NDArray[np.int64]
 
@@ -58,7 +59,7 @@ class _Group:
 
 class PagedPlan:
     """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`. Keys and values of the
-    rows in `written` go into the cache.
+    rows in `written` go into the cache. `recurrence` is the same rows' for layers that keep a state.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class PagedPlan:
         strips: StripCache | None = None,
         *,
         written: slice = ALL,
+        recurrence: Recurrence | None = None,
     ) -> None:
         self._written = written
+        self._recurrence = recurrence
         self._cache = cache
         self._device = device
         start_N = np.array([s.start for s in sequences], np.int64)
@@ -125,6 +128,10 @@ class PagedPlan:
                 out_THD.index_copy_(0, rows, part.index_select(0, cells))
         assert out_THD is not None
         return out_THD
+
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        assert self._recurrence is not None
+        return self._recurrence.mix(mixer, x_TD)
 
     def _attend_group(
         self, group: _Group, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor,

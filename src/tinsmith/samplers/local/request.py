@@ -1,9 +1,10 @@
 """What the local sampler remembers of a request and of each answer that is being generated for it.
 
 A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request
-runs. A `Sequence` is one of its answers: prompt and generated tokens, and which cache blocks hold the first
-`num_cached` of them. The rest, `num_pending` tokens, go through the model next: many for a prompt, one while
-decoding, many again after a preemption, which drops the blocks and keeps the tokens. No tensors, no model.
+runs. A `Sequence` is one of its answers: prompt and generated tokens, which cache blocks hold the first `num_cached` of
+them, and the state behind these in a model that keeps one. The rest, `num_pending` tokens, go through the model next:
+many for a prompt, one while decoding, many again after a preemption, which drops the blocks and keeps the tokens. No
+arithmetic, no model.
 
 Letters: T tokens, k entries of a top-k row.
 """
@@ -21,6 +22,7 @@ from tinsmith.backends.torch.vision import Placed
 from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
+from tinsmith.samplers.local.states import SequenceState
 from tinsmith.samplers.local.stops import Decode, StopRule
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
@@ -59,6 +61,12 @@ class Request:
         self._done: dict[int, SampledSequence] = {}
 
     @cached_property
+    def allowed_ids(self) -> I64:
+        """The tokens that the request allows; empty if all."""
+        adjustments = self.sample.params.adjustments
+        return np.array(adjustments.allowed_token_ids if adjustments else (), np.int64)
+
+    @cached_property
     def prompt_ids(self) -> I64:
         """Every token that the prompt has, once."""
         return np.unique(self.sample.prompt_T).astype(np.int64)
@@ -66,7 +74,8 @@ class Request:
     def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
         params = self.sample.params
         tokens = frozenset(params.stop_tokens) | (eos_token_ids if params.stop_eos else frozenset())
-        return StopRule(decode, strings=params.stop_strings, tokens=tokens)
+        min_tokens = params.adjustments.min_tokens if params.adjustments else 0
+        return StopRule(decode, strings=params.stop_strings, tokens=tokens, min_tokens=min_tokens)
 
     def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
         """The request's result, with its last answer."""
@@ -96,12 +105,18 @@ class Sequence:
         self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
+        self.exhausted = False  # the request's masks leave no token to draw
         self.counts: dict[int, int] = {}
         self.length = request.num_prompt
         self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)
         self.tokens_T[: self.length] = request.sample.prompt_T
         self.num_cached = 0
         self.blocks: list[int] = []
+        self.state: SequenceState | None = None
+        self.cuts: tuple[int, ...] = ()
+        """Positions behind whole blocks at which a snapshot of the state is wanted."""
+        self.tail: tuple[int, SequenceState] | None = None
+        """The state behind the last whole block of the answer so far, and where that is."""
         self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []

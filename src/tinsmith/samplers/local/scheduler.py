@@ -19,6 +19,10 @@ Blocks are shared in two ways. Answers of one request fork after the prompt and 
 writes into a shared block copies it first (`Step.copies`). Across requests, full blocks are found by their
 key; a prompt whose next block is being computed by another sequence right now waits for it rather than
 compute it twice.
+
+A model with layers that keep a state (`snapshots` is not None) reuses blocks up to a snapshot only. A prompt asks for
+snapshots behind its last whole block, and where the blocks that it found end, since there another prompt went its own
+way; an answer leaves one behind its last whole block.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from typing import NamedTuple
 
 from tinsmith.samplers.local.kv_cache import BlockPool
 from tinsmith.samplers.local.request import Sequence
+from tinsmith.samplers.local.states import Snapshots
 
 RELAXED_AFTER = 16
 """Steps without a lack of memory after which twice as much may run again."""
@@ -76,8 +81,17 @@ class Step:
 
 
 class Batcher:
-    def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_sequences: int,
+        max_tokens: int,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.pool = pool
+        self.snapshots = snapshots
         self.block_size = block_size
         # As many as there is memory for, up to the second.
         self._max_sequences = self._most_sequences = max_sequences
@@ -144,6 +158,8 @@ class Batcher:
             next_row = sequence.request.scores.next_row
             unscored = next_row is not None and next_row < span.stop
             if sequence.blocks and (sequence.length == span.stop or unscored):
+                if self.snapshots is not None and sequence.num_cached > span.start:
+                    self._preempt(sequence)  # its state is that behind the span
                 sequence.num_cached = min(sequence.num_cached, span.start)
         for sequence in tuple(self.running):
             if sequence.num_pending == 0:  # it forked within the step
@@ -207,6 +223,7 @@ class Batcher:
             self.pool.acquire(parent.blocks)
             child.blocks = list(parent.blocks)
             child.num_cached = parent.num_cached
+            child.state = parent.state
             insort(self.running, child, key=_order)
         for child in children[room:]:
             self.add(child)
@@ -326,8 +343,21 @@ class Batcher:
         """Blocks that a waiting sequence need not compute; None if it is worth waiting for one more."""
         usable = sequence.num_reusable // self.block_size
         hits = self.pool.match(sequence.key(i, self.block_size) for i in range(usable))
+        if self.snapshots is not None:
+            return self._with_snapshot(sequence, hits, usable)
         if len(hits) < usable and sequence.key(len(hits), self.block_size) in self._computing:
             return None
+        return hits
+
+    def _with_snapshot(self, sequence: Sequence, hits: list[int], usable: int) -> list[int] | None:
+        """The same where a state is needed behind the last of the blocks."""
+        assert self.snapshots is not None
+        if len(hits) < usable and sequence.key(usable - 1, self.block_size) in self._computing:
+            return None  # a prompt with the same blocks will leave a snapshot behind them
+        ends = {(sequence.request.num_prompt - 1) // self.block_size, len(hits)}
+        sequence.cuts = tuple(end * self.block_size for end in ends if end)
+        while hits and sequence.key(len(hits) - 1, self.block_size) not in self.snapshots:
+            hits.pop()
         return hits
 
     def _admit(self, sequence: Sequence, hits: list[int]) -> bool:
@@ -341,6 +371,8 @@ class Batcher:
             return False
         sequence.blocks = hits + blocks
         sequence.num_cached = len(hits) * self.block_size
+        if self.snapshots is not None and hits:
+            sequence.state = self.snapshots.get(sequence.key(len(hits) - 1, self.block_size))
         if sequence.request.prompt_cache_hit_tokens is None:
             sequence.request.prompt_cache_hit_tokens = sequence.num_cached
         for index in range(len(hits), sequence.length // self.block_size):
@@ -395,6 +427,7 @@ class Batcher:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_cached = 0
+        sequence.state = sequence.tail = None
         if self._computing:
             self._computing = {key: owner for key, owner in self._computing.items() if owner is not sequence}
 

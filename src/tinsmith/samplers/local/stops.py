@@ -20,10 +20,14 @@ UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not (yet) a ch
 class StopRule:
     """One sequence's stop conditions and the little text that it must remember."""
 
-    def __init__(self, decode: Decode, *, strings: Sequence[str], tokens: frozenset[int]) -> None:
-        """`tokens` holds every token that stops the sequence, end-of-sequence tokens included."""
+    def __init__(self, decode: Decode, *, strings: Sequence[str], tokens: frozenset[int], min_tokens: int = 0) -> None:
+        """`tokens` holds every token that stops the sequence, end-of-sequence tokens included. None of the first
+        `min_tokens` tokens completes a stop string.
+        """
         self._decode = decode
-        self._tokens = tokens
+        self.tokens = tokens
+        self._min_tokens = min_tokens
+        self._num_pushed = 0
         self._strings = tuple(text for text in strings if text)
         self._tail_length = max((len(text) for text in self._strings), default=1) - 1
         self._tail = ""  # the last characters before the window's new ones: too few to hold a whole stop string
@@ -32,7 +36,8 @@ class StopRule:
 
     def push(self, token: int) -> bool:
         """Whether the sequence ends with this token."""
-        if token in self._tokens:
+        self._num_pushed += 1
+        if token in self.tokens:
             return True
         return bool(self._strings) and self._push_text(token)
 
@@ -42,8 +47,10 @@ class StopRule:
         new, self._num_seen = text[self._num_seen :], max(self._num_seen, len(text))
         if new:
             recent = self._tail + new
-            if any(stop in recent for stop in self._strings):
-                return True
+            if self._num_pushed > self._min_tokens:
+                for stop in self._strings:
+                    if recent.find(stop, max(len(self._tail) - len(stop) + 1, 0)) >= 0:
+                        return True
             self._tail = recent[len(recent) - min(self._tail_length, len(recent)) :]
         if len(self._window) >= WINDOW_TOKENS:
             del self._window[:-KEEP_TOKENS]

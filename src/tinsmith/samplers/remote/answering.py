@@ -20,7 +20,7 @@ import numpy as np
 
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.samplers.remote.connection import EngineGone
-from tinsmith.samplers.remote.dialect import Ask, Dialect, PromptAsk, Reply, Row, likeliest, seed_of
+from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineReply, PromptAsk, Row, likeliest, seed_of
 from tinsmith.types import (
     EMPTY_LOGPROB,
     F32,
@@ -40,14 +40,14 @@ NOT_FINITE = "the logits are not finite: the weights of this version hold, or le
 class Post(Protocol):
     """What sends requests to the engine."""
 
-    async def beside_others(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply: ...
+    async def beside_others(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply: ...
 
-    async def apart(self, asks: Sequence[Ask]) -> list[Reply]:
+    async def apart(self, asks: Sequence[Ask]) -> list[EngineReply]:
         """Together, while nothing else runs."""
         ...
 
 
-Tell = Callable[[int, Reply], None]
+Tell = Callable[[int, EngineReply], None]
 
 
 class Answering:
@@ -125,7 +125,7 @@ class Answering:
     def _ask(self, adapter: str | None, tokens: Sequence[int], params: SamplingParams, max_tokens: int) -> Ask:
         return Ask(secrets.token_hex(12), adapter, tokens, params, max_tokens, cache_scope=self._sample.cache_scope)
 
-    async def _answer(self, post: Post, adapter: str | None, index: int, tell: Tell, slowly: bool) -> Reply:
+    async def _answer(self, post: Post, adapter: str | None, index: int, tell: Tell, slowly: bool) -> EngineReply:
         ask = replace(
             self._ask(adapter, self._prompt, self._sample.params, self._max_tokens),
             seed=None if self._seed is None else seed_of(self._seed, index, self._dialect.seed_bits),
@@ -141,7 +141,7 @@ class Answering:
             raise UserError(NOT_FINITE)
         return reply
 
-    def _check(self, reply: Reply) -> None:
+    def _check(self, reply: EngineReply) -> None:
         if reply.finish == "abort":
             raise EngineGone("it ended the request itself")
         if reply.finish not in ("stop", "length") or not reply.tokens or len(reply.tokens) > self._max_tokens:
@@ -150,7 +150,7 @@ class Answering:
                 f"{reply.finish!r}"
             )
 
-    async def _rescore(self, post: Post, adapter: str | None, reply: Reply, slowly: bool) -> None:
+    async def _rescore(self, post: Post, adapter: str | None, reply: EngineReply, slowly: bool) -> None:
         """The answer's logprobs as those of a prompt: at temperature 1, of the whole distribution."""
         start, k = len(self._prompt), self._sample.topk_sample_logprobs
         rows = await self._scored(post, adapter, [*self._prompt, *reply.tokens], PromptAsk(start, k), slowly)
@@ -194,7 +194,7 @@ class Answering:
             rows[position].update(reply.topk[0])
         return [*rows]
 
-    def _sequence(self, reply: Reply) -> SampledSequence:
+    def _sequence(self, reply: EngineReply) -> SampledSequence:
         k = self._sample.topk_sample_logprobs
         return SampledSequence(
             tokens_T=np.array(reply.tokens, np.int32),
@@ -242,7 +242,7 @@ class Told:
 
     tokens: int = 0
 
-    def more(self, sample: Sample, index: int, start: int, part: Reply) -> Partial | None:
+    def more(self, sample: Sample, index: int, start: int, part: EngineReply) -> Partial | None:
         """What of this part, which begins at `start`, is new."""
         known = max(self.tokens - start, 0)
         if known >= len(part.tokens):
@@ -273,7 +273,7 @@ def _ids(targets: I64 | SparseRows) -> I64:
     return (targets.values if isinstance(targets, SparseRows) else targets.ravel()).astype(np.int64)
 
 
-def _ignore(_: Reply) -> None:
+def _ignore(_: EngineReply) -> None:
     return None
 
 

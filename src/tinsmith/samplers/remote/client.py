@@ -36,8 +36,8 @@ from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, Use
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
 from tinsmith.samplers.remote.answering import Answering, Told
-from tinsmith.samplers.remote.connection import Connection, EngineGone
-from tinsmith.samplers.remote.dialect import Ask, Call, Dialect, PromptAsk, Reply
+from tinsmith.samplers.remote.connection import EngineConnection, EngineGone
+from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, PromptAsk
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
 
@@ -107,7 +107,7 @@ Capture = Callable[[str], Write | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class RemoteEngine:
     """Where the engine is: somebody's address, or the Python and the options to start one with. `directory` is for
     files of adapters alone, and emptied first; an engine elsewhere must see it under the same name.
     """
@@ -137,7 +137,7 @@ class ExternalSampler:
 
     runs_by_itself = True
 
-    def __init__(self, dialect: Dialect, engine: Engine, shape: ModelShape, capture: Capture) -> None:
+    def __init__(self, dialect: Dialect, engine: RemoteEngine, shape: ModelShape, capture: Capture) -> None:
         shutil.rmtree(engine.directory, ignore_errors=True)
         engine.directory.mkdir(parents=True)
         self._dialect = dialect
@@ -249,14 +249,14 @@ class ExternalSampler:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def _open(self, engine: Engine) -> None:
+    async def _open(self, engine: RemoteEngine) -> None:
         command: Sequence[str] = ()
         url = engine.url
         if not url:
             port = _free_port()
             url = f"http://127.0.0.1:{port}"
             command = self._dialect.command(engine.python, self._shape.path, port, engine.options, engine.shares_device)
-        self._connection = Connection(
+        self._connection = EngineConnection(
             self._dialect.name,
             self._dialect.health,
             self._learn,
@@ -289,7 +289,7 @@ class ExternalSampler:
             raise EngineFailedError(f"{self._dialect.name} answered a request for logprobs without any")
         self._dialect.learn_mode(drawn.logprobs[0], rows[1][drawn.tokens[0]])
 
-    async def _ask(self, ask: Ask) -> Reply:
+    async def _ask(self, ask: Ask) -> EngineReply:
         return self._dialect.read(ask, await self._connection.post(self._dialect.call(ask)))
 
     async def _load(self, version: Version, directory: Path) -> None:
@@ -401,23 +401,23 @@ class ExternalSampler:
                     await self._adapters.forget(job.version)  # somebody else unloaded it
         raise AssertionError("unreachable")
 
-    async def beside_others(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply:
+    async def beside_others(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply:
         """For `Answering`, on the event loop."""
         async with self._quiet.beside_others():
             return await self._sent(ask, heard)
 
-    async def apart(self, asks: Sequence[Ask]) -> list[Reply]:
+    async def apart(self, asks: Sequence[Ask]) -> list[EngineReply]:
         """For `Answering`, on the event loop."""
         async with self._quiet.alone(), asyncio.TaskGroup() as group:
             sent = [group.create_task(self._sent(ask, lambda _: None)) for ask in asks]
         return [one.result() for one in sent]
 
-    async def _sent(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply:
+    async def _sent(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply:
         async with self._slots:
             try:
                 if not ask.stream:
                     return await self._ask(ask)
-                whole = Reply([], [], [])
+                whole = EngineReply([], [], [])
                 async for event in self._connection.events(self._dialect.call(ask)):
                     part = self._dialect.read(ask, event)
                     heard(part)
@@ -430,15 +430,15 @@ class ExternalSampler:
                     aborting.add_done_callback(self._aborting.discard)
                 raise
 
-    async def _abort(self, call: Call) -> None:
+    async def _abort(self, call: EngineCall) -> None:
         with contextlib.suppress(EngineGone, TinsmithError):
             await self._connection.order(call)
 
-    def _tell(self, job: _Job) -> Callable[[int, Reply], None]:
+    def _tell(self, job: _Job) -> Callable[[int, EngineReply], None]:
         """Tokens of a streaming request as they come; after a new beginning, those that were not told yet."""
         begun = dict.fromkeys(range(job.sample.num_samples), 0)
 
-        def tell(index: int, part: Reply) -> None:
+        def tell(index: int, part: EngineReply) -> None:
             told = job.told.setdefault(index, Told())
             partial = told.more(job.sample, index, begun[index], part)
             begun[index] += len(part.tokens)

@@ -1,9 +1,9 @@
-"""One external engine, ours or somebody's: whether it is up, which life of it this is, and requests to it.
+"""Connection to one external sampling engine: its health, its restarts, and requests to it.
 
-`Connection` starts a command and starts it again when it dies, or watches an address. An era is one life of the engine:
-what it had loaded is gone with it. Requests raise `EngineGone` if the engine dies under them, UserError if it refuses
-them; when it says that it is busy (429, 503) they are sent again, later each time. Lives on one event loop. Knows no
-request by what it means.
+`EngineConnection` starts a command and restarts it when it dies, or watches an address. An era is the time from one
+start of the engine to its end; what the engine had loaded is lost with it. Requests raise `EngineGone` if the engine
+dies while it handles them, and UserError if it refuses them. After 429 or 503 they are sent again, with growing
+pauses. It lives on one event loop and does not know what a request means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orjson
 import structlog
 
 from tinsmith.errors import EngineFailedError, NotFoundError, SettingsError, UserError
-from tinsmith.samplers.remote.dialect import Call, Json
+from tinsmith.samplers.remote.dialect import EngineCall, Json
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
 LONGEST_BACKOFF_S = 2.0
@@ -45,7 +45,7 @@ class EngineGone(Exception):
         self.sent = sent
 
 
-class Connection:
+class EngineConnection:
     """`command` makes the words that start an engine on a port; without it `url` is somebody's. `learn` is called with
     this connection each time that the engine is up, before requests are let through.
     """
@@ -116,11 +116,11 @@ class Connection:
         finally:
             await self._client.aclose()
 
-    async def post(self, call: Call) -> Json:
+    async def post(self, call: EngineCall) -> Json:
         async with self._sent(call) as response:
             return _json(await response.aread(), self._name)
 
-    async def order(self, call: Call) -> Json:
+    async def order(self, call: EngineCall) -> Json:
         """A request whose answer is hardly more than that it was done: JSON, a sentence or nothing."""
         async with self._sent(call) as response:
             text = await response.aread()
@@ -128,7 +128,7 @@ class Connection:
             return _json(text, self._name)
         return {}
 
-    async def events(self, call: Call) -> AsyncIterator[Json]:
+    async def events(self, call: EngineCall) -> AsyncIterator[Json]:
         """The server-sent events of a streaming request."""
         async with self._sent(call) as response:
             try:
@@ -148,7 +148,7 @@ class Connection:
         return _json(response.content, self._name)
 
     @contextlib.asynccontextmanager
-    async def _sent(self, call: Call) -> AsyncIterator[httpx.Response]:
+    async def _sent(self, call: EngineCall) -> AsyncIterator[httpx.Response]:
         pause_s = FIRST_PAUSE_S
         headers = {"content-type": "application/json"}
         while True:

@@ -1,9 +1,9 @@
-"""What an external sampling engine is asked and what it answers, in words that no engine speaks.
+"""Requests to an external sampling engine and its replies, in a form that does not depend on the engine.
 
-A `Dialect` (vllm.py, sglang.py) turns an `Ask` into a request of its engine's HTTP interface and a reply into a
-`Reply`. It is pure: it sends nothing and keeps nothing. What its engine cannot do exactly it refuses by name, before
-anything is sent. Definitions are ours (ops.py): logprobs of answers at the sampling temperature over the whole
-vocabulary, those of prompts at temperature 1.
+A `Dialect` (vllm.py, sglang.py) turns an `Ask` into a request of its engine's HTTP interface, and a reply into an
+`EngineReply`. It is pure: it sends nothing and keeps no state. It refuses by name what its engine cannot do exactly,
+before anything is sent. Logprobs are defined as in types.py: those of answers at the sampling temperature over the
+whole vocabulary, those of prompts at temperature 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tinsmith.errors import EngineFailedError
+from tinsmith.errors import EngineFailedError, NotSupportedError
 from tinsmith.types import Adjustments, SamplingParams
 
 LEAST_LOGPROB = -9999.0
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EngineCall:
     """One POST."""
 
     path: str
@@ -66,7 +66,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Reply:
+class EngineReply:
     """An answer, or the part of it that one event of a stream brings. `finish` is 'stop', 'length', 'abort' or, as long
     as there is more to come, empty. `prompt_rows[t]` is about prompt token t; the first is empty.
     """
@@ -78,7 +78,7 @@ class Reply:
     cached_tokens: int = 0
     prompt_rows: list[Row] | None = None
 
-    def add(self, more: Reply) -> None:
+    def add(self, more: EngineReply) -> None:
         self.tokens += more.tokens
         self.logprobs += more.logprobs
         self.topk += more.topk
@@ -133,25 +133,25 @@ class Dialect(Protocol):
         """Whether the logprobs that come with an answer are not ours: they are asked for with a second request."""
         ...
 
-    def call(self, ask: Ask) -> Call: ...
+    def call(self, ask: Ask) -> EngineCall: ...
 
-    def read(self, ask: Ask, answer: Json) -> Reply:
+    def read(self, ask: Ask, answer: Json) -> EngineReply:
         """Raises EngineFailedError if the answer is not one."""
         ...
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> EngineCall | None:
         """What ends a request, if closing its connection does not."""
         ...
 
-    def load(self, name: str, directory: str) -> Call: ...
+    def load(self, name: str, directory: str) -> EngineCall: ...
 
-    def unload(self, name: str) -> Call: ...
+    def unload(self, name: str) -> EngineCall: ...
 
-    def sleep(self) -> Sequence[Call]:
+    def sleep(self) -> Sequence[EngineCall]:
         """What leaves the device to others, in this order, when nothing runs."""
         ...
 
-    def wake(self) -> Sequence[Call]:
+    def wake(self) -> Sequence[EngineCall]:
         """What takes it back, in this order."""
         ...
 
@@ -166,6 +166,14 @@ def seed_of(seed: int, index: int, bits: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed},{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)
+
+
+def refuse_masks(params: SamplingParams, engine: str) -> None:
+    """Raises NotSupportedError for masks, after which an engine reports logprobs of what they leave."""
+    given = params.adjustments or NO_ADJUSTMENTS
+    for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+        if getattr(given, name):
+            raise NotSupportedError(f"{name} is not supported where {engine} samples; leave it out")
 
 
 def truncates(params: SamplingParams) -> bool:

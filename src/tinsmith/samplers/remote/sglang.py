@@ -12,7 +12,18 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
-from tinsmith.samplers.remote.dialect import NO_ADJUSTMENTS, Ask, Call, Json, PromptAsk, Reply, Row, number, penalises
+from tinsmith.samplers.remote.dialect import (
+    NO_ADJUSTMENTS,
+    Ask,
+    EngineCall,
+    EngineReply,
+    Json,
+    PromptAsk,
+    Row,
+    number,
+    penalises,
+    refuse_masks,
+)
 from tinsmith.types import SamplingParams
 
 GENERATE = "/generate"
@@ -63,6 +74,7 @@ class SglangDialect:
         given = params.adjustments or NO_ADJUSTMENTS
         if given.grammar is not None:
             raise NotSupportedError("a grammar (response_format, tools) is not supported where SGLang samples")
+        refuse_masks(params, "SGLang")
         if alternatives:
             raise NotSupportedError(
                 "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"
@@ -97,7 +109,7 @@ class SglangDialect:
     def rescores(self, params: SamplingParams) -> bool:
         return penalises(params)
 
-    def call(self, ask: Ask) -> Call:
+    def call(self, ask: Ask) -> EngineCall:
         params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
         greedy = params.temperature == 0
         sampling: Json = {
@@ -139,9 +151,9 @@ class SglangDialect:
             body["top_logprobs_num"] = max(ask.topk, ask.prompt.topk)
             if ask.prompt.ids:
                 body["token_ids_logprob"] = list(ask.prompt.ids)
-        return Call(GENERATE, body)
+        return EngineCall(GENERATE, body)
 
-    def read(self, ask: Ask, answer: Json) -> Reply:
+    def read(self, ask: Ask, answer: Json) -> EngineReply:
         try:
             meta = answer["meta_info"]
             told = meta["output_token_logprobs"]
@@ -151,7 +163,7 @@ class SglangDialect:
             topk = _row(meta["output_top_logprobs"]) if ask.topk else []
             if ask.topk and len(topk) != len(tokens):
                 raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
-            reply = Reply(
+            reply = EngineReply(
                 tokens,
                 [number(entry[0], "a logprob") for entry in told],
                 list(topk),
@@ -164,29 +176,29 @@ class SglangDialect:
             raise EngineFailedError(f"SGLang's answer cannot be read: {type(error).__name__}: {error}") from error
         return reply
 
-    def abort(self, request_id: str) -> Call | None:
-        return Call("/abort_request", {"rid": request_id})
+    def abort(self, request_id: str) -> EngineCall | None:
+        return EngineCall("/abort_request", {"rid": request_id})
 
-    def load(self, name: str, directory: str) -> Call:
-        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+    def load(self, name: str, directory: str) -> EngineCall:
+        return EngineCall("/load_lora_adapter", {"lora_name": name, "lora_path": directory})
 
-    def unload(self, name: str) -> Call:
-        return Call("/unload_lora_adapter", {"lora_name": name})
+    def unload(self, name: str) -> EngineCall:
+        return EngineCall("/unload_lora_adapter", {"lora_name": name})
 
-    def sleep(self) -> Sequence[Call]:
+    def sleep(self) -> Sequence[EngineCall]:
         # What the cache holds is lost: it is emptied first, so that nothing refers to it afterwards.
         return [
-            Call("/flush_cache", {}),
-            Call("/release_memory_occupation", {"tags": ["kv_cache"]}),
-            Call("/release_memory_occupation", {"tags": ["cuda_graph"]}),
-            Call("/release_memory_occupation", {"tags": ["weights"]}),
+            EngineCall("/flush_cache", {}),
+            EngineCall("/release_memory_occupation", {"tags": ["kv_cache"]}),
+            EngineCall("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+            EngineCall("/release_memory_occupation", {"tags": ["weights"]}),
         ]
 
-    def wake(self) -> Sequence[Call]:
+    def wake(self) -> Sequence[EngineCall]:
         return [
-            Call("/resume_memory_occupation", {"tags": ["weights"]}),
-            Call("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
-            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+            EngineCall("/resume_memory_occupation", {"tags": ["weights"]}),
+            EngineCall("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
+            EngineCall("/resume_memory_occupation", {"tags": ["kv_cache"]}),
         ]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:

@@ -25,13 +25,14 @@ from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
 from tinsmith.samplers.remote.dialect import (
     NO_ADJUSTMENTS,
     Ask,
-    Call,
+    EngineCall,
+    EngineReply,
     Json,
     PromptAsk,
-    Reply,
     Row,
     number,
     penalises,
+    refuse_masks,
     truncates,
 )
 from tinsmith.types import SamplingParams
@@ -88,6 +89,7 @@ class VllmDialect:
         given = params.adjustments or NO_ADJUSTMENTS
         if given.grammar is not None:
             raise NotSupportedError("a grammar (response_format, tools) is not supported where vLLM samples")
+        refuse_masks(params, "vLLM")
         if alternatives:
             raise NotSupportedError(
                 "prompt_alt_tokens_k is not supported where vLLM samples: vLLM draws no such tokens"
@@ -117,7 +119,7 @@ class VllmDialect:
     def rescores(self, params: SamplingParams) -> bool:
         return self._processed and (truncates(params) or penalises(params))
 
-    def call(self, ask: Ask) -> Call:
+    def call(self, ask: Ask) -> EngineCall:
         params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
         greedy = params.temperature == 0
         stops = set(params.stop_tokens) | (self._eos_token_ids if params.stop_eos else frozenset())
@@ -157,34 +159,34 @@ class VllmDialect:
         if ask.stream:
             body["stream"] = True
             body["stream_options"] = {"include_usage": True}
-        return Call(COMPLETIONS, body)
+        return EngineCall(COMPLETIONS, body)
 
-    def read(self, ask: Ask, answer: Json) -> Reply:
+    def read(self, ask: Ask, answer: Json) -> EngineReply:
         try:
             details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-            reply = Reply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
+            reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
             for choice in answer["choices"]:
                 _add(reply, choice, ask)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise EngineFailedError(f"vLLM's answer cannot be read: {type(error).__name__}: {error}") from error
         return reply
 
-    def abort(self, request_id: str) -> Call | None:
+    def abort(self, request_id: str) -> EngineCall | None:
         return None  # it ends a request whose connection is closed
 
-    def load(self, name: str, directory: str) -> Call:
-        return Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+    def load(self, name: str, directory: str) -> EngineCall:
+        return EngineCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
 
-    def unload(self, name: str) -> Call:
-        return Call("/v1/unload_lora_adapter", {"lora_name": name})
+    def unload(self, name: str) -> EngineCall:
+        return EngineCall("/v1/unload_lora_adapter", {"lora_name": name})
 
-    def sleep(self) -> Sequence[Call]:
+    def sleep(self) -> Sequence[EngineCall]:
         # Level 1 keeps the weights in host memory; what level 2 throws away nobody here could bring back.
-        return [Call("/sleep?level=1", {})]
+        return [EngineCall("/sleep?level=1", {})]
 
-    def wake(self) -> Sequence[Call]:
+    def wake(self) -> Sequence[EngineCall]:
         # Weights first: the cache takes what is left.
-        return [Call("/wake_up?tags=weights", {}), Call("/wake_up?tags=kv_cache", {})]
+        return [EngineCall("/wake_up?tags=weights", {}), EngineCall("/wake_up?tags=kv_cache", {})]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
         given = {option.partition("=")[0] for option in options}
@@ -204,7 +206,7 @@ class VllmDialect:
         return ["env", *ENVIRONMENT, python, *module, *fixed, *sleeping, *chosen, *options]
 
 
-def _add(reply: Reply, choice: Json, ask: Ask) -> None:
+def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
     tokens = [int(token) for token in choice.get("token_ids") or []]
     told = choice.get("logprobs") or {}
     logprobs = [number(value, "a logprob") for value in told.get("token_logprobs") or []]
@@ -215,7 +217,7 @@ def _add(reply: Reply, choice: Json, ask: Ask) -> None:
     ]
     if (ask.topk or ask.only) and len(topk) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
-    reply.add(Reply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
+    reply.add(EngineReply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
     if ask.prompt is not None and choice.get("prompt_logprobs") is not None:
         reply.prompt_rows = [_prompt_row(row) for row in choice["prompt_logprobs"]]
 

@@ -361,6 +361,35 @@ def upgrade() -> None:
         sa.Index("ix_samplers_version", "version_id"),
     )
     op.create_table(
+        "exchanges",
+        sa.Column(
+            "exchange_id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True
+        ),
+        sa.Column("tenant_id", sa.String(64), nullable=False),
+        sa.Column("session", sa.String(128), nullable=False),
+        sa.Column("version", sa.Text, nullable=False),
+        sa.Column("prompt", sa.LargeBinary, nullable=False),
+        sa.Column("tokens", sa.LargeBinary, nullable=False),
+        sa.Column("logprobs", sa.LargeBinary, nullable=False),
+        sa.Column("stop_reason", sa.String(16), nullable=False),
+        sa.Column("reward", sa.Float),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Index("ix_exchanges_session", "tenant_id", "session", "exchange_id"),
+        sa.Index("ix_exchanges_created", "created_at"),
+    )
+    op.create_table(
+        "responses",
+        sa.Column("response_id", sa.String(64), primary_key=True),
+        sa.Column("tenant_id", sa.String(64), nullable=False),
+        sa.Column("request", sa.JSON, nullable=False),
+        sa.Column("before", sa.JSON, nullable=False),
+        sa.Column("request_ids", sa.JSON, nullable=False),
+        sa.Column("answered", sa.Boolean, nullable=False),
+        sa.Column("answer", sa.JSON),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Index("ix_responses_created", "created_at"),
+    )
+    op.create_table(
         "sequences",
         sa.Column("sequence_id", sa.String(224), primary_key=True),
         sa.Column("session_id", sa.String(64), nullable=False),

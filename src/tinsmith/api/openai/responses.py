@@ -1,0 +1,224 @@
+"""OpenAI's responses: create, stream, retrieve, cancel, delete, and go on from an earlier one.
+
+A stored response names its samples, which are durable futures. So a response in the background needs no task of the
+server: the first retrieve after its samples are settled makes the answer and stores it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from tinsmith.api.errors import openai_error
+from tinsmith.api.openai.generation import (
+    give_up,
+    prepare_plan,
+    record,
+    sample_outcome,
+    seated,
+    settled,
+    submit_all,
+)
+from tinsmith.api.openai.streaming import STILL_THERE, Events, event, follow, unless_gone
+from tinsmith.api.openapi import ANYTHING, FLAG, LIST, TEXT, fields
+from tinsmith.api.operation import (
+    OPENAI,
+    Call,
+    JsonObject,
+    Services,
+    answer,
+    authenticate,
+    capture_session,
+    operation,
+    read_body,
+    run,
+)
+from tinsmith.chat.responses import ResponseRequest, items_after, new_response
+from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
+from tinsmith.store.implicit_sessions import SampleId
+from tinsmith.store.responses import StoredResponse
+from tinsmith.types import SampleResult
+from tinsmith.wire.bodies import JSON_TYPE, decode
+from tinsmith.wire.fields import read_object, validate
+
+RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})
+RUNNING = ("queued", "in_progress")
+
+
+class Asked:
+    """A validated request for a response, with the items that come before it."""
+
+    def __init__(self, services: Services, tenant_id: str, values: JsonObject) -> None:
+        """On a worker thread. Raises UserError."""
+        self.services, self.tenant_id, self.values = services, tenant_id, values
+        self.request = validate(ResponseRequest, values)
+        self.response_id = "resp_" + secrets.token_hex(24)
+        self.before: list[JsonObject] = []
+        if earlier := self.request.previous_response_id:
+            self.before = _items(services, tenant_id, earlier)
+        self.prepared = prepare_plan(
+            services, tenant_id, self.request.model, lambda text: self.request.plan(text, self.before)
+        )
+        self.response = new_response(self.response_id, self.request, self.prepared.plan, self.prepared.text)
+
+    def store(self, seats: list[SampleId]) -> None:
+        if self.request.store:
+            request_ids = [seat.request_id for seat in seats]
+            self.services.responses.add(self.tenant_id, self.response_id, self.values, self.before, request_ids)
+
+    def end(self, body: JsonObject) -> JsonObject:
+        if self.request.store and not self.services.responses.end(self.tenant_id, self.response_id, body):
+            stored = self.services.responses.find(self.tenant_id, self.response_id)  # it was cancelled
+            return stored.answer or body
+        return body
+
+    def submit(self) -> JsonObject:
+        """A response in the background."""
+        seats: list[SampleId] = []
+        try:
+            submit_all(self.services, self.tenant_id, self.prepared, False, seats)
+            self.store(seats)
+        except BaseException:
+            give_up(self.services, seats)
+            raise
+        return self.response.body("queued")
+
+
+def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObject]:
+    """The conversation up to a response and its output. Raises RequestError if it is not complete."""
+    try:
+        stored = services.responses.find(tenant_id, response_id)
+    except NotFoundError as error:
+        raise RequestError("previous_response_id", str(error), "previous_response_not_found") from None
+    body = stored.answer or _finished(services, stored)
+    if body["status"] not in ("completed", "incomplete"):
+        raise RequestError(
+            "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for its end"
+        )
+    return items_after(validate(ResponseRequest, stored.request), stored.before, body)
+
+
+@operation(
+    "POST",
+    "/responses",
+    "A response to input items, or its events",
+    body=ResponseRequest,
+    answer=RESPONSE,
+    errors=(404, 429, 503),
+    example={"model": "{model}", "input": "hi"},
+    prefixes=OPENAI,
+)
+async def create(request: Request) -> HttpResponse:
+    services, tenant_id = await authenticate(request)
+    body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
+
+    def work() -> Asked:
+        values = read_object(decode(body, encoding, services.settings.max_body_bytes))
+        return Asked(services, tenant_id, values)
+
+    asked = await run(work)
+    asked.prepared = replace(asked.prepared, capture=capture_session(request))
+    if asked.request.background and asked.prepared.capture is not None:
+        raise not_supported("background", "in a capture session; wait for the answer, or stream it")
+    if asked.request.background:
+        return answer(await run(asked.submit))
+    if asked.request.stream:
+        stack = AsyncExitStack()
+        seats = await stack.enter_async_context(seated(services, tenant_id, asked.prepared, stream=True))
+        await run(asked.store, seats)
+        return Events(_events(asked, seats), stack)
+    return answer(await unless_gone(request.receive, _whole(asked)))
+
+
+async def _whole(asked: Asked) -> JsonObject:
+    async with seated(asked.services, asked.tenant_id, asked.prepared) as seats:
+        await run(asked.store, seats)
+        result = await settled(asked.services, seats[0])
+        await record(asked.services, asked.tenant_id, asked.prepared, [result])
+        return await run(lambda: asked.end(asked.response.whole(result)))
+
+
+async def _events(asked: Asked, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
+    response, results = asked.response, list[SampleResult]()
+
+    def sent(made: tuple[str, JsonObject]) -> bytes:
+        return event(made[1], made[0])
+
+    try:
+        for kind in ("response.created", "response.in_progress"):
+            yield sent(response.event(kind, response=response.body("in_progress")))
+        async for news in follow(asked.services, asked.prepared, seats, results):
+            if news.piece is None:
+                yield STILL_THERE
+                continue
+            for made in response.added(news.piece):
+                yield sent(made)
+        for made in response.closed():
+            yield sent(made)
+        body = await run(asked.end, response.ended(results[0]))
+        yield sent(response.event(f"response.{body['status']}", response=body))
+    except TinsmithError as error:
+        await run(give_up, asked.services, seats)
+        failed = response.body("failed", error=_error(error))
+        await run(asked.end, failed)
+        yield sent(response.event("response.failed", response=failed))
+
+
+def _error(error: TinsmithError) -> JsonObject:
+    told = openai_error(str(error), error.status, error)
+    return {"code": told.get("code") or "server_error", "message": told["message"]}
+
+
+@operation("GET", "/responses/{response_id}", "A stored response", answer=RESPONSE, prefixes=OPENAI)
+def retrieve(call: Call) -> JsonObject:
+    stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
+    return stored.answer or _finished(call.services, stored)
+
+
+@operation("POST", "/responses/{response_id}/cancel", "Stop it", answer=RESPONSE, prefixes=OPENAI)
+def cancel(call: Call) -> JsonObject:
+    """What is complete stays as it is."""
+    services = call.services
+    stored = services.responses.find(call.tenant_id, call.path["response_id"])
+    body = stored.answer or _finished(services, stored)
+    if body["status"] not in RUNNING:
+        return body
+    ended = {**body, "status": "cancelled"}
+    services.responses.end(call.tenant_id, stored.response_id, ended)
+    for request_id in stored.request_ids:
+        services.futures.cancel(call.tenant_id, request_id, "its response was cancelled")
+    return services.responses.find(call.tenant_id, stored.response_id).answer or ended
+
+
+@operation(
+    "DELETE",
+    "/responses/{response_id}",
+    "Delete it",
+    answer=fields({"id": TEXT, "deleted": FLAG}),
+    prefixes=OPENAI,
+)
+def delete(call: Call) -> JsonObject:
+    response_id = call.path["response_id"]
+    call.services.responses.delete(call.tenant_id, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _finished(services: Services, stored: StoredResponse) -> JsonObject:
+    """A response without an answer: its answer now, or how far it is."""
+    request = validate(ResponseRequest, stored.request)
+    made = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
+    response = new_response(stored.response_id, request, made.plan, made.text, stored.created_at)
+    try:
+        result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])
+        if result is None:
+            return response.body("in_progress")
+        body = response.whole(result)
+    except TinsmithError as error:
+        body = response.body("failed", error=_error(error))
+    services.responses.end(stored.tenant_id, stored.response_id, body)
+    return services.responses.find(stored.tenant_id, stored.response_id).answer or body

@@ -1,0 +1,174 @@
+"""Uploads of an adapter by signed links: start, a PUT of each file, finish.
+
+The files are those of an export. No row is kept of an upload: its id is a signed text that says what it is for, and the
+bytes wait among the stored files without a row, so that the janitor deletes what was abandoned. Id and links expire
+after an hour. A finish that is repeated finds the checkpoint of the first.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from typing import IO, Annotated
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TEXT, fields
+from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
+from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, made_before
+from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
+from tinsmith.api.routes.uploads import UploadRequest, store_adapter
+from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
+from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE
+from tinsmith.types import LoraSpec
+from tinsmith.wire.bodies import check_length
+from tinsmith.wire.fields import NO_NUL, Body, ClosedBody, Text, iso
+from tinsmith.wire.weights import LoraConfigBody
+
+FILES = (CONFIG_FILE, WEIGHTS_FILE)
+NAME = "uploaded"
+PURPOSE, ID_PURPOSE = "upload", "upload-id"
+CHUNK_BYTES = 1 << 20
+UPLOAD_IDS = uuid.UUID("5e0c3f8a-2f59-5a0e-8d0b-3b6f7f0f9d51")  # the name space of the runs of these uploads
+
+
+class StartUploadRequest(ClosedBody):
+    base_model: Text
+    lora_config: LoraConfigBody
+    destination_project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+
+
+class Upload(Body):
+    """What an upload's id says."""
+
+    tenant_id: Text
+    number: Text
+    expires_s: int
+    base_model: Text
+    lora_config: LoraConfigBody
+    project_id: Text | None = None
+
+
+@operation(
+    "POST",
+    "/external_weights_upload_start",
+    "Links to upload an adapter by",
+    body=StartUploadRequest,
+    answer=fields({"upload_id": TEXT, "urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
+    errors=(404,),
+    access=Access.NOTHING,
+)
+def start(call: Call, request: StartUploadRequest) -> JsonObject:
+    call.services.bases.get(request.base_model)
+    upload = Upload(
+        tenant_id=call.tenant_id,
+        number=uuid.uuid4().hex,
+        expires_s=int(time.time()) + LINK_S,
+        base_model=request.base_model,
+        lora_config=request.lora_config,
+        project_id=request.destination_project_id,
+    )
+    written = base64.urlsafe_b64encode(orjson.dumps(upload.model_dump())).decode().rstrip("=")
+    links = {name: sign_link(call, PURPOSE, f"/external_weights_uploads/{upload.number}/{name}") for name in FILES}
+    return {
+        "upload_id": f"{written}.{call.services.signer.sign(ID_PURPOSE, written.encode())}",
+        "urls": {name: link.url for name, link in links.items()},
+        "expires": iso(upload.expires_s),
+    }
+
+
+@operation(
+    "PUT",
+    "/external_weights_uploads/{number}/{file}",
+    "One file of an upload",
+    body=ANYTHING,
+    takes=(FILE_TYPE,),
+    answer=ANYTHING,
+    errors=LINKED,
+    access=Access.LINK,
+    query=LINK,
+    keyed=False,
+)
+async def put(request: Request) -> Response:
+    """Whole or not at all; a later one replaces it."""
+    services = follow_link(request, PURPOSE)
+    limit_bytes = services.settings.max_upload_bytes
+    try:
+        check_length(request.headers.get("content-length"), limit_bytes)
+    except TooLargeError:
+        raise _too_large(limit_bytes) from None
+    key = _key(request.path_params["number"], request.path_params["file"])
+    with tempfile.TemporaryFile() as spooled:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+            await run(spooled.write, piece, on=services.threads.transfers)
+        spooled.seek(0)
+        await run(services.files.store, key, _pieces(spooled), on=services.threads.transfers)
+    return answer({})
+
+
+class FinishUploadRequest(ClosedBody):
+    upload_id: Text
+
+
+@operation(
+    "POST",
+    "/external_weights_upload_finish",
+    "The checkpoint of an upload",
+    body=FinishUploadRequest,
+    answer=fields({"tinker_path": TEXT}),
+    errors=(404, 410, 429),
+    example={"upload_id": "{upload_id}"},
+)
+def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
+    upload = _read(call, request.upload_id)
+    session_id = str(uuid.uuid5(UPLOAD_IDS, upload.number))
+    files = call.services.files
+    if not made_before(call.services.models.find(f"{session_id}:train:0"), f"uploaded as {NAME}"):
+        if time.time() >= upload.expires_s:
+            raise GoneError("this upload has expired; start another one")
+        for name in FILES:
+            try:
+                files.open(_key(upload.number, name)).close()
+            except FileNotFoundError:
+                raise UserError(
+                    f"{name} was not uploaded; PUT it to its address before the upload is finished"
+                ) from None
+    opened = {name: (lambda name=name: files.open(_key(upload.number, name))) for name in FILES}
+    wanted = LoraSpec(**upload.lora_config.model_dump())
+    asked = UploadRequest(base_model=upload.base_model, name=NAME, project_id=upload.project_id)
+    stored = store_adapter(call, asked, session_id, opened, wanted)
+    for name in FILES:
+        files.discard(_key(upload.number, name))
+    return {"tinker_path": stored.ref.path}
+
+
+def _read(call: Call, upload_id: str) -> Upload:
+    written, _, signature = upload_id.partition(".")
+    if call.services.signer.verify(ID_PURPOSE, written.encode(), signature):
+        upload = Upload.model_validate(orjson.loads(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4))))
+        if upload.tenant_id == call.tenant_id:
+            return upload
+    raise NotFoundError("this upload_id does not exist; external_weights_upload_start makes one")
+
+
+def _key(number: str, file: str) -> str:
+    return f"upload-{number}-{file}"
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(CHUNK_BYTES):
+        yield piece
+
+
+def _too_large(limit_bytes: int) -> TooLargeError:
+    return TooLargeError(f"the file is larger than {limit_bytes} bytes; raise the server's setting max_upload_bytes")

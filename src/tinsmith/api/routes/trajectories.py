@@ -1,0 +1,123 @@
+"""Captured trajectories: what an agent's exchanges with the server were, as data to train on.
+
+A request to an endpoint for OpenAI's or Anthropic's clients is captured if it names a capture session, by the header
+X-Tinsmith-Session or behind a '#' in its key. `store.exchanges` merges exchanges into trajectories. A datum has the
+fields of the SDK's `Datum`; its advantages are the trajectory's reward at sampled tokens and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from tinsmith.api.openapi import ANYTHING, COUNT, FLAG, LIST, NUMBER, TEXT, fields, integer
+from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.errors import UserError
+from tinsmith.store.exchanges import Trajectory
+from tinsmith.wire.fields import ClosedBody, Number, Text, iso
+
+MAX_SESSIONS, SESSIONS = 100, 20
+TRAJECTORY = fields(
+    {"trajectory_id": TEXT, "session": TEXT, "tokens": LIST, "sampled": LIST, "logprobs": LIST, "datum": ANYTHING},
+    {"reward": NUMBER},
+)
+
+
+@operation(
+    "GET",
+    "/trajectories",
+    "Captured trajectories of one session, or of a page of sessions",
+    answer=fields({"trajectories": {"type": "array", "items": TRAJECTORY}, "has_more": FLAG}, {"next_after": TEXT}),
+    access=Access.LISTING,
+    query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_SESSIONS)},
+    filters=("?session={capture}", "?after={capture}"),
+)
+def trajectories(call: Call) -> JsonObject:
+    exchanges = call.services.exchanges
+    if (session := call.query.get("session")) is not None:
+        if "after" in call.query:
+            raise UserError("the query has session and after; send one of them")
+        found = exchanges.trajectories(call.tenant_id, session)
+        return {"trajectories": [shown(each) for each in found], "has_more": False, "next_after": None}
+    limit = call.page(SESSIONS)[0]
+    if not 1 <= limit <= MAX_SESSIONS:
+        raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_SESSIONS}")
+    names, more = exchanges.sessions(call.tenant_id, limit, call.query.get("after", ""))
+    found = [shown(each) for name in names for each in exchanges.trajectories(call.tenant_id, name)]
+    return {"trajectories": found, "has_more": more, "next_after": names[-1] if more else None}
+
+
+def shown(trajectory: Trajectory) -> JsonObject:
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "session": trajectory.session,
+        "reward": trajectory.reward,
+        "created_at": iso(trajectory.created_at),
+        "versions": trajectory.versions,
+        "exchanges": trajectory.num_exchanges,
+        "stop_reason": trajectory.stop_reason,
+        "tokens": trajectory.tokens,
+        "sampled": trajectory.sampled,
+        "logprobs": trajectory.logprobs,
+        "datum": datum(trajectory),
+    }
+
+
+def datum(trajectory: Trajectory) -> JsonObject:
+    """The fields of a Datum for the losses of reinforcement learning."""
+    tokens, reward = trajectory.tokens, trajectory.reward or 0.0
+    advantages = [reward if sampled else 0.0 for sampled in trajectory.sampled[1:]]
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
+        "loss_fn_inputs": {
+            "target_tokens": _tensor(tokens[1:], "int64"),
+            "logprobs": _tensor(trajectory.logprobs[1:], "float32"),
+            "advantages": _tensor(advantages, "float32"),
+        },
+    }
+
+
+def _tensor(data: list[int] | list[float], dtype: str) -> JsonObject:
+    return {"data": data, "dtype": dtype, "shape": [len(data)]}
+
+
+class RewardBody(ClosedBody):
+    trajectory_id: Text
+    reward: Number
+
+
+class RewardsRequest(ClosedBody):
+    rewards: Annotated[list[RewardBody], Field(min_length=1, max_length=10_000)]
+
+
+@operation(
+    "POST",
+    "/trajectories/rewards",
+    "Rewards of trajectories by id",
+    body=RewardsRequest,
+    answer=fields({"updated": COUNT}),
+    example={"rewards": [{"trajectory_id": "{trajectory_id}", "reward": 1.0}]},
+)
+def rewards(call: Call, request: RewardsRequest) -> JsonObject:
+    """All or none."""
+    given = {each.trajectory_id: each.reward for each in request.rewards}
+    if len(given) < len(request.rewards):
+        raise UserError("rewards names a trajectory twice")
+    call.services.exchanges.set_rewards(call.tenant_id, given)
+    return {"updated": len(given)}
+
+
+@operation(
+    "DELETE",
+    "/trajectories",
+    "Delete those of one session",
+    answer=fields({"deleted": COUNT}),
+    access=Access.LISTING,
+    query={"session": TEXT},
+)
+def delete(call: Call) -> JsonObject:
+    session = call.query.get("session")
+    if session is None:
+        raise UserError("the query has no session; name the one to delete")
+    return {"deleted": call.services.exchanges.delete(call.tenant_id, session)}

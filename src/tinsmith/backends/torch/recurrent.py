@@ -1,0 +1,201 @@
+"""Layers that keep a state instead of keys and values: gated delta nets, state space models, short convolutions.
+
+`SequenceMixer` is the one place where rows become sequences for such a layer. It runs transformers' own module over n
+sequences of equal length side by side, so that neither the recurrent state nor the state of the convolution passes from
+one sequence to another, and hands the states in and out through the interface of transformers' caches. A plan
+(`attention.AttentionPlan.mix`) decides which rows go together: training pads sequences of similar length on the right,
+behind everything that is kept of them; sampling takes pieces of equal length with the states before them. The module's
+projections carry adapters as everywhere, with the routing of the rows that the call has.
+
+Kernels are the module's own affair: transformers calls those of `flash-linear-attention`, `mamba-ssm` and
+`causal-conv1d` where these are installed, and plain torch elsewhere. Knows no plan, no request and no tenant.
+
+Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels and K taps of a convolution.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.backends.torch.attention import MixerState
+from tinsmith.backends.torch.lora import Switchboard
+
+MIXERS = frozenset(
+    {
+        "BambaMixer",
+        "FalconH1Mixer",
+        "GraniteMoeHybridMambaLayer",
+        "JambaMambaMixer",
+        "KimiLinearDeltaAttention",
+        "Lfm2MoeShortConv",
+        "Lfm2ShortConv",
+        "MiniMaxLightningAttention",
+        "NemotronHMamba2Mixer",
+        "Qwen3NextGatedDeltaNet",
+        "Qwen3_5GatedDeltaNet",
+        "Qwen3_5MoeGatedDeltaNet",
+    }
+)
+"""Classes of transformers that are known to begin at zero without a cache, to continue from one in pieces of any
+length, and to compute each sequence of a batch by itself.
+"""
+
+STEPWISE = frozenset({"JambaMambaMixer"})
+"""Those that continue from a state by one row at a time only."""
+
+_NOT_ADAPTED = {
+    "FalconH1Mixer": frozenset({"out_proj"}),
+    "JambaMambaMixer": frozenset({"dt_proj"}),
+    "NemotronHMamba2Mixer": frozenset({"out_proj"}),
+}
+"""Last names of linears without adapters, by class: Jamba multiplies with the weight of `dt_proj` by itself, and PEFT
+refuses the others because fused kernels do so with theirs.
+"""
+
+
+KEPT = {
+    "JambaMambaMixer": 9.5,
+    "KimiLinearDeltaAttention": 24.5,
+    "Lfm2MoeShortConv": 1.0,
+    "Lfm2ShortConv": 1.0,
+    "MiniMaxLightningAttention": 2.5,
+}
+KEPT_OTHERWISE = 5.5
+"""float32 numbers that a mixer keeps for backward, per token and for each input and output of its linears: measured on
+sequences of 1,024 tokens, 512 channels and the models' own chunks.
+"""
+
+
+def is_mixer(module: nn.Module) -> bool:
+    return type(module).__name__ in MIXERS
+
+
+def kept_bytes(mixer: nn.Module) -> float:
+    """What a mixer keeps of a token for backward, beside what its linears do."""
+    linears = [module for module in mixer.modules() if hasattr(module, "in_features")]
+    features = sum(cast(int, own.in_features) + cast(int, own.out_features) for own in linears)
+    return 4.0 * KEPT.get(type(mixer).__name__, KEPT_OTHERWISE) * features
+
+
+class MixerLinears(NamedTuple):
+    """The linears of a decoder's mixers: all, those that carry no adapters, and those that carry one for each part."""
+
+    all: set[nn.Module]
+    excluded: set[nn.Module]
+    parts: dict[nn.Module, Sequence[tuple[str, int]]]
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> MixerLinears:
+        found = cls(set(), set(), {})
+        for mixer in filter(is_mixer, decoder.modules()):
+            excluded, parts = _NOT_ADAPTED.get(type(mixer).__name__, frozenset()), _parts(mixer)
+            for name, linear in mixer.named_modules():
+                if isinstance(linear, nn.Linear):
+                    found.all.add(linear)
+                    if name in excluded:
+                        found.excluded.add(linear)
+                    if name in parts:
+                        found.parts[linear] = parts[name]
+        return found
+
+
+def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:
+    """Where Tinker has several adapters on one linear (`tinker_cookbook.weights`): their last names and outputs."""
+    if type(mixer).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"):
+        keys, values = cast(int, mixer.key_dim), cast(int, mixer.value_dim)
+        return {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}
+    if type(mixer).__name__ == "NemotronHMamba2Mixer":
+        inner = cast(int, mixer.intermediate_size)
+        return {"in_proj": (("gate_proj", inner), ("x_proj", inner))}
+    return {}
+
+
+def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMixer]:
+    """Have every mixer of a decoder follow the plan of the call in progress; without a plan it is the model's own."""
+    mixers = []
+    for module in decoder.modules():
+        if is_mixer(module):
+            mixers.append(SequenceMixer(module, switchboard))
+            module.forward = mixers[-1].planned
+    return mixers
+
+
+class SequenceMixer:
+    """One layer's mixer over n sequences of L rows; see `attention.Mixer`."""
+
+    def __init__(self, module: nn.Module, switchboard: Switchboard) -> None:
+        self.layer = cast(int, module.layer_idx)
+        self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
+        self._is_stepwise = type(module).__name__ in STEPWISE
+        self._switchboard = switchboard
+        known = inspect.signature(self._forward).parameters
+        self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
+        self._required: dict[str, None] = {"position_embeddings": None} if "position_embeddings" in known else {}
+
+    def __call__(
+        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, MixerState | None]:
+        cache = _LayerCache(state) if keep or state is not None else None
+        pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
+        outputs = [self._piece(x, starts, cache) for x in pieces]
+        y_nLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return y_nLD, cache.state if cache is not None else None
+
+    def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: _LayerCache | None) -> Tensor:
+        routing = self._switchboard.routing
+        assert routing is not None
+        self._switchboard.routing = routing.spread(starts, x_nLD.shape[1])
+        try:
+            out = self._forward(hidden_states=x_nLD, attention_mask=None, **{self._cache_name: cache}, **self._required)
+        finally:
+            self._switchboard.routing = routing
+        return out if isinstance(out, Tensor) else out[0]
+
+    def planned(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """What stands in for the module's forward: [1, T, D] in and out, as the plan of the call in progress says."""
+        plan = self._switchboard.plan
+        if plan is None:
+            return self._forward(hidden_states, *args, **kwargs)
+        y_1TD = plan.mix(self, hidden_states[0])[None]
+        return (y_1TD, y_1TD.new_empty(0)) if self._required else y_1TD
+
+
+class _LayerCache:
+    """transformers' cache as one layer sees it. Tensors that are handed in may be written to."""
+
+    def __init__(self, state: MixerState | None) -> None:
+        self.state = state or MixerState(None, None)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: object) -> Tensor:
+        """[n, C, K + L] or, of sequences that begin, [n, C, L]: what the convolution has to see."""
+        before = self.state.conv
+        seen_nCL = conv_states if before is None else torch.cat([before, conv_states], -1)
+        kept_nCK = seen_nCL[..., -conv_kernel_size:]
+        missing = conv_kernel_size - kept_nCK.shape[-1]
+        kept_nCK = nn.functional.pad(kept_nCK, (missing, 0)) if missing else kept_nCK.contiguous()
+        self.state = MixerState(kept_nCK, self.state.recurrent)
+        return seen_nCL
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.state.recurrent
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.state = MixerState(None, linear_cache)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_: object) -> Tensor:
+        self.state = MixerState(self.state.conv, recurrent_states)
+        return recurrent_states

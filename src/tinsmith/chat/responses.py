@@ -1,0 +1,416 @@
+"""`/v1/responses`: OpenAI's newer requests -> plans, and results -> its responses, whole and as events.
+
+A request is translated into a chat completion and read as one, so that the same rules hold for both. The items of an
+earlier response come before its own; the caller gets them from where they are stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tinsmith.chat.chats import ChatRequest
+from tinsmith.chat.choices import Choice, Piece
+from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, Plan
+from tinsmith.chat.results import chat_logprobs, read_sequence
+from tinsmith.chat.texts import Text
+from tinsmith.chat.tools import MAX_TOOLS, ToolCall
+from tinsmith.errors import RequestError, not_supported
+from tinsmith.types import SampleResult
+from tinsmith.wire import fields
+from tinsmith.wire.fields import (
+    ByType,
+    ClosedBody,
+    LongText,
+    OneOf,
+    Only,
+    OrText,
+    Unread,
+    refused,
+    validate,
+)
+
+JsonObject = dict[str, Any]
+MAX_ITEMS = 10_000
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. Thoughts are never encrypted: items of reasoning have their text."""
+
+
+# Requests.
+
+
+class InputPart(ClosedBody):
+    type: Annotated[fields.Text, Only(("input_text", "output_text", "text"), "models here read text only")]
+    text: LongText
+    annotations: Unread = None
+    logprobs: Unread = None
+
+
+Content = Annotated[str | list[InputPart], OrText()]
+
+
+class MessageItem(ClosedBody):
+    type: Unread = None
+    role: Annotated[str, OneOf(("user", "assistant", "system", "developer"))]
+    content: Content
+    id: Unread = None
+    status: Unread = None
+    phase: Unread = None
+
+
+class CallItem(ClosedBody):
+    type: Unread = None
+    call_id: fields.Text
+    name: fields.Text
+    arguments: LongText
+    id: Unread = None
+    status: Unread = None
+
+
+class CallOutputItem(ClosedBody):
+    type: Unread = None
+    call_id: fields.Text
+    output: Content
+    id: Unread = None
+    status: Unread = None
+
+
+class ReasoningItem(ClosedBody):
+    type: Unread = None
+    content: list[dict[str, Any]] | None = None
+    summary: Unread = None
+    encrypted_content: Unread = None
+    id: Unread = None
+    status: Unread = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+ITEMS = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _typed(given: object) -> object:
+    """The short form of a message has no type."""
+    if not isinstance(given, list):
+        return given
+    return [{"type": "message", **each} if isinstance(each, dict) else each for each in given]
+
+
+Items = Annotated[list[Annotated[Item, ByType(ITEMS)]], Field(min_length=1, max_length=MAX_ITEMS)]
+
+
+class FunctionTool(ClosedBody):
+    type: Annotated[fields.Text, Only(("function",), "this server calls no tools itself; describe a function")]
+    name: fields.Text
+    description: fields.LongText | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def chat(self) -> JsonObject:
+        given = {name: getattr(self, name) for name in ("name", "description", "parameters", "strict")}
+        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+
+
+class NamedFunction(ClosedBody):
+    type: Annotated[fields.Text, Only(("function",), "use 'function'")]
+    name: fields.Text
+
+
+class TextFormat(ClosedBody):
+    type: Annotated[fields.Text, Only(("text", "json_object", "json_schema"), "use one of these three")]
+    name: fields.Text | None = None
+    given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    description: Unread = None
+    strict: Unread = None
+
+
+class TextConfig(ClosedBody):
+    format: TextFormat | None = None
+    verbosity: Annotated[Unread, refused("models here have no such switch", unless="medium")] = None
+
+
+class Reasoning(ClosedBody):
+    effort: fields.Text | None = None
+    summary: Unread = None
+    generate_summary: Unread = None
+
+
+class ResponseRequest(ClosedBody):
+    ignores_zero = False
+
+    model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
+    input: Annotated[str | Items, OrText(), BeforeValidator(_typed)]
+    instructions: LongText | None = None
+    previous_response_id: fields.Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    include: list[Annotated[fields.Text, Only(INCLUDED, f"known are {', '.join(INCLUDED)}")]] = Field(
+        default_factory=list
+    )
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[str | NamedFunction, OrText(("none", "auto", "required"))] | None = None
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    stream: bool = False
+    stream_options: Unread = None
+    store: bool = True
+    background: bool = False
+    truncation: Annotated[fields.Text, Only(("disabled",), "a prompt that is too long is refused")] = "disabled"
+    service_tier: Annotated[fields.Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
+    metadata: dict[str, fields.Text] | None = None
+    user: Unread = None
+    safety_identifier: Unread = None
+    prompt_cache_key: Unread = None
+    prompt_cache_retention: Unread = None
+
+    @model_validator(mode="after")
+    def _check_background(self) -> ResponseRequest:
+        if self.background and (self.stream or not self.store):
+            raise not_supported("background", "with stream, or with store=false: poll the stored response")
+        return self
+
+    def items(self) -> list[JsonObject]:
+        """The input as stored for a later response."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [each.model_dump(exclude_none=True) for each in self.input]
+
+    def chat(self, before: Sequence[JsonObject] = ()) -> JsonObject:
+        """The same as a chat completion's body, after the items of earlier responses."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        body: JsonObject = {
+            "model": self.model,
+            "messages": [*system, *_messages([*before, *self.items()])],
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.chat() for tool in self.tools],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "stream": self.stream,
+            "logprobs": LOGPROBS in self.include or self.top_logprobs is not None,
+            "top_logprobs": self.top_logprobs or 0,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+        }
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            body["tool_choice"] = choice
+        if self.text and (wanted := self.text.format):
+            schema = {"json_schema": {"schema": wanted.given}} if wanted.type == "json_schema" else {}
+            body["response_format"] = {"type": wanted.type, **schema}
+        return body
+
+    def plan(self, text: Text, before: Sequence[JsonObject] = ()) -> Plan:
+        """Raises RequestError."""
+        return validate(ChatRequest, self.chat(before)).plan(text)
+
+
+def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
+    """Items as messages of a chat: thoughts and calls become parts of one message of the assistant."""
+    messages: list[JsonObject] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])})
+            continue
+        role = item["role"] if kind == "message" else "assistant"
+        last = messages[-1] if messages else {}
+        joins = role == "assistant" and last.get("role") == "assistant" and not (last["content"] and kind == "message")
+        if not joins or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
+            messages.append(last := {"role": role, "content": ""})
+        if kind == "message":
+            last["content"] = _joined(item["content"])
+        elif kind == "reasoning":
+            if thought := "".join(part.get("text", "") for part in item.get("content") or ()):
+                last["reasoning_content"] = thought
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    return messages
+
+
+def _joined(content: str | Sequence[JsonObject]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+# Answers.
+
+
+class Response:
+    """One response as it grows: its items, and the events that say so."""
+
+    def __init__(self, response_id: str, created_at: int, request: ResponseRequest, plan: Plan, text: Text) -> None:
+        self.response_id = response_id
+        self._created_at = created_at
+        self._request = request
+        self._plan = plan
+        self._text = text
+        self.output: list[JsonObject] = []
+        self._number = 0
+
+    def body(self, status: str, result: SampleResult | None = None, error: JsonObject | None = None) -> JsonObject:
+        request = self._request
+        cut = status == "incomplete"
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "background": request.background,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": request.model,
+            "output": self.output,
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "store": request.store,
+            "temperature": request.temperature,
+            "text": {"format": {"type": "text"}} if request.text is None else _shown(request.text),
+            "tool_choice": _shown(request.tool_choice) if request.tool_choice else "auto",
+            "tools": [_shown(tool) for tool in request.tools],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": None if result is None else self._usage(result),
+            "metadata": request.metadata or {},
+        }
+
+    def _usage(self, result: SampleResult) -> JsonObject:
+        read, written = len(self._plan.prompts[0]), sum(len(one.tokens_T) for one in result.sequences)
+        return {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        }
+
+    def whole(self, result: SampleResult) -> JsonObject:
+        choice = Choice(self._plan, self._text, 0)
+        read_sequence(choice, result.sequences[0])
+        for _ in self.added(choice.piece()):
+            pass
+        for _ in self.closed():
+            pass
+        return self.ended(result)
+
+    def ended(self, result: SampleResult) -> JsonObject:
+        return self.body("incomplete" if result.sequences[0].stop_reason == "length" else "completed", result)
+
+    # Events.
+
+    def event(self, kind: str, **more: object) -> tuple[str, JsonObject]:
+        self._number += 1
+        return kind, {"type": kind, "sequence_number": self._number - 1, **more}
+
+    def added(self, piece: Piece) -> Iterator[tuple[str, JsonObject]]:
+        """The events of one more piece."""
+        if piece.reasoning:
+            yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
+        if piece.text:
+            scored = [] if self._plan.top_logprobs is None else chat_logprobs(self._plan, self._text, piece.tokens)
+            yield from self._delta("message", "response.output_text", piece.text, scored)
+        for call in piece.calls:
+            yield from self.closed()
+            yield from self._called(call)
+
+    def closed(self) -> Iterator[tuple[str, JsonObject]]:
+        """The events that end the open item."""
+        if not self.output or self.output[-1]["status"] != "in_progress":
+            return
+        item, place = self.output[-1], self._place
+        part = item["content"][0]
+        kind = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+        logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        yield self.event(f"{kind}.done", **place, text=part["text"], **logprobs)
+        yield self.event("response.content_part.done", **place, part=part)
+        item["status"] = "completed"
+        yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    @property
+    def _place(self) -> JsonObject:
+        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
+
+    def _delta(
+        self, item_type: str, kind: str, text: str, logprobs: list[JsonObject]
+    ) -> Iterator[tuple[str, JsonObject]]:
+        if not self.output or self.output[-1]["type"] != item_type or self.output[-1]["status"] != "in_progress":
+            yield from self.closed()
+            yield from self._opened(item_type)
+        part = self.output[-1]["content"][0]
+        part["text"] += text
+        scored: JsonObject = {}
+        if item_type == "message":
+            part["logprobs"] += logprobs
+            scored = {"logprobs": logprobs}
+        yield self.event(f"{kind}.delta", **self._place, delta=text, **scored)
+
+    def _opened(self, item_type: str) -> Iterator[tuple[str, JsonObject]]:
+        item: JsonObject = {"id": self._item_id("msg" if item_type == "message" else "rs"), "type": item_type}
+        if item_type == "message":
+            part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item |= {"role": "assistant"}
+        else:
+            part = {"type": "reasoning_text", "text": ""}
+            item |= {"summary": []}
+        item |= {"status": "in_progress", "content": []}
+        yield self.event("response.output_item.added", output_index=len(self.output), item=dict(item))
+        self.output.append(item)
+        yield self.event("response.content_part.added", **self._place, part=dict(part))
+        item["content"] = [part]
+
+    def _called(self, call: ToolCall) -> Iterator[tuple[str, JsonObject]]:
+        item: JsonObject = {
+            "id": self._item_id("fc"),
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        begun = item | {"arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": len(self.output)}
+        yield self.event("response.output_item.added", output_index=len(self.output), item=begun)
+        yield self.event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self.event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self.event("response.output_item.done", output_index=len(self.output), item=item)
+        self.output.append(item)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.response_id.removeprefix('resp_')}{len(self.output):02d}"
+
+
+def _shown(given: object) -> Any:  # noqa: ANN401  JSON
+    return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, ClosedBody) else given
+
+
+def new_response(
+    response_id: str, request: ResponseRequest, plan: Plan, text: Text, created_at: float | None = None
+) -> Response:
+    return Response(response_id, int(time.time() if created_at is None else created_at), request, plan, text)
+
+
+def items_after(request: ResponseRequest, before: Sequence[JsonObject], body: JsonObject) -> list[JsonObject]:
+    """The items that a response has after it: those before it, its input and its output."""
+    return [*before, *request.items(), *cast("list[JsonObject]", body["output"])]
+
+
+def refuse_in_batch(request: ResponseRequest) -> None:
+    """Raises RequestError for what a line of a file cannot ask."""
+    if request.previous_response_id is not None or request.background:
+        name = "background" if request.background else "previous_response_id"
+        raise RequestError(name, f"{name} is not for a line of a file, which has one answer of its own")

@@ -1,0 +1,143 @@
+"""vLLM's requests about tokens: `/tokenize`, `/detokenize`, and `/inference/v1/generate` from ids to ids.
+
+The first two need a tokenizer and no engine. A chat to tokenize is read as a chat completion, so that its ids are the
+prompt which that would have. Without `model` a request is about the server's only base model.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from tinsmith.chat.chats import ChatRequest
+from tinsmith.chat.choices import LOWEST_LOGPROB
+from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, Plan, SamplingFields
+from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage
+from tinsmith.chat.texts import Text
+from tinsmith.errors import RequestError, not_supported
+from tinsmith.types import SampledSequence, SampleResult
+from tinsmith.wire import fields
+from tinsmith.wire.fields import ClosedBody, LongText, Only, Position, Unread, refused, validate
+
+JsonObject = dict[str, object]
+Model = Annotated[fields.Text | None, Field(description="needed where the server has several base models")]
+
+OF_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class TokenizeRequest(ClosedBody):
+    """A text, or a chat; `add_special_tokens` is true for a text and false for a chat unless it is there."""
+
+    ignores_zero = False
+
+    model: Model = None
+    prompt: LongText | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    chat_template: Annotated[Unread, refused("the model's own is used; render yours and send prompt")] = None
+
+    @model_validator(mode="after")
+    def _check_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("prompt", "send either prompt or messages")
+        for name in OF_CHAT:
+            if self.prompt is not None and getattr(self, name):
+                raise RequestError(name, f"{name} does not go with prompt; send messages")
+        return self
+
+    def token_ids(self, text: Text) -> Sequence[int]:
+        """Raises RequestError."""
+        if self.prompt is not None:
+            return text.encode(self.prompt, special=self.add_special_tokens is not False)
+        given = {name: getattr(self, name) for name in (*OF_CHAT, "add_special_tokens")}
+        return validate(ChatRequest, {"model": "", **given}).plan(text).prompts[0]
+
+
+class DetokenizeRequest(ClosedBody):
+    ignores_zero = False
+
+    model: Model = None
+    tokens: list[Position]
+
+
+class GenerateParams(SamplingFields):
+    """vLLM's SamplingParams as JSON."""
+
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=MAX_TOKENS, description="without it, to the end of the context")] | None
+    ) = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    detokenize: Unread = None  # no text is answered
+
+
+class GenerateRequest(ClosedBody):
+    ignores_zero = False
+
+    token_ids: Annotated[list[Position], Field(min_length=1)]
+    sampling_params: GenerateParams = Field(default_factory=lambda: validate(GenerateParams, {}))
+    model: Model = None
+    request_id: fields.Text | None = None
+    stream: Annotated[bool, Only((False,), "the answer comes whole; for pieces use /v1/completions")] = False
+    cache_salt: Unread = None
+    priority: Unread = None
+
+    def plan(self, text: Text) -> Plan:
+        """Raises RequestError."""
+        asked = self.sampling_params
+        if asked.include_stop_str_in_output or not asked.skip_special_tokens:
+            raise not_supported("sampling_params", "include_stop_str_in_output, skip_special_tokens: there is no text")
+        return Plan(
+            name=self.model or "",
+            prompts=(asked.kept(self.token_ids),),
+            num_choices=asked.n,
+            params=asked.params(text, asked.max_tokens, None),
+            top_logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
+            token_ids=True,
+            prompt_field="token_ids",
+            answer_id=self.request_id,
+        )
+
+
+def generated(plan: Plan, text: Text, result: SampleResult) -> JsonObject:
+    """The answer to a GenerateRequest: ids, and the logprob of every one of them."""
+    of_prompt = None
+    if plan.prompt_logprobs is not None:
+        of_prompt = prompt_logprobs(text, plan.prompts[0], result, plan.prompt_logprobs)
+    choices = [
+        {
+            "index": index,
+            "token_ids": sequence.tokens_T.tolist(),
+            "finish_reason": finish_reason(plan, (), sequence.stop_reason),
+            "logprobs": None if plan.top_logprobs is None else {"content": _logprobs(sequence)},
+        }
+        for index, sequence in enumerate(result.sequences)
+    ]
+    return {
+        "request_id": plan.answer_id or secrets.token_hex(16),
+        "prompt_token_ids": list(plan.prompts[0]),
+        "choices": choices,
+        "prompt_logprobs": of_prompt,
+        "usage": usage(plan, [result]),
+    }
+
+
+def _logprobs(sequence: SampledSequence) -> list[JsonObject]:
+    rows = zip(sequence.tokens_T.tolist(), sequence.logprobs_T.tolist(), top_rows(sequence), strict=True)
+    return [
+        _token(token_id, logprob) | {"top_logprobs": [_token(*pair) for pair in zip(*top, strict=True)]}
+        for token_id, logprob, top in rows
+    ]
+
+
+def _token(token_id: int, logprob: float) -> JsonObject:
+    return {"token": f"token_id:{token_id}", "logprob": max(logprob, LOWEST_LOGPROB)}

@@ -1,0 +1,204 @@
+"""`tinsmith runs`: list training runs, show one, compare several, and follow the metrics of one.
+
+It reads what the dashboard reads. The metrics of a run are those of its passes and optimizer steps, which the server
+records, and those that the client logs (`POST /api/v1/log_metrics`). Exit status: 0 for success, 2 if the command was
+refused, 130 if the user stopped following.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from tinsmith.cli.remote import AsJson, moment, output, refusals, server
+from tinsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from tinsmith.exchange.transfer import TinkerServer
+
+BARS = "".join(chr(0x2581 + eighth) for eighth in range(8))
+"""Block characters of an eighth to eight eighths of a line's height."""
+BARS_SHOWN = 24
+POLL_S = 1.0
+INTERRUPTED = 130
+
+app = typer.Typer(help="List, show, compare and follow training runs.", no_args_is_help=True)
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `tinsmith runs list` shows it.")]
+Run = dict[str, Any]
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""Steps and values by the metric's name."""
+
+
+@app.command("list")
+def list_runs(
+    search: Annotated[str, typer.Option(help="Words that a run's id, name, model or state contains.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=500, help="How many, newest first.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List training runs, newest first."""
+    with refusals(), server() as there:
+        found = there.get("dashboard/runs", {"limit": limit, **({"search": search} if search else {})})["runs"]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    table = Table(
+        Column("run", no_wrap=True),
+        "name",
+        "base model",
+        "rank",
+        "state",
+        "step",
+        "last request",
+        box=None,
+        pad_edge=False,
+    )
+    for run in found:
+        name, last = escape(run["display_name"] or ""), moment(run["last_request_at"])
+        rank = str(run["lora_rank"] or "full")
+        table.add_row(run["model_id"], name, escape(run["base_model"]), rank, run["state"], str(run["step"]), last)
+    output.print(table)
+
+
+@app.command()
+def show(run_id: RunId, as_json: AsJson = False) -> None:
+    """Show a run, and its metrics from the first step to the last."""
+    with refusals(), server() as there:
+        run, series = _run(there, run_id), _series(_points(there, run_id, 0.0)[0])
+    if as_json:
+        typer.echo(json.dumps({**run, "series": series}, indent=1))
+        return
+    facts = Table.grid(padding=(0, 2))
+    for name, value in _facts(run).items():
+        facts.add_row(name, escape(value))
+    output.print(facts)
+    table = Table("metric", "first", "last", "least", "most", "", box=None, pad_edge=False)
+    for name, points in sorted(series.items()):
+        values = [value for _, value in points]
+        ends = (values[0], values[-1], min(values), max(values))
+        table.add_row(escape(name), *map(_number, ends), _bars(values))
+    output.print(table)
+
+
+@app.command()
+def compare(
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: the facts that differ, and the last value of each metric."""
+    with refusals(), server() as there:
+        if len(run_ids) < 2:
+            raise UserError(f"compare has {len(run_ids)} run; name at least two")
+        runs = [_run(there, run_id) for run_id in run_ids]
+        series = [_series(_points(there, run_id, 0.0)[0]) for run_id in run_ids]
+    facts = [_facts(run) for run in runs]
+    rows = [(name, [each.get(name, "") for each in facts]) for name in {name: 0 for each in facts for name in each}]
+    different = {name: values for name, values in rows if len(set(values)) > 1 and name != "run"}
+    names = sorted({name for each in series for name in each})
+    last = {name: [each[name][-1][1] if name in each else None for each in series] for name in names}
+    if as_json:
+        typer.echo(json.dumps({"runs": run_ids, "differences": different, "metrics": last}, indent=1))
+        return
+    table = Table("", *run_ids, box=None, pad_edge=False)
+    for name, texts in different.items():
+        table.add_row(name, *map(escape, texts))
+    table.add_section()
+    for name, numbers in last.items():
+        table.add_row(escape(name), *("" if value is None else _number(value) for value in numbers))
+    output.print(table)
+
+
+@app.command()
+def tail(
+    run_id: RunId,
+    steps: Annotated[int, typer.Option("--steps", "-n", min=0, help="Points to begin with.")] = 10,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each point as a line of JSON.")] = False,
+) -> None:
+    """Print a run's newest metrics, a line for each step."""
+    with refusals(), server() as there:
+        try:
+            points, cursor = _points(there, run_id, 0.0)
+            _print_points(points[len(points) - steps :] if steps < len(points) else points, as_json=as_json)
+            printed = {_key(point) for point in points}
+            while follow:
+                time.sleep(POLL_S)
+                points, cursor = _points(there, run_id, cursor)
+                _print_points([point for point in points if _key(point) not in printed], as_json=as_json)
+                printed |= {_key(point) for point in points}
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _run(there: TinkerServer, run_id: str) -> Run:
+    return there.get(f"dashboard/runs/{quote(run_id, safe='')}")
+
+
+def _points(there: TinkerServer, run_id: str, after: float) -> tuple[list[dict[str, Any]], float]:
+    """Points since a cursor, of which some may be repeated, and the next cursor."""
+    answer = there.get(f"training_runs/{quote(run_id, safe='')}/metrics", {"after": after})
+    return answer["points"], answer["cursor"]
+
+
+def _key(point: Mapping[str, Any]) -> tuple[str, int, float]:
+    return point["source"], point["step"], point["time"]
+
+
+def _print_points(points: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    for point in points:
+        if as_json:
+            typer.echo(json.dumps(point))
+        else:
+            metrics = "  ".join(f"{name}={_number(value)}" for name, value in sorted(point["metrics"].items()))
+            output.print(
+                f"{time.strftime('%H:%M:%S', time.localtime(point['time']))}  step {point['step']}  {escape(metrics)}"
+            )
+
+
+def _series(points: Sequence[Mapping[str, Any]]) -> Series:
+    found: dict[str, dict[int, float]] = {}
+    for point in points:
+        for name, value in point["metrics"].items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                found.setdefault(name, {})[point["step"]] = float(value)
+    return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """What is known of a run, as text."""
+    facts = {
+        "run": run["model_id"],
+        "name": run["display_name"] or "",
+        "base model": run["base_model"],
+        "rank": str(run["lora_rank"] or "full"),
+        "optimizer": run["optimizer_type"],
+        "state": run["state"] if not run["reason"] else f"{run['state']} ({run['reason']})",
+        "step": str(run["step"]),
+        "created": moment(run["created_at"]),
+        "last request": moment(run["last_request_at"]),
+    }
+    return facts | {f"metadata {name}": value for name, value in sorted((run["user_metadata"] or {}).items())}
+
+
+def _number(value: float) -> str:
+    return f"{value:.5g}"
+
+
+def _bars(values: Sequence[float]) -> str:
+    """A curve of at most `BARS_SHOWN` letters, each the mean of its part of the values."""
+    count = min(len(values), BARS_SHOWN)
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * count
+    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)

@@ -1,0 +1,102 @@
+"""The client's side of captured trajectories: read them as data of the SDK, and send rewards.
+
+`session_key` makes a key under which an unmodified agent is captured. Knows HTTP and the SDK's types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
+
+if TYPE_CHECKING:
+    import tinker
+
+TIMEOUT_S = 60.0
+HEADER = "X-Tinsmith-Session"
+
+
+def session_key(api_key: str, session: str) -> str:
+    """A key for an agent that can be given nothing else: its requests are captured under this session."""
+    return f"{api_key}#{session}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTrajectory:
+    """`sampled[i]` says whether token i was sampled, by one of `versions`; `logprobs[i]` is its logprob then."""
+
+    trajectory_id: str
+    session: str
+    reward: float | None
+    versions: list[str]
+    num_exchanges: int
+    tokens: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+
+    def datum(self, advantage: float) -> tinker.Datum:
+        """For importance_sampling, ppo and their like: the advantage at every sampled token, and 0 elsewhere."""
+        import numpy as np
+        from tinker import types
+
+        advantages = np.where(self.sampled[1:], np.float32(advantage), np.float32(0)).astype(np.float32)
+        arrays = {
+            "target_tokens": np.array(self.tokens[1:]),
+            "logprobs": np.array(self.logprobs[1:], np.float32),
+            "advantages": advantages,
+        }
+        return types.Datum(model_input=types.ModelInput.from_ints(self.tokens[:-1]), loss_fn_inputs=arrays)  # pyright: ignore[reportArgumentType]
+
+
+class Trajectories:
+    """The trajectories of one key's tenant."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._url = f"{base_url.rstrip('/')}/api/v1/trajectories"
+        self._http = httpx.Client(headers={"X-API-Key": api_key}, timeout=TIMEOUT_S)
+
+    def of(self, session: str) -> list[CapturedTrajectory]:
+        return [_read(each) for each in self._asked("GET", "", params={"session": session})["trajectories"]]
+
+    def all(self) -> Iterator[CapturedTrajectory]:
+        """Of every session, in pages."""
+        params: dict[str, str] = {}
+        while True:
+            page = self._asked("GET", "", params=params)
+            yield from map(_read, page["trajectories"])
+            if not page["has_more"]:
+                return
+            params = {"after": page["next_after"]}
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """By trajectory id. Raises NotFoundError."""
+        given = [{"trajectory_id": each, "reward": reward} for each, reward in rewards.items()]
+        self._asked("POST", "/rewards", json={"rewards": given})
+
+    def delete(self, session: str) -> int:
+        return self._asked("DELETE", "", params={"session": session})["deleted"]
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Trajectories:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asked(self, method: str, path: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  httpx's own
+        answer = self._http.request(method, self._url + path, **more)
+        if answer.is_success:
+            return answer.json()
+        kind = TinsmithError if answer.status_code >= 500 else NotFoundError if answer.status_code == 404 else UserError
+        raise kind(f"{answer.text[:500]} (HTTP {answer.status_code})")
+
+
+def _read(given: Mapping[str, Any]) -> CapturedTrajectory:
+    plain = ("trajectory_id", "session", "reward", "versions", "tokens", "sampled", "logprobs")
+    return CapturedTrajectory(num_exchanges=given["exchanges"], **{name: given[name] for name in plain})

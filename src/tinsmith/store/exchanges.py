@@ -1,0 +1,182 @@
+"""Captured exchanges: what an agent's requests were answered with, as tokens, merged into trajectories.
+
+An exchange is one prompt and one sampled answer, with the answer's logprobs and the weight version that sampled it: the
+path of a checkpoint, or the base model. It belongs to a capture session, which the client names, and is deleted
+`KEPT_S` after it was recorded.
+
+`merged` makes trajectories of the exchanges of a session, in their order. An exchange whose prompt begins with all
+tokens of a trajectory continues it; the longest such trajectory counts. Any other begins a trajectory, so that forks
+are kept apart, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the reward of
+its first exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import sqlalchemy as sa
+import zstandard
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import EXCHANGES
+from tinsmith.errors import NotFoundError
+from tinsmith.types import F32, I32, SampleResult
+
+KEPT_S = 7 * 86400.0
+_PREFIX = "traj-"
+MAX_EXCHANGES = 10_000
+"""Of one session, that are merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    exchange_id: int
+    session: str
+    version: str
+    prompt_T: I32
+    tokens_T: I32
+    logprobs_T: F32
+    stop_reason: str
+    reward: float | None
+    created_at: float
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """`tokens` with, for each, whether it was sampled, its logprob (0 where it was not) and, in `versions`, the weight
+    versions that sampled, in their order.
+    """
+
+    trajectory_id: str
+    session: str
+    reward: float | None
+    created_at: float
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    num_exchanges: int = 0
+    stop_reason: str = ""
+
+    def add(self, exchange: Exchange) -> None:
+        """One more exchange, whose prompt begins with all tokens so far."""
+        new, answer = exchange.prompt_T[len(self.tokens) :].tolist(), exchange.tokens_T.tolist()
+        self.tokens += [*new, *answer]
+        self.sampled += [False] * len(new) + [True] * len(answer)
+        self.logprobs += [0.0] * len(new) + exchange.logprobs_T.tolist()
+        self.versions += [] if exchange.version in self.versions else [exchange.version]
+        self.num_exchanges += 1
+        self.stop_reason = exchange.stop_reason
+
+
+def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
+    """The trajectories of one session's exchanges, in the order of their first ones."""
+    found: list[Trajectory] = []
+    ends: dict[bytes, list[Trajectory]] = {}  # by all tokens so far
+    lengths: set[int] = set()
+    for exchange in exchanges:
+        prompt = exchange.prompt_T
+        begins = (prompt[:length].tobytes() for length in sorted(lengths, reverse=True) if length <= len(prompt))
+        continued = next((ends[tokens] for tokens in begins if ends.get(tokens)), None)
+        if continued:
+            trajectory = continued.pop()
+        else:
+            trajectory = Trajectory(
+                f"{_PREFIX}{exchange.exchange_id}", exchange.session, exchange.reward, exchange.created_at
+            )
+            found.append(trajectory)
+        trajectory.add(exchange)
+        ends.setdefault(np.array(trajectory.tokens, np.int32).tobytes(), []).append(trajectory)
+        lengths.add(len(trajectory.tokens))
+    return found
+
+
+class Exchanges:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def record(
+        self,
+        tenant_id: str,
+        session: str,
+        version: str,
+        prompts: Sequence[Sequence[int]],
+        results: Sequence[SampleResult],
+    ) -> None:
+        """The answers of one request: each sequence is an exchange."""
+        rows = [
+            {
+                "tenant_id": tenant_id,
+                "session": session,
+                "version": version,
+                "prompt": _packed(np.array(prompt, "<i4")),
+                "tokens": _packed(sequence.tokens_T.astype("<i4")),
+                "logprobs": _packed(sequence.logprobs_T.astype("<f4")),
+                "stop_reason": sequence.stop_reason,
+                "created_at": now(),
+            }
+            for prompt, result in zip(prompts, results, strict=True)
+            for sequence in result.sequences
+        ]
+        with self._db.write() as connection:
+            connection.execute(EXCHANGES.insert(), rows)
+
+    def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
+        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        columns = [EXCHANGES.c[name] for name in _COLUMNS]
+        query = sa.select(*columns).where(mine).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES)
+        return merged(_exchange(row._mapping) for row in self._db.rows(query))
+
+    def sessions(self, tenant_id: str, limit: int, after: str) -> tuple[list[str], bool]:
+        """A page of session names in their order, and whether there are more."""
+        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session > after)
+        query = sa.select(EXCHANGES.c.session).where(mine).distinct().order_by(EXCHANGES.c.session).limit(limit + 1)
+        found = self._db.scalars(query)
+        return found[:limit], len(found) > limit
+
+    def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> None:
+        """Of trajectories by id. Raises NotFoundError, and changes nothing, if one does not exist."""
+        with self._db.write() as connection:
+            for trajectory_id, reward in rewards.items():
+                number = trajectory_id.removeprefix(_PREFIX)
+                if not (number.isascii() and number.isdigit() and len(number) < 19):
+                    raise NotFoundError(f"there is no trajectory {trajectory_id[:80]!a}")
+                mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.exchange_id == int(number))
+                if connection.execute(EXCHANGES.update().where(mine).values(reward=reward)).rowcount != 1:
+                    raise NotFoundError(f"there is no trajectory {trajectory_id!a}")
+
+    def delete(self, tenant_id: str, session: str) -> int:
+        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        return self._db.execute(EXCHANGES.delete().where(mine))
+
+    def sweep(self) -> int:
+        return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - KEPT_S))
+
+
+_COLUMNS = (
+    "exchange_id", "session", "version", "prompt", "tokens", "logprobs", "stop_reason", "reward", "created_at"
+)  # fmt: skip
+
+
+def _exchange(row: sa.RowMapping) -> Exchange:
+    return Exchange(
+        exchange_id=row["exchange_id"],
+        session=row["session"],
+        version=row["version"],
+        prompt_T=np.frombuffer(_unpacked(row["prompt"]), "<i4"),
+        tokens_T=np.frombuffer(_unpacked(row["tokens"]), "<i4"),
+        logprobs_T=np.frombuffer(_unpacked(row["logprobs"]), "<f4"),
+        stop_reason=row["stop_reason"],
+        reward=row["reward"],
+        created_at=row["created_at"],
+    )
+
+
+def _packed(array: I32 | F32) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(array.tobytes())
+
+
+def _unpacked(packed: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(packed)

@@ -1,0 +1,91 @@
+"""Agents behind unmodified clients are captured by a live server, and what was captured is data to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+import tinker
+from tinker import types
+
+from support.chat_models import make_tool_model
+from support.live import API_KEY, LiveServer, serving
+from tinsmith.errors import NotFoundError
+from tinsmith.exchange.trajectories import HEADER, Trajectories, session_key
+
+NANO, TOOLS = "tinsmith/nano", "local/tools"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    directory = tmp_path_factory.mktemp("capture")
+    models = ("--model", NANO, "--model", f"{TOOLS}={make_tool_model(directory / 'tools')}")
+    with serving(directory / "data", *models) as made:
+        yield made
+
+
+@pytest.fixture
+def captured(server: LiveServer) -> Iterator[Trajectories]:
+    with Trajectories(server.url, API_KEY) as made:
+        yield made
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("stream", [False, True])
+def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(
+    server: LiveServer, captured: Trajectories, stream: bool
+) -> None:
+    """The template repeats answers as they were, so that the second prompt begins with the first exchange."""
+    session = f"chat {stream}"
+    key = session_key(API_KEY, session)
+    chat: list[Any] = [{"role": "user", "content": "12 + 7"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        for more in ("and 5 + 6", None):
+            answer: Any = client.chat.completions.create(
+                model=TOOLS, messages=chat, max_tokens=40, temperature=0, stream=stream,
+                extra_body={"separate_reasoning": False},
+            )  # fmt: skip
+            if stream:
+                said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+            else:
+                said = answer.choices[0].message.content
+            chat += [{"role": "assistant", "content": said}, {"role": "user", "content": more}]
+    (found,) = captured.of(session)
+    assert found.num_exchanges == 2 and found.versions == [TOOLS]
+    assert 0 < sum(found.sampled) < len(found.tokens)
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        sampler = service.create_sampling_client(base_model=TOOLS).result()
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(found.tokens)).result()
+    sampled = np.array(found.sampled)
+    # Greedy answers have the logprobs of temperature 1.
+    np.testing.assert_allclose(np.array(found.logprobs)[sampled], np.array(scored, float)[sampled], atol=1e-3)
+    datum = found.datum(0.5)
+    inputs = {name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()}
+    assert datum.model_input.to_ints() == found.tokens[:-1] and inputs["target_tokens"].tolist() == found.tokens[1:]
+    assert inputs["advantages"].tolist() == [0.5 if each else 0.0 for each in found.sampled[1:]]
+
+
+def test_every_endpoint_captures_by_the_header_and_none_without(server: LiveServer, captured: Trajectories) -> None:
+    headers = {HEADER: "by header"}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, default_headers=headers, max_retries=0) as client:
+        client.completions.create(model=NANO, prompt=["a", "b"], max_tokens=2)
+        client.responses.create(model=NANO, input="hi", max_output_tokens=3)
+        list(client.responses.create(model=NANO, input="hi", max_output_tokens=3, stream=True))
+        with pytest.raises(openai.BadRequestError, match="capture session"):
+            client.responses.create(model=NANO, input="hi", background=True)
+    with anthropic.Anthropic(base_url=server.url, api_key=session_key(API_KEY, "by header"), max_retries=0) as claude:
+        claude.messages.create(model=NANO, messages=[{"role": "user", "content": "hi"}], max_tokens=4)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:
+        client.completions.create(model=NANO, prompt="c", max_tokens=2)
+    found = captured.of("by header")
+    assert sorted(sum(each.sampled) for each in found) == [2, 2, 3, 3, 4]
+    assert {each.trajectory_id for each in captured.all()} >= {each.trajectory_id for each in found}
+    captured.reward({found[0].trajectory_id: 0.25})
+    assert [each.reward for each in captured.of("by header")] == [0.25, None, None, None, None]
+    with pytest.raises(NotFoundError):
+        captured.reward({"traj-1000000": 1.0})
+    assert captured.delete("by header") == 5 and captured.of("by header") == []

@@ -1,0 +1,118 @@
+"""`tinsmith runs` and `tinsmith checkpoints list` against a live server: they print what the SDK's results said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from typer.testing import CliRunner
+
+from support.live import API_KEY, LiveServer
+from tinsmith.cli.main import app
+from tinsmith.cli.runs import BARS, _bars
+
+TOKENS = list(range(40, 60))
+STEPS = 4
+
+
+class Runs:
+    """Two runs that differ in their learning rate, and the losses that their passes returned."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.service = tinker.ServiceClient(base_url=server.url, api_key=API_KEY)
+        self.rates = (1e-2, 1e-3)
+        self.ids: list[str] = []
+        self.losses: list[list[float]] = []
+        for rate in self.rates:
+            client = self.service.create_lora_training_client(
+                "tinsmith/nano", rank=8, user_metadata={"lr": str(rate)}
+            ).result()
+            self.ids.append(client.get_info().model_id)
+            self.losses.append([self._step(client, rate) for _ in range(STEPS)])
+            self.path = client.save_state("kept").result().path
+
+    @staticmethod
+    def _step(client: tinker.TrainingClient, rate: float) -> float:
+        inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+        passed = client.forward_backward([datum], "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=rate)).result()
+        return passed.metrics["loss:sum"]
+
+    def cli(self, *words: str, status: int = 0, columns: int = 300) -> str:
+        environment = {"TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": str(columns)}
+        done = CliRunner().invoke(app, words, env=environment)
+        assert done.exit_code == status, done.output + repr(done.exception)
+        return done.output
+
+    def json(self, *words: str) -> object:
+        return json.loads(self.cli(*words, "--json"))
+
+
+@pytest.fixture(scope="module")
+def runs(nano_server: LiveServer) -> Iterator[Runs]:
+    yield Runs(nano_server)
+
+
+def test_a_list_has_the_newest_run_first_and_whole_ids(runs: Runs) -> None:
+    found = runs.json("runs", "list", "--limit", "2")
+    assert isinstance(found, list)
+    assert [run["model_id"] for run in found] == runs.ids[::-1]
+    printed = runs.cli("runs", "list", columns=80)
+    assert all(run_id in printed for run_id in runs.ids)
+
+
+def test_a_search_finds_one_run(runs: Runs) -> None:
+    found = runs.json("runs", "list", "--search", runs.ids[0])
+    assert isinstance(found, list)
+    assert [run["model_id"] for run in found] == runs.ids[:1]
+
+
+def test_a_run_shows_the_losses_that_the_sdk_got(runs: Runs) -> None:
+    found = runs.json("runs", "show", runs.ids[1])
+    assert isinstance(found, dict)
+    np.testing.assert_allclose([value for _, value in found["series"]["loss:sum"]], runs.losses[1], rtol=1e-6)
+    assert found["user_metadata"] == {"lr": "0.001"}
+    printed = runs.cli("runs", "show", runs.ids[1])
+    assert f"{runs.losses[1][-1]:.5g}" in printed
+    assert runs.ids[1] in printed  # no letter of it became a picture
+
+
+def test_a_comparison_names_what_differs(runs: Runs) -> None:
+    found = runs.json("runs", "compare", *runs.ids)
+    assert isinstance(found, dict)
+    assert found["differences"]["metadata lr"] == ["0.01", "0.001"]
+    assert "rank" not in found["differences"]
+    np.testing.assert_allclose(found["metrics"]["loss:sum"], [losses[-1] for losses in runs.losses], rtol=1e-6)
+    assert "name at least two" in runs.cli("runs", "compare", runs.ids[0], status=2)
+
+
+def test_a_tail_prints_the_newest_steps(runs: Runs) -> None:
+    lines = runs.cli("runs", "tail", "-n", "2", runs.ids[0]).splitlines()
+    assert [line.split("step ")[1].split()[0] for line in lines] == [str(STEPS - 1), str(STEPS)]
+    assert f"loss:sum={runs.losses[0][-1]:.5g}" in lines[-1]
+    assert runs.cli("runs", "tail", "-n", "0", runs.ids[0]) == ""
+
+
+def test_an_unknown_run_is_refused(runs: Runs) -> None:
+    for command in ("show", "tail"):
+        assert "error: " in runs.cli("runs", command, "nothing", status=2)
+
+
+def test_checkpoints_are_listed(runs: Runs) -> None:
+    found = runs.json("checkpoints", "list", "--run", runs.ids[1])
+    assert isinstance(found, list)
+    assert [one["tinker_path"] for one in found] == [runs.path]
+    assert runs.path in runs.cli("checkpoints", "list", columns=80)
+
+
+def test_a_curve_has_the_shape_of_its_values() -> None:
+    assert _bars([0.0, 1.0]) == BARS[0] + BARS[-1]
+    assert _bars([3.0]) == BARS[0]
+    assert len(_bars(list(range(1000)))) <= 24
+    assert _bars(list(range(1000))) == "".join(sorted(_bars(list(range(1000)))))

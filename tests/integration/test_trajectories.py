@@ -1,0 +1,132 @@
+"""Captured exchanges: how they are merged, whose they are, and that they are the SDK's data."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker.types._pydantic_types.datum import Datum
+
+from support.http_harness import ALICE, BASE, BOB, Harness
+from tinsmith.api.openai.generation import Prepared, record
+from tinsmith.chat.generation_request import Plan
+from tinsmith.store.exchanges import KEPT_S, Exchange, merged
+from tinsmith.types import SampledSequence, SampleResult, SamplingParams
+
+_TOKENS = st.integers(0, 2)
+TURNS = st.lists(
+    st.tuples(st.lists(_TOKENS, min_size=1, max_size=6), st.lists(_TOKENS, min_size=1, max_size=2)), max_size=12
+)
+
+
+def exchange(number: int, prompt: list[int], answer: list[int], version: str = "v") -> Exchange:
+    logprobs = -np.arange(1, len(answer) + 1, dtype=np.float32)
+    return Exchange(
+        number, "s", version, np.array(prompt, np.int32), np.array(answer, np.int32), logprobs, "stop", None, 0
+    )
+
+
+def test_turns_are_one_trajectory_and_forks_are_kept_apart() -> None:
+    turns = [
+        exchange(1, [1, 2], [3], "a"),
+        exchange(2, [1, 2, 3, 4], [5, 6], "b"),  # goes on
+        exchange(3, [9], [8]),  # another conversation
+        exchange(4, [1, 2, 3, 7], [5]),  # forks from the first turn
+        exchange(5, [1, 2, 3, 4, 5, 6, 4], [1], "b"),  # goes on after the fork
+    ]
+    first, other, fork = merged(turns)
+    assert first.tokens == [1, 2, 3, 4, 5, 6, 4, 1] and first.trajectory_id == "traj-1" and first.num_exchanges == 3
+    assert first.sampled == [False, False, True, False, True, True, False, True]
+    assert first.logprobs == [0, 0, -1, 0, -1, -2, 0, -1] and first.versions == ["a", "b"]
+    assert (other.tokens, other.trajectory_id) == ([9, 8], "traj-3")
+    assert fork.tokens == [1, 2, 3, 7, 5] and fork.sampled == [False] * 4 + [True] and fork.trajectory_id == "traj-4"
+
+
+@given(TURNS)
+def test_every_sampled_token_is_in_one_trajectory_and_nothing_is_invented(
+    made: list[tuple[list[int], list[int]]],
+) -> None:
+    exchanges = [exchange(number, prompt, answer) for number, (prompt, answer) in enumerate(made)]
+    found = merged(exchanges)
+    assert sum(sum(each.sampled) for each in found) == sum(len(answer) for _, answer in made)
+    assert sum(each.num_exchanges for each in found) == len(made)
+    # By definition: each exchange continues the longest trajectory that its prompt begins with, or none.
+    plain: list[list[int]] = []
+    for prompt, answer in made:
+        fits = [number for number, tokens in enumerate(plain) if prompt[: len(tokens)] == tokens]
+        if fits:
+            plain[max(fits, key=lambda number: len(plain[number]))] = [*prompt, *answer]
+        else:
+            plain.append([*prompt, *answer])
+    assert sorted(each.tokens for each in found) == sorted(plain)
+
+
+def captured(harness: Harness, session: str, turns: list[Exchange], tenant_id: str = "alice") -> list[dict[str, Any]]:
+    for turn in turns:
+        result = SampleResult("r", (SampledSequence(turn.tokens_T, turn.logprobs_T, "stop"),))
+        harness.services.exchanges.record(tenant_id, session, turn.version, [turn.prompt_T.tolist()], [result])
+    return harness.get(f"trajectories?session={session}").json()["trajectories"]
+
+
+def test_a_trajectory_is_a_datum_of_the_sdk_and_takes_a_reward(harness: Harness) -> None:
+    (found,) = captured(harness, "s", [exchange(0, [1, 2], [3]), exchange(0, [1, 2, 3, 4], [5, 6])])
+    assert harness.ok("trajectories/rewards", {"rewards": [{"trajectory_id": found["trajectory_id"], "reward": 0.5}]})
+    (found,) = harness.get("trajectories?session=s").json()["trajectories"]
+    datum = Datum.model_validate(found["datum"])
+    assert [token for chunk in datum.model_input.chunks for token in chunk.tokens] == [1, 2, 3, 4, 5]  # type: ignore[union-attr]
+    inputs = {name: list(tensor.data) for name, tensor in datum.loss_fn_inputs.items()}
+    assert {name: tensor.dtype for name, tensor in datum.loss_fn_inputs.items()}["target_tokens"] == "int64"
+    assert inputs["target_tokens"] == [2, 3, 4, 5, 6]
+    assert inputs["logprobs"] == [0, -1, 0, -1, -2] and inputs["advantages"] == [0, 0.5, 0, 0.5, 0.5]
+    assert found["reward"] == 0.5 and found["exchanges"] == 2
+
+
+def test_sessions_are_read_in_pages_and_deleted(harness: Harness) -> None:
+    for session in ("c", "a", "b"):
+        captured(harness, session, [exchange(0, [1], [2]), exchange(0, [7], [8])])
+    captured(harness, "a", [exchange(0, [5], [6])], "bob")
+    page = harness.get("trajectories?limit=2").json()
+    assert [each["session"] for each in page["trajectories"]] == ["a", "a", "b", "b"] and page["next_after"] == "b"
+    rest = harness.get("trajectories?limit=2&after=b").json()
+    assert [each["session"] for each in rest["trajectories"]] == ["c", "c"] and not rest["has_more"]
+    assert harness.send("DELETE", "trajectories?session=a").json() == {"deleted": 2}
+    assert harness.get("trajectories?session=a").json()["trajectories"] == []
+    (theirs,) = harness.get("trajectories", BOB).json()["trajectories"]
+    assert theirs["tokens"] == [5, 6]
+    wrong = {"rewards": [{"trajectory_id": theirs["trajectory_id"], "reward": 1.0}]}
+    assert harness.post("trajectories/rewards", wrong).status_code == 404
+    for path in ("trajectories?limit=0", "trajectories?session=a&after=b"):
+        assert harness.get(path, ALICE).status_code == 400
+    assert harness.send("DELETE", "trajectories").status_code == 400
+    strange = {"rewards": [{"trajectory_id": "traj-x", "reward": 1.0}]}
+    assert harness.post("trajectories/rewards", strange).status_code == 404
+    twice = {"rewards": wrong["rewards"] * 2}
+    assert "twice" in harness.post("trajectories/rewards", twice, BOB).json()["detail"]
+
+
+def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured(harness, "s", [exchange(0, [1], [2])])
+    assert harness.services.exchanges.sweep() == 0
+    from tinsmith.store import exchanges
+
+    later = exchanges.now() + KEPT_S + 1
+    monkeypatch.setattr(exchanges, "now", lambda: later)
+    assert harness.services.exchanges.sweep() == 1
+
+
+def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None:
+    plan = Plan("m", ([1, 2],), 2, SamplingParams())
+    sequences = tuple(SampledSequence(np.array([t], np.int32), np.array([-1.0], np.float32), "stop") for t in (3, 4))
+    shape = harness.services.bases.get(BASE)
+    prepared = Prepared(shape, "tinker://a/weights/b", None, plan, "s")  # type: ignore[arg-type]
+    asyncio.run(record(harness.services, "alice", prepared, [SampleResult("r", sequences)]))
+    for other in (replace(prepared, capture=None), replace(prepared, plan=replace(plan, echo_only=True))):
+        asyncio.run(record(harness.services, "alice", other, [SampleResult("r", sequences)]))
+    found = harness.get("trajectories?session=s").json()["trajectories"]
+    assert [each["tokens"] for each in found] == [[1, 2, 3], [1, 2, 4]]
+    assert all(each["versions"] == ["tinker://a/weights/b"] for each in found)

@@ -1,0 +1,97 @@
+"""Directories whose architecture wraps a text model and a vision tower: the text model alone is served from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from support import tiny_models
+from support.families import COMMON, GATED_DELTA, SHARED_EXPERT, randomised
+from support.local_sampling import make_prompt
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.base_models import read_shape
+from tinsmith.errors import SettingsError
+from tinsmith.types import LoraSpec, ModelShape
+from unit.test_families import check_sampling, check_training, reference, train
+
+torch.set_num_threads(1)
+
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+PIXTRAL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+           "image_size": 28, "patch_size": 14}  # fmt: skip
+WRAPPERS = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", GATED_DELTA, QWEN_VISION),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**GATED_DELTA, **SHARED_EXPERT}, QWEN_VISION),
+    "mistral3": ("MistralForCausalLM", {}, PIXTRAL),
+}
+
+
+def make_wrapper(directory: Path, model_type: str, *, tied: bool = False) -> tuple[ModelShape, PreTrainedModel]:
+    _, text, vision = WRAPPERS[model_type]
+    tie = {"tie_word_embeddings": tied}
+    config = AutoConfig.for_model(model_type, text_config={**COMMON, **text, **tie}, vision_config=vision, **tie)
+    model = randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 1.0).eval()
+    model.save_pretrained(directory)
+    tiny_models.tokenizer().save_pretrained(directory)
+    return read_shape("tiny/wrapper", directory), model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_the_text_model_of_a_wrapper_is_served_alone(model_type: str, tied: bool, tmp_path: Path) -> None:
+    shape, wrapper = make_wrapper(tmp_path, model_type, tied=tied)
+    assert (shape.vocab_size, shape.max_context_length) == (tiny_models.VOCAB, 128)
+    backend = TorchBackend(shape, device="cpu")
+    assert type(backend.base.model).__name__ == WRAPPERS[model_type][0]
+    assert not any("visual" in name or "vision" in name for name, _ in backend.base.model.named_parameters())
+    check_sampling(backend, None, wrapper)
+
+
+def test_what_is_trained_on_a_wrapper_loads_beside_it_and_merges_into_it(tmp_path: Path) -> None:
+    """PEFT reads the checkpoint, and the cookbook merges an export under the names of the wrapper's own weights."""
+    from tinker_cookbook import weights
+
+    shape, wrapper = make_wrapper(tmp_path / "base", "qwen3_5")
+    backend = TorchBackend(shape, device="cpu")
+    backend.create_model("m", LoraSpec(3, seed=1))
+    train(backend, "m")
+    backend.save("m", tmp_path / "saved", optimizer=False)
+    check_training(backend, "m", reference(tmp_path / "base", tmp_path / "saved"))
+    backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
+    weights.build_hf_model(
+        base_model=str(tmp_path / "base"), adapter_path=str(tmp_path / "export"), output_path=str(tmp_path / "merged"),
+        dtype="float32",
+    )  # fmt: skip
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    check_training(backend, "m", merged)
+    tokens = torch.from_numpy(make_prompt(9).astype(np.int64))[None]
+    with torch.no_grad():
+        assert not torch.allclose(merged(input_ids=tokens).logits, wrapper(input_ids=tokens).logits, atol=1e-3)
+
+
+def test_files_without_some_of_the_weights_are_refused(tmp_path: Path) -> None:
+    shape, _ = make_wrapper(tmp_path, "qwen3_5")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        SettingsError, match=r"lacks 1 weights of Qwen3_5ForCausalLM, such as model\.layers\.1\.mlp\.up_proj"
+    ):
+        BaseModel.load(shape, device="cpu")
+
+
+def test_a_wrapper_without_a_causal_text_model_is_refused_by_name(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=dict(COMMON), vision_config={})
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **COMMON)).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="'qwen2_5_vl' has no causal language model in transformers"):
+        BaseModel.load(ModelShape("x", str(tmp_path), 300, 128, "X"), device="cpu")
