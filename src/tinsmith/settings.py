@@ -100,6 +100,9 @@ class Settings(BaseSettings):
     """`torch`, `fake` (instant, for tests of clients), `full` (trains all weights) or `sharded` (several devices;
     chosen by itself)."""
 
+    vision: bool = True
+    """Whether images are taken by models that know them."""
+
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 

@@ -39,11 +39,35 @@ Array = F32 | I64 | SparseRows
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image chunk of an input: its encoded bytes, and the positions `start` to `stop` that it takes there.
+
+    `where` is the chunk's path in the request, for errors. Width and height are those of the file's header.
+    """
+
+    where: str
+    data: bytes
+    format: str  # png or jpeg
+    width: int
+    height: int
+    start: int
+    num_tokens: int
+    digest: bytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Datum:
-    """One training sequence. `inputs` are the loss's arrays, each with N rows (or shape [N, K])."""
+    """One training sequence. `inputs` are the loss's arrays, each with N rows (or shape [N, K]). Where an image is,
+    `tokens_N` has the model's image token.
+    """
 
     tokens_N: I32
     inputs: Mapping[str, Array]
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +344,7 @@ class Sample:
     `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
     `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
     Prompt caches are shared within one `cache_scope` only, since a hit reveals the prompts of others. With `stream`,
-    the engine reports tokens as they are drawn.
+    the engine reports tokens as they are drawn. Where an image is, `prompt_T` has the model's image token.
     """
 
     request_id: str
@@ -337,6 +361,7 @@ class Sample:
     target_prompt_logprobs: I64 | SparseRows | None = None
     prompt_alt_tokens_k: int = 0
     stream: bool = False
+    images: tuple[Image, ...] = ()
 
 
 EMPTY_LOGPROB = -99999.0
@@ -415,12 +440,47 @@ class Pending:
     traceparent: str | None = None
 
 
+VISION_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Values of config.json's model_type whose images are taken."""
+
+MAX_ASPECT = 200
+"""Of an image's longer side to its shorter one: what the Qwen image processors take."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionShape:
+    """How a model counts the tokens of an image: one for each square of `token_pixels` pixels a side, after the image
+    has been resized to between `min_pixels` and `max_pixels` with sides that are multiples of `token_pixels`.
+
+    This is the arithmetic of the Qwen image processors (transformers, image_processing_qwen2_vl.smart_resize).
+    """
+
+    image_token_id: int
+    token_pixels: int
+    min_pixels: int
+    max_pixels: int
+
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """Rows and columns of tokens of an image whose aspect ratio is at most MAX_ASPECT."""
+        side = self.token_pixels
+        rows, columns = round(height / side), round(width / side)
+        pixels = rows * columns * side**2
+        if pixels > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            return max(1, math.floor(height / shrink / side)), max(1, math.floor(width / shrink / side))
+        if pixels < self.min_pixels:
+            stretch = math.sqrt(self.min_pixels / (width * height))
+            return math.ceil(height * stretch / side), math.ceil(width * stretch / side)
+        return rows, columns
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a server must know of a base model to check requests against it."""
+    """What a server must know of a base model to check requests against it. Without `vision` it takes text alone."""
 
     name: str
     path: str
     vocab_size: int
     max_context_length: int
     arch: str
+    vision: VisionShape | None = None

@@ -35,6 +35,7 @@ FLAGS = {
         "--tensor-parallel",
         "--shard-base",
         "--backend",
+        "--vision",
         "--log-level",
         "--json",
     },

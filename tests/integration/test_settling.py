@@ -416,7 +416,7 @@ class SamplerBench(FaultyBench):
         places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, b"")
         self.fetcher = VersionFetcher(places, self.directory / "fetched")
         self.engine = SamplerEngine(
-            (BASE, ENGINE), self.backend, stores, executors, self.mailbox, self.fetcher, settings, 2**20
+            (SHAPE, ENGINE), self.backend, stores, executors, self.mailbox, self.fetcher, settings, 2**20
         )
 
     def give(self) -> None:

@@ -26,8 +26,11 @@ class Outcome:
     log_path: Path
 
     def at(self, directory: str) -> Outcome:
-        """The same command, seen from another log directory, named from the working directory."""
-        return Outcome(self.server, self.output, self.log_path.parent / directory)
+        """The same command, seen from another log directory, named from the working directory; a pattern if its name
+        has a date.
+        """
+        (found,) = self.log_path.parent.glob(directory) if "*" in directory else [self.log_path.parent / directory]
+        return Outcome(self.server, self.output, found)
 
     def logged(self, key: str) -> list[float]:
         """The values of a metric, step by step; none may be infinite or missing its number."""

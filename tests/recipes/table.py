@@ -32,6 +32,7 @@ BASE = ("Qwen/Qwen3-8B-Base",)
 GAME = ("Qwen/Qwen3.5-4B",)
 GAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")
 LANGUAGES = ("Qwen/Qwen3.6-35B-A3B",)
+IMAGES = ("Qwen/Qwen3-VL-30B-A3B-Instruct",)
 
 REWARD = "env/all/reward/total"
 
@@ -128,6 +129,25 @@ SUPERVISED = (
         "data that is streamed",
         (logs("train_mean_nll", 2), checkpoints("final")),
         quick=False,
+    ),
+    Row(
+        "30",
+        "recipes.vlm_classifier.train",
+        "model_name=Qwen/Qwen3-VL-30B-A3B-Instruct renderer_name=qwen3_vl_instruct experiment_dir=vlm batch_size=4 "
+        "lora_rank=8 learning_rate=1e-2 lr_schedule=constant max_steps=6 eval_every=3 n_eval=4 max_tokens=4",
+        IMAGES,
+        "images in training and in prompts",
+        (
+            at(
+                "vlm/*",
+                logs("train_mean_nll", 6),
+                falls("train_mean_nll"),
+                logs("test/nll", 2),
+                falls("test/nll"),
+                checkpoints("final"),
+            ),
+        ),
+        takes_log_path=False,
     ),
     Row(
         "19",

@@ -14,7 +14,12 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
+
 from recipes.boxing import ANSWERS, teach_boxing
+from support import vision_models
 from tinsmith.base_models import nano
 
 # Recipes put their instructions (a tool's schema, a few-shot prefix) before short questions.
@@ -26,7 +31,10 @@ MODELS = (
     "Qwen/Qwen3.5-4B",
     "Qwen/Qwen3.5-9B",
     "Qwen/Qwen3.6-35B-A3B",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct",
 )
+# The one that takes images.
+VISION = "Qwen/Qwen3-VL-30B-A3B-Instruct"
 # The one whose recipes reward a boxed answer.
 BOXING = "Qwen/Qwen3-8B-Base"
 
@@ -36,6 +44,10 @@ Row = dict[str, object]
 def make_workplace(directory: Path, models: Iterable[str]) -> None:
     """Write `models`, each below its own name with its tokenizer, and all data sets into `directory`."""
     for name in models:
+        if name == VISION:
+            make_vision_model(directory / name)
+            _write_pictures(directory / "dpdl-benchmark" / "caltech101")
+            continue
         make_model(directory / name)
         if name == BOXING:
             teach_boxing(directory / name)
@@ -56,6 +68,35 @@ def make_model(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["max_position_embeddings"] = CONTEXT_LENGTH
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def make_vision_model(directory: Path) -> None:
+    """A random model with a vision tower and experts, over the embedded model's tokens and those around images."""
+    tokenizer = AutoTokenizer.from_pretrained(str(nano.path()))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(vision_models.NAMES.values())})
+    given = vision_models.configuration("qwen3_vl_moe")
+    names = {vision_models.IMAGE: "image", vision_models.VIDEO: "video"}
+    names |= {vision_models.START: "vision_start", vision_models.END: "vision_end"}
+    given |= {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(vision_models.NAMES[token_id])
+        for token_id, name in names.items()
+    }
+    own = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT_LENGTH}
+    given["text_config"] = given["text_config"] | own | {"eos_token_id": tokenizer.eos_token_id}
+    directory.mkdir(parents=True)
+    vision_models.write(directory, AutoConfig.for_model("qwen3_vl_moe", **given), tokenizer)
+
+
+def _write_pictures(directory: Path) -> None:
+    """Classes of a color each; `datasets` reads the names of folders as labels."""
+    rng = np.random.default_rng(0)
+    for split, num_pictures in (("train", 24), ("test", 6)):
+        for label, color in (("red_panda", (200, 40, 30)), ("blue_whale", (20, 60, 210))):
+            folder = directory / split / label
+            folder.mkdir(parents=True)
+            for number in range(num_pictures):
+                pixels = np.clip(np.array(color) + rng.integers(-20, 20, (24, 40, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
 
 
 def cookbook_directory() -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from support import tiny_models
+from support import tiny_models, vision_models
 from tinsmith.types import ModelShape
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -221,6 +221,18 @@ FAMILIES = (
 )  # fmt: skip
 
 
+VISION = tuple(
+    Family(model_type, title, what, vision_models.configuration(model_type))
+    for model_type, title, what in (
+        ("qwen3_vl", "Qwen3-VL", "M-RoPE, deepstack"),
+        ("qwen3_vl_moe", "Qwen3-VL-MoE", "M-RoPE, deepstack, experts"),
+        ("qwen3_5", "Qwen3.5", "M-RoPE"),
+        ("qwen3_5_moe", "Qwen3.5-MoE", "M-RoPE, experts"),
+    )
+)
+"""Those that take images: tests/unit/test_vision.py and test_vision_sampling.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """`reason` is part of what the server says when it starts."""
@@ -307,6 +319,11 @@ all, also through a server; `make test` those with a star.
 
 """
 
+WITH_IMAGES = """
+Trained and sampled with images; `--no-vision` serves text alone:
+
+"""
+
 BETWEEN = """
 Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
 window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
@@ -330,5 +347,6 @@ def render() -> str:
     for refusal in REFUSED:
         refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
+    images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    return INTRODUCTION + "".join(kinds) + BETWEEN + "".join(reasons)
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)

@@ -343,7 +343,7 @@ def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
 ) -> None:
     base = backend_of(shapes["qwen3"]).base
     hidden, rng = base.hidden, np.random.default_rng(0)
-    monkeypatch.setattr(base, "hidden", lambda *given: hidden(*given) * (1 + 1e-6 * rng.random()))
+    monkeypatch.setattr(base, "hidden", lambda *given, **more: hidden(*given, **more) * (1 + 1e-6 * rng.random()))
     with pytest.raises(SettingsError, match="other bits from call to call"):
         LocalSampler(base, {}, options=SamplerOptions(deterministic=True))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner, Result
 
 from support import families
@@ -69,6 +69,27 @@ def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family)
     counted = read(given)
     assert counted.num_parameters == model.num_parameters()
     assert counted.has_experts == family.experts == (counted.num_active < counted.num_parameters)
+
+
+@pytest.mark.parametrize("family", families.VISION[:2], ids=lambda family: family.model_type)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) -> None:
+    config = AutoConfig.for_model(family.model_type, **{**family.config, "tie_word_embeddings": tied})
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    found = read(config.to_dict())
+    assert found.num_parameters == model.num_parameters()
+    assert found.vision_numbers == model.model.visual.num_parameters() > 0
+    wholes = [
+        memory.base_bytes(one, dtype="float32", quantize="off") for one in (found, replace(found, vision_numbers=0))
+    ]
+    assert wholes[0] - wholes[1] == 4 * found.vision_numbers
+    published = AutoConfig.for_model(family.model_type)
+    with torch.device("meta"):
+        assert (
+            read(published.to_dict()).num_parameters
+            == AutoModelForImageTextToText.from_config(published).num_parameters()
+        )
 
 
 def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ fetched. No other module knows these forms. Shape letters: N positions of one da
 
 from __future__ import annotations
 
+import base64
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -69,8 +70,8 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
+from tinsmith.wire.images import ImageBytes, image_chunk, refuse_chunk
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
-from tinsmith.wire.training import refuse_chunk
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
 # The dtype of a plain list, as in the SDK (training_client.py); any other input must name its dtype.
@@ -148,15 +149,24 @@ def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.Forw
             message.loss_fn_config_v2[key].number = value
     for index, datum in enumerate(inner.data):
         written, at = message.data.add(), f"{where}data[{index}]"
-        for tokens in prompt_chunks(datum.model_input, f"{at}.model_input"):
-            written.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+        for chunk in prompt_chunks(datum.model_input, f"{at}.model_input"):
+            _write_chunk(written.model_input.add(), chunk)
         for name, tensor in datum.loss_fn_inputs.items():
             _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:SHOWN]}")
     return message
 
 
-def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
-    """Token ids: a list, `tokens`, `input_ids`, or the SDK's chunks."""
+def _write_chunk(message: pb.Chunk, chunk: npt.NDArray[np.int32] | ImageBytes) -> None:
+    if not isinstance(chunk, ImageBytes):
+        message.encoded_text.tokens = chunk.astype("<i4").tobytes()
+        return
+    message.image.data, message.image.format = chunk.data, chunk.format
+    if chunk.expected_tokens is not None:
+        message.image.expected_tokens = chunk.expected_tokens
+
+
+def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32] | ImageBytes]:
+    """Token ids, as a list, `tokens` or `input_ids`; or the SDK's chunks, which may be images."""
     if isinstance(value, list):
         return [token_ids(value, where)]
     if not isinstance(value, dict):
@@ -167,15 +177,26 @@ def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
     chunks = value.get("chunks")
     if not isinstance(chunks, list):
         raise UserError(f"{where} has neither chunks nor tokens nor input_ids")
-    found: list[npt.NDArray[np.int32]] = []
+    found: list[npt.NDArray[np.int32] | ImageBytes] = []
     for index, chunk in enumerate(chunks):
         at = f"{where}.chunks[{index}]"
         if not isinstance(chunk, dict):
             raise UserError(f"{at} is {show(chunk)}; it must be an object")
-        if chunk.get("type", "encoded_text") != "encoded_text":
-            raise refuse_chunk(at, chunk.get("type"))
-        found.append(token_ids(chunk.get("tokens"), f"{at}.tokens"))
+        kind = chunk.get("type", "encoded_text")
+        if kind == "encoded_text":
+            found.append(token_ids(chunk.get("tokens"), f"{at}.tokens"))
+        elif kind == "image":
+            found.append(image_chunk(chunk, at))
+        else:
+            raise refuse_chunk(at, kind)
     return found
+
+
+def _shown(chunk: npt.NDArray[np.int32] | ImageBytes) -> dict[str, object]:
+    if not isinstance(chunk, ImageBytes):
+        return {"type": "encoded_text", "tokens": chunk.tolist()}
+    shown: dict[str, object] = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
+    return shown if chunk.expected_tokens is None else shown | {"expected_tokens": chunk.expected_tokens}
 
 
 def _write_tensor(message: pb.Tensor, name: str, tensor: JsonTensor | list[object], where: str) -> None:
@@ -262,7 +283,7 @@ def sample_result(body: bytes) -> dict[str, object]:
 
 def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str, object]:
     """One of the prompts of a `sample` as the body of an asample, but for its session and number."""
-    chunks = [{"type": "encoded_text", "tokens": tokens.tolist()} for tokens in prompt_chunks(prompt, where)]
+    chunks = [_shown(chunk) for chunk in prompt_chunks(prompt, where)]
     kept = {
         name: value
         for name in ("num_samples", "prompt_logprobs", "topk_prompt_logprobs")

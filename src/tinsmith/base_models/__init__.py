@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
-from tinsmith.types import ModelShape
+from tinsmith.types import VISION_TYPES, ModelShape, VisionShape
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -37,10 +37,10 @@ class Bases:
         raise NotFoundError(f"base_model {name!r} is not served here; served: {served}")
 
 
-def resolve(models: Iterable[str]) -> Bases:
+def resolve(models: Iterable[str], *, vision: bool = True) -> Bases:
     """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry means the embedded model."""
     entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
-    shapes = [_resolve_one(entry) for entry in entries]
+    shapes = [_resolve_one(entry, vision=vision) for entry in entries]
     names = [shape.name for shape in shapes]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -48,8 +48,8 @@ def resolve(models: Iterable[str]) -> Bases:
     return Bases(tuple(shapes))
 
 
-def read_shape(name: str, directory: Path) -> ModelShape:
-    """Read what the server needs of a model's config.json."""
+def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape:
+    """Read what the server needs of a model's config.json, and of its image processor's if `vision` is wanted."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
@@ -64,9 +64,31 @@ def read_shape(name: str, directory: Path) -> ModelShape:
             vocab_size=int(text["vocab_size"]),
             max_context_length=_context(text),
             arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
+            vision=_vision(config, directory) if vision else None,
         )
     except KeyError as error:
-        raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+        raise SettingsError(
+            f"model {name!r}: config.json, or the file of its image processor, has no {error}; is it a causal language "
+            "model?"
+        ) from None
+
+
+def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
+    """None for a model of text alone, or without its image processor's file. Raises KeyError for a missing number."""
+    if config.get("model_type") not in VISION_TYPES:
+        return None
+    found: Any = json_object(directory / "preprocessor_config.json")
+    found = found or json_object(directory / "processor_config.json").get("image_processor")
+    if not isinstance(found, dict) or not found:
+        return None
+    processor: dict[str, Any] = found
+    size = processor.get("size") or {}
+    return VisionShape(
+        image_token_id=int(config["image_token_id"]),
+        token_pixels=int(processor["patch_size"]) * int(processor["merge_size"]),
+        min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
+        max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
+    )
 
 
 def _context(text: Mapping[str, Any]) -> int:
@@ -129,7 +151,7 @@ def json_object(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-def _resolve_one(entry: str) -> ModelShape:
+def _resolve_one(entry: str, *, vision: bool) -> ModelShape:
     name, equals, target = entry.partition("=")
     if not equals:
         target = name
@@ -142,7 +164,7 @@ def _resolve_one(entry: str) -> ModelShape:
         if target.startswith(("/", ".", "~")):
             raise SettingsError(f"--model {entry!r}: there is no directory {directory}")
         directory = _download(target)
-    return read_shape(name, directory.resolve())
+    return read_shape(name, directory.resolve(), vision=vision)
 
 
 def _download(hub_id: str) -> Path:

@@ -15,6 +15,7 @@ from tinsmith.chat.generation_request import (
     Plan,
     bounded,
 )
+from tinsmith.chat.images import Prompt, prompt_of
 from tinsmith.chat.texts import SWITCH, Text, thinking_of
 from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools
 from tinsmith.errors import RequestError, not_supported
@@ -47,9 +48,27 @@ class Call(Body):
     id: Unread = None
 
 
+class ImageUrl(Body):
+    url: LongText
+    detail: Annotated[fields.Text, Only(("auto", "high"), "an image is taken whole; leave it out")] = "auto"
+
+
 class Part(Body):
-    type: Annotated[fields.Text, Only(("text",), "models here read text only")]
+    type: Annotated[fields.Text, Only(("text", "image_url"), "models here read text and images only")]
     text: LongText = ""
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check_image(self) -> Part:
+        if self.type == "image_url" and self.image_url is None:
+            raise wrong("has no image_url")
+        return self
+
+    @property
+    def shown(self) -> Mapping[str, object]:
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image_url", "image_url": {"url": self.image_url.url}}
 
 
 class ChatMessage(ClosedBody):
@@ -70,10 +89,14 @@ class ChatMessage(ClosedBody):
         return self
 
     def shown(self, template: str) -> Mapping[str, object]:
-        """The message for a chat template: arguments of calls as objects, parts of a text on lines of their own."""
+        """The message for a chat template: arguments of calls as objects, parts of a text on lines of their own. One
+        with images keeps its parts.
+        """
         role = "system" if self.role == "developer" and "developer" not in template else self.role
         content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        text: object = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        if not isinstance(content, str) and any(part.image_url for part in content):
+            text = [part.shown for part in content]
         named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         message: dict[str, object] = {"role": role, "content": text}
         message |= {name: value for name, value in named.items() if value is not None}
@@ -140,7 +163,10 @@ class ChatRequest(GenerationRequest):
         template = text.template.source
         definitions: Any = self.tools
         tools = read_tools(definitions, self.tool_choice, self.parallel_tool_calls, template, text.has_token(OPEN))
-        prompt = self.kept(self.prompt_token_ids or self.prompt(text, tools))
+        given, images = self.prompt(text, tools)
+        prompt = self.kept(given)
+        if images and len(prompt) < len(given):
+            raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.params(text, max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
         return Plan(
@@ -151,13 +177,20 @@ class ChatRequest(GenerationRequest):
             top_logprobs=self.top_logprobs if self.logprobs else None,
             tools=tools,
             thinking=thinking_of(text, prompt) if self.separate_reasoning and may_think(params, tools) else None,
+            images=images,
             **self.shown(),
         )
 
-    def prompt(self, text: Text, tools: ToolUse | None) -> list[int]:
-        """The messages in the model's chat template."""
+    def prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
+        """The messages in the model's chat template, or the token ids in place of them."""
         template = text.template.source
-        return text.chat(
+        if self.prompt_token_ids:
+            if any(isinstance(each.content, list) and any(part.image_url for part in each.content)
+                   for each in self.messages):  # fmt: skip
+                raise not_supported("prompt_token_ids", "together with images; leave one of them out")
+            return self.prompt_token_ids, ()
+        return prompt_of(
+            text,
             [each.shown(template) for each in self.messages],
             [tool.definition for tool in tools.tools] if tools else None,
             self.chat_template_kwargs | self._effort(template),

@@ -18,7 +18,7 @@ from tinsmith.chat.texts import Text as ModelText
 from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
 from tinsmith.errors import RequestError, not_supported
-from tinsmith.types import Adjustments, Grammar, SamplingParams
+from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
 from tinsmith.wire.fields import (
     MAX_TEXT,
     Body,
@@ -82,6 +82,7 @@ class Plan:
     thinking: Thinking | None = None
     hidden: Thinking | None = None
     prompt_field: str = "messages"
+    images: tuple[Image, ...] = ()  # of the one prompt of a chat
     prompt_logprobs: int | None = None
     token_ids: bool = False
     tokens_as_ids: bool = False

@@ -52,6 +52,23 @@ class TextBlock(ClosedBody):
     citations: Unread = None
 
 
+class ImageSource(ClosedBody):
+    type: Annotated[fields.Text, Only(("base64",), "this server fetches nothing; send the image's bytes as base64")]
+    media_type: fields.Text
+    data: LongText
+
+
+class ImageBlock(ClosedBody):
+    type: Unread = None
+    source: ImageSource
+    cache_control: Unread = None
+
+    @property
+    def part(self) -> JsonObject:
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+
 class ThinkingBlock(ClosedBody):
     type: Unread = None
     thinking: LongText = ""
@@ -79,9 +96,15 @@ class ToolResultBlock(ClosedBody):
     cache_control: Unread = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-BLOCKS = {"text": TextBlock, "tool_use": ToolUseBlock, "tool_result": ToolResultBlock, "thinking": ThinkingBlock}
-OF_USER, OF_ASSISTANT = (TextBlock, ToolResultBlock), (TextBlock, ToolUseBlock, ThinkingBlock)
+Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+BLOCKS = {
+    "text": TextBlock,
+    "image": ImageBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+}
+OF_USER, OF_ASSISTANT = (TextBlock, ImageBlock, ToolResultBlock), (TextBlock, ToolUseBlock, ThinkingBlock)
 
 
 class Turn(ClosedBody):
@@ -101,7 +124,7 @@ class Turn(ClosedBody):
             yield {"role": self.role, "content": self.content}
             return
         said: JsonObject = {}
-        texts: list[str] = []
+        parts: list[JsonObject] = []
         calls: list[JsonObject] = []
         for block in self.content:
             match block:
@@ -112,10 +135,12 @@ class Turn(ClosedBody):
                     calls.append({"id": block.id, "type": "function", "function": function})
                 case ThinkingBlock():
                     said["reasoning_content"] = block.thinking
+                case ImageBlock():
+                    parts.append(block.part)
                 case TextBlock():
-                    texts.append(block.text)
-        if texts or calls or said:
-            content = {"role": self.role, "content": "\n".join(texts)}
+                    parts.append({"type": "text", "text": block.text})
+        if parts or calls or said:
+            content = {"role": self.role, "content": parts or ""}
             yield content | said | ({"tool_calls": calls} if calls else {})
 
 

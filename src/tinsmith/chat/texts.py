@@ -35,7 +35,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith.base_models import json_object, named_tokens
 from tinsmith.errors import NotSupportedError, RequestError
-from tinsmith.types import ModelShape
+from tinsmith.types import ModelShape, VisionShape
 
 Message = Mapping[str, object]
 
@@ -129,6 +129,11 @@ class Text:
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
         self._directory = Path(shape.path)
+
+    @property
+    def vision(self) -> VisionShape | None:
+        """How the model counts images; None if it takes text only."""
+        return self._shape.vision
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -88,7 +88,7 @@ def _port(settings: Settings) -> Finding:
 
 def _models(settings: Settings) -> Iterator[Finding]:
     try:
-        served = base_models.resolve(settings.models)
+        served = base_models.resolve(settings.models, vision=settings.vision)
     except SettingsError as error:
         yield Finding(False, "model", str(error))
         return

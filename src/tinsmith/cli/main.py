@@ -46,7 +46,7 @@ MODEL = typer.Option(
 )
 SERVE_OPTIONS = (
     *("models", "role", "engines", "samplers", "host", "port", "health_port", "data_dir", "device", "dtype"),
-    *("deterministic", "quantize", "data_parallel", "tensor_parallel", "shard_base", "backend", "log_level"),
+    *("deterministic", "quantize", "data_parallel", "tensor_parallel", "shard_base", "backend", "vision", "log_level"),
 )
 """The settings that are flags of `serve`."""
 
@@ -75,6 +75,8 @@ def _option(name: str) -> inspect.Parameter:
     field = Settings.model_fields[name]
     kind = next((kind for kind in (bool, int, Path) if kind in (field.annotation, *get_args(field.annotation))), str)
     flag = f"--{name.replace('_', '-')}"
+    if field.default is True:
+        flag += f"/--no-{name.replace('_', '-')}"
     default = "" if field.default in ("", None) else f" Default: {str(field.default).lower()}."
     option = typer.Option(flag, help=escape(" ".join((field.description or "").split()) + default))
     annotation = Annotated[list[str] | None, MODEL] if name == "models" else Annotated[kind | None, option]

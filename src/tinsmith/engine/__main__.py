@@ -93,6 +93,8 @@ def preload_torch() -> None:
 
 def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    if shape.vision is not None and name in ("full", "sharded"):
+        raise SettingsError(f"backend {name!r} knows no images; serve {shape.name} as a text model with --no-vision")
     if name == "torch":
         with importing():
             from tinsmith.backends.torch import TorchBackend
@@ -131,6 +133,8 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
         return
     try:
         model = read_directory(Path(shape.path))
+        if shape.vision is None:
+            model = replace(model, vision_numbers=0)
     except SettingsError as error:
         log.debug("the plan does not count this model", base_model=shape.name, reason=str(error))
         return
@@ -251,7 +255,7 @@ def main() -> int:
         settings.resolved_data_dir,
         lambda: [server] if os.getppid() == server else [],
     )
-    shape = read_shape(spec["name"], Path(spec["path"]))
+    shape = read_shape(spec["name"], Path(spec["path"]), vision=settings.vision)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
@@ -355,7 +359,7 @@ def _sampler(
     places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, place.peer_key)
     fetcher = VersionFetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
     budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
-    seat = place.shape.name, place.lease.engine_id
+    seat = place.shape, place.lease.engine_id
     sampler = SamplerEngine(seat, holder, stores, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 

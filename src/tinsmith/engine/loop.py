@@ -69,7 +69,7 @@ class Engine:
             backend, stores.samplers, stores.checkpoints, stores.versions, budget_bytes, stores.transfer
         )
         self._operations = Operations(backend, stores.checkpoints, self._versions)
-        self._passes = PassReader(stores.custom_losses)
+        self._passes = PassReader(stores.custom_losses, shape.vision)
         self._snapshots = Snapshots(
             backend, stores.models, stores.snapshots, self._versions, settings.resident_model_bytes
         )
@@ -92,6 +92,7 @@ class Engine:
             self._tell,
             self._timings,
             self.meters,
+            shape.vision,
         )
         self._recorder = Recorder(shape.name, stores.records)
         self._fairness = Fairness()

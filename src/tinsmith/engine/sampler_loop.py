@@ -45,7 +45,7 @@ from tinsmith.settings import Settings
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Settlement, cancelled_name
 from tinsmith.store.sampling_sessions import SamplingSession
-from tinsmith.types import Partial, Pending
+from tinsmith.types import ModelShape, Partial, Pending
 from tinsmith.wire.token_stream import line_of
 
 
@@ -227,7 +227,7 @@ log = structlog.get_logger()
 class SamplerEngine:
     def __init__(
         self,
-        seat: tuple[str, str],
+        seat: tuple[ModelShape, str],
         holder: VersionHolder,
         stores: Stores,
         executors: Executors,
@@ -237,7 +237,8 @@ class SamplerEngine:
         budget_bytes: int,
     ) -> None:
         """`seat` is the base model and the engine id of this sampler; `budget_bytes` is for versions."""
-        self._base_model, self._engine_id = seat
+        shape, self._engine_id = seat
+        self._base_model = shape.name
         self._holder = holder
         self._stores = stores
         self._executors = executors
@@ -252,7 +253,15 @@ class SamplerEngine:
         self._patience = Patience()
         self._outbox = Outbox(stores.futures, self._timings, self._patience, self._settled)
         self._sampling = Sampling(
-            holder, stores, self._key_of, self._quarantine, self._outbox, self._tell, self._timings, self.meters
+            holder,
+            stores,
+            self._key_of,
+            self._quarantine,
+            self._outbox,
+            self._tell,
+            self._timings,
+            self.meters,
+            shape.vision,
         )
         self._failures: list[Failure] = []
         self._absent_after_s = settings.absent_after_s

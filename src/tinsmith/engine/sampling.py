@@ -35,7 +35,7 @@ from tinsmith.samplers import VersionHolder
 from tinsmith.store import recorded_sequences
 from tinsmith.store.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.store.sampling_sessions import SamplingSession
-from tinsmith.types import Partial, Pending, SampleResult
+from tinsmith.types import Partial, Pending, SampleResult, VisionShape
 from tinsmith.wire.sampling import read_sample, write_sample_result
 
 MAX_IN_SAMPLER = 256
@@ -73,7 +73,7 @@ class _Inside:
 
 
 class Sampling:
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of its engine
         self,
         backend: VersionHolder,
         stores: Stores,
@@ -83,6 +83,7 @@ class Sampling:
         tell: Callable[[Sequence[Partial]], None],
         timings: RequestTimings,
         meters: EngineMeters,
+        vision: VisionShape | None,
     ) -> None:
         self._backend = backend
         self._stores = stores
@@ -92,6 +93,7 @@ class Sampling:
         self._tell = tell
         self._timings = timings
         self._meters = meters
+        self._vision = vision
         self._keeper = SampleKeeper(stores.records)
         self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
@@ -345,7 +347,8 @@ class Sampling:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._quarantine.running([request.request_id]):
                 version_id = self._prepare_version(sampler, request)
-                sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
+                sample = read_sample(body, request.request_id, version_id, self._vision)
+                sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)
                 self._inside[request.request_id] = _Inside(

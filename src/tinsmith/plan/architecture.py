@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, object]
 
-WRITTEN_OUT = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+WRITTEN_OUT = frozenset(
+    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
+)
 """Layers that `backends.torch.transformer` computes itself."""
 
 NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 """Last names of linears that choose experts: training them on part of the batch would change the routing of all."""
+
+WITH_TOWERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Values of model_type that are counted with their vision towers."""
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 
@@ -95,6 +100,7 @@ class Architecture:
     linears: tuple[Linear, ...]
     other_numbers: int
     written_out: bool
+    vision_numbers: int = 0  # of a vision tower, which carries no adapters
 
     @property
     def embedding_numbers(self) -> int:
@@ -108,12 +114,16 @@ class Architecture:
     def num_parameters(self) -> int:
         """As transformers counts them; a tied embedding once."""
         ends = self.embedding_numbers * (1 if self.tied else 2)
-        return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers
+        return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers + self.vision_numbers
 
     @property
     def num_active(self) -> int:
-        """What one token meets: all but the matrices of experts that it did not choose."""
-        return self.num_parameters - sum(linear.numbers - linear.numbers_met for linear in self.linears)
+        """What one token of text meets: all but the matrices of experts that it did not choose."""
+        return (
+            self.num_parameters
+            - self.vision_numbers
+            - sum(linear.numbers - linear.numbers_met for linear in self.linears)
+        )
 
     @property
     def has_experts(self) -> bool:
@@ -131,8 +141,10 @@ class Architecture:
 def read(config: Config, where: str = "config.json") -> Architecture:
     """Raises SettingsError for a model that transformers does not know, or that is not counted here."""
     nested = config.get("text_config")
+    if isinstance(nested, Mapping) and config.get("model_type") not in WITH_TOWERS:
+        config = cast("Config", nested)
     try:
-        return _read(json.dumps(nested if isinstance(nested, Mapping) else config, sort_keys=True))
+        return _read(json.dumps(config, sort_keys=True))
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
 
@@ -141,7 +153,9 @@ def read(config: Config, where: str = "config.json") -> Architecture:
 def _read(text: str) -> Architecture:
     given = cast("dict[str, object]", json.loads(text))
     model = _on_meta(given)
-    config, decoder = model.config, model.get_decoder()
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    tower = getattr(getattr(model, "model", None), "visual", None)
+    vision_numbers = 0 if tower is None else sum(parameter.numel() for parameter in tower.parameters())
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     _check_kinds(given, getattr(config, "layer_types", None))
     linears = tuple(_linears(decoder, config))
@@ -167,28 +181,31 @@ def _read(text: str) -> Architecture:
         value_dim=value_dim,
         tied=tied,
         linears=linears,
-        other_numbers=model.num_parameters() - ends - sum(linear.numbers for linear in linears),
+        other_numbers=model.num_parameters() - ends - vision_numbers - sum(linear.numbers for linear in linears),
         written_out=all(type(layer).__name__ in WRITTEN_OUT for layer in getattr(decoder, "layers", [None])),
+        vision_numbers=vision_numbers,
     )
 
 
 def _on_meta(given: dict[str, object]) -> PreTrainedModel:
     """Neither code nor weights of the model's own are loaded."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         made = type(AutoConfig.for_model(str(given.get("model_type"))))
     except ValueError:
         raise _refusal(given, "transformers does not know it") from None
-    _check_kinds(given, given.get("layer_types") or given.get("layers_block_type"))
+    text = cast("dict[str, object]", given.get("text_config", given))
+    _check_kinds(given, text.get("layer_types") or text.get("layers_block_type"))
+    auto = AutoModelForCausalLM if text is given else AutoModelForImageTextToText
     for key in REQUIRED:
-        value = given.get(key, given.get(made.attribute_map.get(key, key)))
+        value = text.get(key, text.get(made.attribute_map.get(key, key)))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SettingsError(f"{key} is {value!r}; a plan needs a whole number there")
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(made.from_dict(given), trust_remote_code=False)
+            return auto.from_config(made.from_dict(given), trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise _refusal(given, f"transformers cannot build it ({reason})") from error

@@ -99,7 +99,7 @@ def _kept_by_written_out(model: Architecture, tensor: int) -> float:
 
 def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1) -> int:
     """Frozen weights on one of `tensor` devices; over `shards` of those a layer is whole only while it is computed.
-    Embeddings, norms and routers are on every device.
+    Embeddings, norms, routers and vision towers are on every device.
     """
     number_bytes = NUMBER_BYTES[dtype]
     if quantize != "off" and model.has_experts:
@@ -107,7 +107,7 @@ def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 
     linear_bytes = QUANTISED_BYTES.get(quantize, number_bytes)
     cut = sum(linear.numbers for linear in model.linears if linear.along) * linear_bytes / tensor
     whole = sum(linear.numbers for linear in model.linears if not linear.along) * linear_bytes
-    ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers
+    ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
     gathered = model.layer_numbers() * linear_bytes / tensor if shards > 1 else 0
     return int((cut + whole) / shards + gathered + ends * number_bytes)
 

@@ -209,7 +209,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
-    served = base_models.resolve(settings.models)
+    served = base_models.resolve(settings.models, vision=settings.vision)
     connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
     database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
     engines = Engines(database, holder_of(data_dir))
@@ -323,9 +323,8 @@ def _services(
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
-    gateway = ModelGateway(
-        served, sessions, samplers, checkpoints, futures, waiters, Admission(admit_sample, quotas, dispatch)
-    )
+    admission = Admission(admit_sample, quotas, dispatch)
+    gateway = ModelGateway(served, sessions, samplers, checkpoints, futures, waiters, admission)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
     keeping = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
     return Services(

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, Field, SkipValidation, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -25,12 +25,14 @@ from tinsmith.types import (
     I64,
     Adjustments,
     Grammar,
+    Image,
     Sample,
     SampledSequence,
     SampleResult,
     SamplingParams,
     SparseRows,
     TopK,
+    VisionShape,
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import (
@@ -44,12 +46,14 @@ from tinsmith.wire.fields import (
     Schema,
     Text,
     Unread,
+    described,
     read_object,
     show,
     validate,
     wrong,
 )
-from tinsmith.wire.training import check_sizes, refuse_chunk
+from tinsmith.wire.images import FORMATS, InputParts, chunks_of, image_chunk, refuse_chunk
+from tinsmith.wire.training import check_sizes
 
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
 _USUAL = Adjustments()
@@ -63,13 +67,14 @@ def sample_body(
     shown: Mapping[str, object],
     *,
     stream: bool = False,
+    images: Sequence[Image] = (),
 ) -> dict[str, object]:
     """The body of a sample as it is stored; `shown` are the fields that say which logprobs are wanted."""
     own = {"max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature}
     own |= {"top_k": params.top_k, "top_p": params.top_p, "stop": list(params.stop_strings) or None}
     beyond = {"stop_tokens": list(params.stop_tokens), "stop_eos": params.stop_eos, "stream": stream}
     return {
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+        "prompt": {"chunks": chunks_of(prompt, images)},
         "num_samples": num_samples,
         "sampling_params": own,
         "beyond": beyond | _written(params.adjustments),
@@ -104,8 +109,29 @@ class EncodedTextChunkBody(Body):
     type: Annotated[str, OneOf(("encoded_text",))] = "encoded_text"
 
 
+class ImageChunkBody(Body):
+    """An image of a model that takes images. Its tokens are counted by the model's own image processor."""
+
+    data: Annotated[str, WithJsonSchema({"type": "string", "contentEncoding": "base64"})]
+    format: Annotated[str, OneOf(FORMATS)]
+    expected_tokens: Annotated[int, Field(description="refused unless it is the number counted here")] | None = None
+    type: Annotated[str, OneOf(("image",))]
+
+
+_CHUNKS: Schema = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            described(EncodedTextChunkBody)["EncodedTextChunk"],
+            described(ImageChunkBody)["ImageChunk"],
+        ]
+    },
+}
+
+
 class ModelInputBody(Body):
-    chunks: list[SkipValidation[EncodedTextChunkBody]]
+    chunks: Annotated[list[Any], WithJsonSchema(_CHUNKS)]
+    """Read chunk by chunk in `_prompt`."""
 
 
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
@@ -222,18 +248,23 @@ class StoredSample(SampleRequest):
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
-def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
+def read_sample(body: bytes, request_id: str, version_id: str | None, vision: VisionShape | None = None) -> Sample:
     """A stored sample, as the engine reads it from its row."""
     request = validate(StoredSample, read_object(body))
-    sample = sample_of(request, request_id, version_id)
+    sample = sample_of(request, request_id, version_id, vision)
     return sample if request.beyond is None else request.beyond.added(sample)
 
 
-def sample_of(request: AsampleRequest, request_id: str, version_id: str | None) -> Sample:
+def sample_of(
+    request: AsampleRequest, request_id: str, version_id: str | None, vision: VisionShape | None = None
+) -> Sample:
+    """`vision` is that of the base model; without it images are refused."""
+    prompt = _prompt(request.prompt.chunks, vision)
     return Sample(
         request_id=request_id,
         version_id=version_id,
-        prompt_T=_prompt(request.prompt.chunks),
+        prompt_T=prompt.tokens,
+        images=prompt.images,
         num_samples=request.num_samples,
         params=_params(request.sampling_params),
         record_stability_info=request.record_stability_info,
@@ -246,20 +277,20 @@ def sample_of(request: AsampleRequest, request_id: str, version_id: str | None) 
     )
 
 
-def _prompt(chunks: Sequence[object]) -> I32:
-    parts = [_chunk(chunk, f"prompt.chunks[{index}]") for index, chunk in enumerate(chunks)]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
-def _chunk(chunk: object, where: str) -> I32:
-    if not isinstance(chunk, dict):
-        raise UserError(f"{where} is {show(chunk)}; it must be an object")
-    kind = chunk.get("type", "encoded_text")
-    if kind != "encoded_text":
-        raise refuse_chunk(where, kind)
-    return token_ids(chunk.get("tokens"), f"{where}.tokens")
+def _prompt(chunks: Sequence[object], vision: VisionShape | None) -> InputParts:
+    parts = InputParts(vision)
+    for index, chunk in enumerate(chunks):
+        where = f"prompt.chunks[{index}]"
+        if not isinstance(chunk, dict):
+            raise UserError(f"{where} is {show(chunk)}; it must be an object")
+        kind = chunk.get("type", "encoded_text")
+        if kind == "encoded_text":
+            parts.add_tokens(token_ids(chunk.get("tokens"), f"{where}.tokens"))
+        elif kind == "image" and vision is not None:
+            parts.add_image(image_chunk(chunk, where), where)
+        else:
+            raise refuse_chunk(where, kind, vision)
+    return parts
 
 
 def token_ids(value: object, where: str) -> I32:

@@ -15,10 +15,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from pydantic import Field
 
-from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.errors import UserError
 from tinsmith.types import (
     F32,
-    I32,
     I64,
     AdamParams,
     Array,
@@ -31,6 +30,7 @@ from tinsmith.types import (
     PassResult,
     Span,
     SparseRows,
+    VisionShape,
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import check_messages
@@ -46,6 +46,7 @@ from tinsmith.wire.fields import (
     show,
     validate,
 )
+from tinsmith.wire.images import ImageBytes, InputParts, refuse_chunk
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384
@@ -65,9 +66,9 @@ _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 
 
-def read_pass(body: bytes, request_id: str) -> Pass:
+def read_pass(body: bytes, request_id: str, vision: VisionShape | None = None) -> Pass:
     """A stored pass, as the engine reads it from its row."""
-    return pass_of(parse_pass(body), request_id)
+    return pass_of(parse_pass(body), request_id, vision)
 
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
@@ -79,12 +80,13 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
         raise UserError(f"the body is not a ForwardBackwardRequest protobuf message: {error}") from error
 
 
-def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
+def pass_of(message: pb.ForwardBackwardRequest, request_id: str, vision: VisionShape | None = None) -> Pass:
+    """`vision` is that of the model's base; without it images are refused."""
     _check_count("data", len(message.data), MAX_DATA)
     return Pass(
         request_id=request_id,
         model_id=message.model_id,
-        data=tuple(_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)),
+        data=tuple(_datum(datum, f"data[{index}]", vision) for index, datum in enumerate(message.data)),
         loss_fn=message.loss_fn,
         loss_config=_loss_config(message),
         forward_only=message.forward_only,
@@ -121,33 +123,36 @@ def _check_count(what: str, count: int, most: int) -> None:
         raise UserError(f"{what} has {count} entries; at most {most} are taken")
 
 
-def _datum(message: pb.Datum, where: str) -> Datum:
+def _datum(message: pb.Datum, where: str, vision: VisionShape | None) -> Datum:
     _check_count(f"{where}.model_input.chunks", len(message.model_input), MAX_CHUNKS)
     _check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_TENSORS)
     inputs = {
         name: _tensor(tensor, f"{where}.loss_fn_inputs[{show(name)}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(tokens_N=_tokens(message.model_input, where), inputs=inputs)
+    parts = _parts(message.model_input, where, vision)
+    return Datum(parts.tokens, inputs, parts.images)
 
 
-def _tokens(chunks: Sequence[pb.Chunk], where: str) -> I32:
-    parts: list[I32] = []
+def _parts(chunks: Sequence[pb.Chunk], where: str, vision: VisionShape | None) -> InputParts:
+    parts = InputParts(vision)
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
         at = f"{where}.model_input.chunks[{index}]"
-        if kind is None:
-            raise UserError(f"{at} is empty; it must hold encoded text")
-        if kind != "encoded_text":
-            raise refuse_chunk(at, kind)
-        parts.append(_view(chunk.encoded_text.tokens, np.dtype("<i4"), f"{at}.tokens"))
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        if kind == "encoded_text":
+            parts.add_tokens(_view(chunk.encoded_text.tokens, np.dtype("<i4"), f"{at}.tokens"))
+        elif kind == "image":
+            parts.add_image(_image(chunk.image), at)
+        elif kind is None:
+            raise UserError(f"{at} is empty; it must hold encoded text or an image")
+        else:
+            raise refuse_chunk(at, kind, vision)
+    return parts
 
 
-def refuse_chunk(where: str, kind: object) -> UserError:
-    return NotSupportedError(f"{where} is of type {show(kind)}; this server takes only 'encoded_text' (token ids)")
+def _image(message: pb.ImageChunk) -> ImageBytes:
+    expected = message.expected_tokens if message.HasField("expected_tokens") else None
+    return ImageBytes(message.data, message.format, expected)
 
 
 def _tensor(message: pb.Tensor, where: str) -> Array:

@@ -210,8 +210,8 @@ def _submit(
     if params.seed is None:
         # So that an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
-    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
-    sample = read_sample(orjson.dumps(body), "", prepared.model_path)
+    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream, images=plan.images)
+    sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
     _check(sample, shape, plan)
     seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
     body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}

@@ -45,8 +45,8 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
     bind_contextvars(request_id=request_id)
     num_tokens, sequence_ids, sample, refusal = 0, [], None, None
     try:
-        sample = sample_of(draft.read(), request_id, sampling_session.version_id)
         shape = services.bases.get(sampling_session.base_model)
+        sample = sample_of(draft.read(), request_id, sampling_session.version_id, shape.vision)
         check_sample(sample, shape)
         num_tokens = most_tokens(sample, shape)
         sequence_ids = [f"{request_id}:{index}" for index in range(sample.num_samples)]

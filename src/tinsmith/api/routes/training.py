@@ -59,12 +59,13 @@ def _forward_backward(call: Call) -> Submission:
 
 def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> Submission:
     def check(model: Model, request_id: str) -> int:
-        pass_ = pass_of(message, request_id)
+        shape = call.services.bases.get(model.base_model)
+        pass_ = pass_of(message, request_id, shape.vision)
         if (loss_id := loss_id_of(pass_)) is not None:
             call.wait()
             definition = call.services.custom_losses.get(model.session_id, loss_id)
             pass_ = replace(pass_, custom_loss=read_definition(definition))
-        check_pass(pass_, call.services.bases.get(model.base_model))
+        check_pass(pass_, shape)
         if LOSSES[pass_.loss_fn].recorded_sequences:
             call.wait()
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))

@@ -56,6 +56,20 @@ class Part(NamedTuple):
     """Of the whole linear, of which the parts may be fewer."""
 
 
+WRAPPED, PLAIN = "model.language_model.", "model."
+"""How paths begin of a text model's modules: inside a wrapper, beside a vision tower, and by itself."""
+
+
+def text_name(path: str) -> str:
+    """A module's path as its text model by itself has it, which is Tinker's name for it (tinker_cookbook.weights)."""
+    return PLAIN + path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else path
+
+
+def wrapped_name(name: str) -> str:
+    """The reverse of `text_name`, for a model with a wrapper."""
+    return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One linear, some rows of one, or one projection of experts, that may carry adapters: its path, its group and its

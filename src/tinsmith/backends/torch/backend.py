@@ -20,6 +20,7 @@ from tinsmith.backends.torch.adapters import Adapter, Layout, Trained, initialis
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,
+    IMAGES,
     MODELS,
     MODELS_SHARE,
     SAMPLING,
@@ -33,6 +34,7 @@ from tinsmith.backends.torch.memory import (
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
+from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
@@ -120,11 +122,23 @@ class TorchBackend:
         self._base_bytes, self._least_bytes = self._base.num_bytes, 0
         memory.register(BASE, lambda: self._base_bytes)
         memory.register(SAMPLING, lambda: step.sampling_bytes)
+        if self._base.vision is not None:
+            self._share(memory, self._base.vision)
         memory.register(MODELS, self._models_bytes, Evictable(self._parkable_bytes, self._parkable_bytes, self._park))
         memory.register(VERSIONS, self._versions_bytes)
         if memory.is_limited:
             self._refuse_too_little(memory, step)
         return memory
+
+    @staticmethod
+    def _share(memory: MemoryManager, vision: Vision) -> None:
+        """Features of images are kept in what others leave, and are the first to go."""
+
+        def held() -> int:
+            return vision.feature_bytes
+
+        memory.register(IMAGES, held, Evictable(held, held, lambda missing: vision.keep_within(held() - missing)))
+        vision.limit_bytes = lambda: memory.limit_of(IMAGES)
 
     def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""

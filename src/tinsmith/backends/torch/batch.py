@@ -21,6 +21,7 @@ import numpy.typing as npt
 from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.vision import Placed, PlacedSpan
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
 Columns32 = Mapping[str, F32]
@@ -40,6 +41,7 @@ class Example:
     target_shape: tuple[int, ...]
     targets_P: I64
     columns: Columns32
+    placed: Placed | None = None  # of a datum with images
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,14 @@ class MicroBatch:
     @cached_property
     def positions_T(self) -> I64:
         return np.concatenate([np.arange(length) for length in self.lengths])
+
+    @cached_property
+    def pieces(self) -> list[PlacedSpan]:
+        return [PlacedSpan(example.placed, 0, example.num_tokens) for example in self.examples]
+
+    @cached_property
+    def has_images(self) -> bool:
+        return any(example.placed for example in self.examples)
 
     @cached_property
     def routing(self) -> Routing:
@@ -109,8 +119,10 @@ class MicroBatch:
         return rows_T
 
 
-def examples_of(request: Pass, pass_index: int, adapter: Adapter) -> list[Example]:
-    """A checked pass's data. Raises what `losses.check_pass` would have raised earlier."""
+def examples_of(
+    request: Pass, pass_index: int, adapter: Adapter, placed: Sequence[Placed | None] | None = None
+) -> list[Example]:
+    """A checked pass's data. Raises what `losses.check_pass` would have raised earlier. `placed`: of each datum."""
     config = losses.resolve_config(request)
     examples = []
     for datum_index, datum in enumerate(request.data):
@@ -124,6 +136,7 @@ def examples_of(request: Pass, pass_index: int, adapter: Adapter) -> list[Exampl
                 targets.shape,
                 np.asarray(targets, np.int64).reshape(-1),
                 _columns(request, datum, config, targets.size),
+                placed[datum_index] if placed else None,
             )
         )
     return examples

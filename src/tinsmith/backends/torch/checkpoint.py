@@ -26,14 +26,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target, Trained
+from tinsmith.backends.torch.adapters import WRAPPED, Adapter, Layout, Pair, Target, Trained, text_name, wrapped_name
 from tinsmith.errors import UserError
 from tinsmith.types import LORA_ALPHA, OPTIMIZERS
 
@@ -273,15 +273,23 @@ def save_adapter(
     adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path, *, stacked: bool = False
 ) -> None:
     """`module_names` are the paths of all modules of the base model: target_modules must select ours
-    exactly. `stacked`: experts as Tinker's exports have them (see expert_files.py).
+    exactly. `stacked`: as Tinker's exports have it, experts (see expert_files.py) and names, which are those of the
+    text model by itself; otherwise PEFT loads it into the model, whatever wraps the text model.
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
     settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, int(LORA_ALPHA))
     adapted = [target.name for target in targets] if not settings else peft_linears(targets)
+    path_of = text_name
+    if stacked:
+        module_names = [text_name(name) for name in module_names]
+    elif any(name.startswith(WRAPPED) for name in module_names):
+        path_of = wrapped_name
+    if "target_parameters" in settings:
+        settings["target_parameters"] = [path_of(name) for name in cast("list[str]", settings["target_parameters"])]
     tensors = {}
     for name, (a_rI, b_Or) in (packed(weights, targets) if settings else weights).items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.contiguous()
+        tensors[f"{PREFIX}{path_of(name)}.lora_A.weight"] = a_rI.contiguous()
+        tensors[f"{PREFIX}{path_of(name)}.lora_B.weight"] = b_Or.contiguous()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -290,7 +298,7 @@ def save_adapter(
         "lora_alpha": int(LORA_ALPHA),
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _target_modules(adapted, module_names),
+        "target_modules": _target_modules([path_of(name) for name in adapted], module_names),
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
@@ -374,7 +382,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     known = targets.keys() | names(targets.values())
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
-        name, _, last = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        name, _, last = text_name(key.removeprefix(PREFIX)).removesuffix(".weight").rpartition(".lora_")
         if last not in ("A", "B") or name not in known:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
         if not tensor.is_floating_point():

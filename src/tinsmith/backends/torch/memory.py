@@ -2,8 +2,8 @@
 
 Holders report what they hold whenever they are asked; a step reserves memory for its activations while it runs. Nothing
 is measured: equal requests lead to equal decisions, on every rank and in every run. Without a budget the manager only
-counts. Holders are evicted in the order of cost: optimizer states of models in training, cached prefixes that are idle,
-cached prefixes of running samples, captured graphs.
+counts. Holders are evicted in the order of cost: features of images, optimizer states of models in training, cached
+prefixes that are idle, cached prefixes of running samples, captured graphs.
 
 Under a budget `StepMemory` takes the cheapest way that fits: activations are kept if idle memory can be evicted for
 them, else recomputed, and only then running samples lose their cache. A step that does not fit even so raises
@@ -72,7 +72,7 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-BASE, MODELS, VERSIONS, SAMPLING = "base", "models", "versions", "sampling"
+BASE, IMAGES, MODELS, VERSIONS, SAMPLING = "base", "images", "models", "versions", "sampling"
 ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
 MEBIBYTE = 2**20
 
@@ -239,7 +239,9 @@ def activations_of(base: BaseModel) -> Activations:
     dtype = str(base.dtype).removeprefix("torch.")
     cuda = base.device.type == "cuda"
     try:
-        model = replace(read_directory(Path(base.shape.path)), written_out=base.trains_written_out)
+        model = replace(
+            read_directory(Path(base.shape.path)), written_out=base.trains_written_out and base.vision is None
+        )
         return plan_memory.activations(model, dtype=dtype, cuda=cuda)
     except SettingsError:
         config = base.model.config.get_text_config()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import Target
+from tinsmith.backends.torch.adapters import Target, text_name
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -47,9 +50,10 @@ from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
-from tinsmith.errors import SettingsError
+from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan, Vision
+from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED
-from tinsmith.types import ModelShape, mixes_tokens
+from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
 
@@ -67,7 +71,9 @@ class BaseModel:
         shape: ModelShape,
         recompute: str = "auto",
         quantize: str = "off",
+        vision: Vision | None = None,
     ) -> None:
+        self.vision = vision
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.shape = shape
@@ -121,7 +127,9 @@ class BaseModel:
             model = _loaded(shape, getattr(torch, dtype), safe)
             check_mixers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
-            base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
+            model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
+            vision = Vision.load(model, shape) if shape.vision else None
+            base = cls(model, tokenizer, shape, recompute, quantize, vision)
             if shape.vocab_size > base.vocab_size:
                 raise SettingsError(
                     f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
@@ -157,6 +165,21 @@ class BaseModel:
         experts = [target for module in self.experts for target in module.targets]
         return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
 
+    def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> Placed | None:
+        """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken.
+        Features are kept for others of the same `scope`.
+        """
+        if not images:
+            return None
+        if self.vision is None:
+            raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
+        return self.vision.place(len(tokens_N), images, scope)
+
+    def positions(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
+        """Positions of a step's rows, [T], or [3, T] if some are of images; and those rows."""
+        assert self.vision is not None
+        return self.vision.pack(pieces)
+
     def hidden(
         self,
         tokens_T: Tensor,
@@ -164,11 +187,15 @@ class BaseModel:
         plan: AttentionPlan,
         routing: Routing,
         wanted: Sequence[int] | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
-        which ascend.
+        which ascend. With `images`, positions are [3, T].
         """
         self._threads.fit(len(tokens_T), len(routing.segments))
+        if images is not None:
+            hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, images)
+            return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
         decoder = self._written_out
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
             decoder = self._written_out = self._compared(decoder)
@@ -178,11 +205,20 @@ class BaseModel:
         hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
         return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
-    def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+    def _through_modules(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        inputs: dict[str, object] = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
+        if images is not None:
+            embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
+            inputs = {"position_ids": positions_T[:, None], **images.inputs(embed(tokens_T))}
         with self._routed(routing, plan, len(tokens_T)):
-            output = self._decoder(
-                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
-            )
+            output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
         return output.last_hidden_state[0]
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
@@ -249,6 +285,8 @@ class BaseModel:
     def check_servable(self) -> None:
         """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
         self._check_layers()
+        if self.vision is not None:
+            self._check_images(self.vision)
         first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
         ours = []
         for tokens in ([first, second], [second]):
@@ -258,38 +296,60 @@ class BaseModel:
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self._through_modules(torch.cat(tokens), positions_T, plan, routing)
             ours.append(self.logits(hidden_TD, routing))
+        reference = self._own_logits(input_ids=second[None])
+        self._compare(ours[1], reference, "under packed attention")
+        self._compare(ours[0][len(first) :], reference, "beside another sequence")
+
+    def _check_images(self, vision: Vision) -> None:
+        """The same of an image beside text."""
+        image, own = vision.probe()
+        tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
+        images = (replace(image, start=1),)
+        positions, rows = vision.pack([PlacedSpan(vision.place(len(tokens_T), images), 0, len(tokens_T))])
+        routing = Routing([Segment(0, len(tokens_T), None)])
+        plan = PackedCausal([len(tokens_T)], self.device)
+        positions_3T = torch.from_numpy(positions).to(self.device)
+        hidden_TD = self._through_modules(tokens_T, positions_3T, plan, routing, rows)
+        kinds = (tokens_T == vision.image_token_id).int()
+        reference = self._own_logits(input_ids=tokens_T[None], mm_token_type_ids=kinds[None], **own)
+        self._compare(self.logits(hidden_TD, routing), reference, "with an image")
+        vision.keep_within(0)
+
+    def _own_logits(self, **inputs: Tensor) -> Tensor:
+        """[T, V]: what the model computes by itself."""
         self.model.set_attn_implementation("eager")
-        reference = self.model(input_ids=second[None], use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(ATTENTION_NAME)
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        for logits, how in (
-            (ours[1], "under packed attention"),
-            (ours[0][len(first) :], "beside another sequence"),
-        ):
-            error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
-            if not error < tolerance:
-                raise SettingsError(
-                    f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
-                    f"by {error:.2g} (relative)"
-                )
+        logits_TV = self.model(**inputs, use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(_attention(self.model.config))
+        return logits_TV
+
+    def _compare(self, logits: Tensor, reference: Tensor, how: str) -> None:
+        error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
+        if not error < (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise SettingsError(
+                f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
+                f"by {error:.2g} (relative)"
+            )
 
 
 def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
     """The model; of one that wraps a text model and others, such as a vision tower, the text model where transformers
-    knows it. Raises SettingsError if a weight is not in the files: it would be random.
+    knows it and no images are taken. Raises SettingsError if a weight is not in the files: it would be random.
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
     check_config(config, shape.max_context_length)
     own: dict[str, Any] = {}
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        text = config.get_text_config()
-        if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
+    auto, text = AutoModelForCausalLM, config.get_text_config()
+    if type(config) not in AutoModelForCausalLM._model_mapping or shape.vision is not None:
+        if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
+            own = {"config": text, "key_mapping": TEXT_KEYS}
+        elif config.model_type in VISION_TYPES:
+            auto = AutoModelForImageTextToText
+        else:
             raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
-        own = {"config": text, "key_mapping": TEXT_KEYS}
-    model, loading = cast(Any, AutoModelForCausalLM).from_pretrained(
+    model, loading = cast(Any, auto).from_pretrained(
         shape.path,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
+        attn_implementation=ATTENTION_NAME if own else _attention(config),
         experts_implementation="eager",
         use_safetensors=True,
         output_loading_info=True,
@@ -301,7 +361,17 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
             f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
             "not those of this architecture"
         )
+    if auto is AutoModelForImageTextToText and shape.vision is None:
+        # The wrapper without its tower: checkpoints of both have the same names.
+        del model.model.visual
     return model
+
+
+def _attention(config: PreTrainedConfig) -> str | dict[str, str]:
+    """Our attention for the text model; a vision tower keeps one of transformers', since its is not causal."""
+    if "vision_config" not in config.sub_configs:
+        return ATTENTION_NAME
+    return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def _swap_linears(
@@ -324,10 +394,11 @@ def _swap_linears(
             # It would see rows in an order of its own, for which segments do not hold.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
-        targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
+        own = text_name(name)
+        targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, switchboard)
         if module in mixed.parts:
-            targets[name].divide(mixed.parts[module])
-        setattr(model.get_submodule(parent_name), last, targets[name])
+            targets[own].divide(mixed.parts[module])
+        setattr(model.get_submodule(parent_name), last, targets[own])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
     return targets
@@ -337,7 +408,7 @@ def _swap_experts(model: PreTrainedModel, switchboard: Switchboard) -> list[Mult
     swapped = []
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            swapped.append(MultiLoRAExperts(name, module, switchboard))
+            swapped.append(MultiLoRAExperts(text_name(name), module, switchboard))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])
     return swapped

@@ -148,12 +148,13 @@ class Trainer:
             return UserError(f"model {request.model_id!r} is not loaded")
         try:
             losses.check_pass(request, self._base.shape)
+            placed = [self._base.place(datum.tokens_N, datum.images, request.model_id) for datum in request.data]
             custom = _custom_run(request)
         except UserError as error:
             return error
         return CheckedPass(
             LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
-            examples_of(request, index, trained.adapter),
+            examples_of(request, index, trained.adapter, placed),
             [None] * len(request.data),
             None if request.forward_only else trained,
         )
@@ -207,11 +208,12 @@ class Trainer:
         """[T, D], differentiable if adapters are trained."""
         device = self._base.device
         tokens_T = torch.from_numpy(batch.tokens_T).to(device)
-        positions_T = torch.from_numpy(batch.positions_T).to(device)
+        positions, images = self._base.positions(batch.pieces) if batch.has_images else (batch.positions_T, None)
+        positions_T = torch.from_numpy(positions).to(device)
         plan = PackedCausal(batch.lengths, device)
         self._base.recompute.decide(len(tokens_T), device)
         with torch.set_grad_enabled(train):
-            return self._base.hidden(tokens_T, positions_T, plan, batch.routing)
+            return self._base.hidden(tokens_T, positions_T, plan, batch.routing, images=images)
 
     @staticmethod
     def _keep(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:

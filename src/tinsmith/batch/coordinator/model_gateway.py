@@ -199,7 +199,7 @@ class ModelGateway:
         body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
-        sample = sample_of(validate(SampleRequest, request), request_id, path)
+        sample = sample_of(validate(SampleRequest, request), request_id, path, shape.vision)
         num_tokens = self.admission.check(sample, shape)
         new = NewFuture(
             request_id=request_id,

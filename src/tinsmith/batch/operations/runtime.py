@@ -84,10 +84,12 @@ class Channel:
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
         """The shape of a model's base, requested once. Raises RowRefusedError."""
         if model not in self._shapes:
-            from tinsmith.types import ModelShape
+            from tinsmith.types import ModelShape, VisionShape
 
             facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
-            self._shapes[model] = ModelShape(**facts["shape"])
+            vision = facts["shape"]["vision"]
+            given = facts["shape"] | {"vision": vision and VisionShape(**vision)}
+            self._shapes[model] = ModelShape(**given)
         return self._shapes[model]
 
     async def text(self, assignment: Assignment, model: str) -> Text:
@@ -139,7 +141,8 @@ class RowQuestions:
     async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
         answer = await self.ask("sample", {"model": model, "request": request}, key)
         sampled = sampled_of(base64.b64decode(answer["result"]))
-        prompt = sum(len(chunk["tokens"]) for chunk in request["prompt"]["chunks"])
+        chunks = request["prompt"]["chunks"]
+        prompt = sum(len(chunk["tokens"]) if "tokens" in chunk else chunk["expected_tokens"] for chunk in chunks)
         self.count(prompt, sum(len(each.tokens) for each in sampled.sequences))
         return sampled
 

@@ -1,7 +1,8 @@
 """`Sample`: a model's answers to a column of the rows, the same as those of `SamplingClient.sample`.
 
 The prompt is a column of one of three kinds: text, which is tokenized as it is; messages, which the base's chat
-template turns into a prompt; token ids. Row i is one request for `num_samples` answers with the seed `row_seed(seed,
+template turns into a prompt; token ids. With `image`, another column holds a PNG or JPEG file or a list of them, which
+go before the text of the last message. Row i is one request for `num_samples` answers with the seed `row_seed(seed,
 i)`, so any client that sends this request gets the same tokens.
 
 The row gets the text under the name `into`, and `{into}_stop_reason`; with `tokens=True` `{into}_tokens`; with
@@ -15,6 +16,8 @@ a result. `OpenAIBatchWriter` writes such rows.
 
 from __future__ import annotations
 
+import base64
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,6 +38,7 @@ from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
     from tinsmith.chat.texts import Text
+    from tinsmith.types import Image
 
 
 MAX_SEED = 2**63 - 1
@@ -91,6 +95,33 @@ def messages_of(value: object, column: str) -> list[dict[str, Any]]:
     raise ValueError(f"column {column!r} must hold a list of messages (objects with role and content), or a text")
 
 
+def with_images(messages: list[dict[str, Any]], value: object, column: str) -> list[dict[str, Any]]:
+    """The conversation with files of images before the text of its last message."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": _image_url(data, column)}}
+        for data in (value if isinstance(value, list) else [value])
+    ]
+    content = messages[-1].get("content")
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return [*messages[:-1], {**messages[-1], "content": [*parts, *texts]}]
+
+
+def _image_url(value: object, column: str) -> str:
+    """Of a file's bytes, which are base64 text in rows that came as JSON; a data: URL is one already."""
+    from tinsmith.chat.images import data_url
+    from tinsmith.wire.images import sniffed
+
+    if isinstance(value, str) and value.startswith("data:"):
+        return value
+    data = bytes(value) if isinstance(value, bytes | bytearray) else b""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            data = base64.b64decode(value, validate=True)
+    if (form := sniffed(data)) is None:
+        raise ValueError(f"column {column!r} must hold PNG or JPEG files, as bytes or base64, or a list of these")
+    return data_url(data, form)
+
+
 def token_ids_of(value: object, column: str) -> list[int]:
     if isinstance(value, list) and all(type(each) is int for each in value):
         return value
@@ -116,6 +147,7 @@ class Sample(RowOperation):
     stop: Stop | None = None
     seed: int | None = 0
     num_samples: int | None = None
+    image: str | None = None
     tokens: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
@@ -129,6 +161,10 @@ class Sample(RowOperation):
             raise UserError(f"a Sample has {given or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}")
         check_text(given[0], getattr(self, given[0]))
         check_text("into", self.into)
+        if self.image is not None:
+            check_text("image", self.image)
+            if self.messages is None:
+                raise UserError(f"a Sample has image {self.image!r} without messages; name the column of messages")
         if self.num_samples is not None:
             check_integer("num_samples", self.num_samples, 1, MAX_NUM_SAMPLES)
         for flag in ("tokens", "logprobs", "prompt_logprobs"):
@@ -137,10 +173,15 @@ class Sample(RowOperation):
 
     async def answer(self, row: Row, service: RowService) -> Row:
         text = await service.text(self.model)
+        tokens, images = self._prompt(row, text)
         request = sampling_request(
-            self._prompt(row, text), self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop,
+            tokens, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop,
             seed_for(self.seed, service.row_idx), self.num_samples or 1,
         )  # fmt: skip
+        if images:
+            from tinsmith.wire.images import chunks_of
+
+            request["prompt"] = {"chunks": chunks_of(tokens, images)}
         if self.prompt_logprobs or self.topk_prompt_logprobs:
             request["prompt_logprobs"] = self.prompt_logprobs
             request["topk_prompt_logprobs"] = self.topk_prompt_logprobs
@@ -155,16 +196,21 @@ class Sample(RowOperation):
             columns["topk_prompt_logprobs"] = sampled.topk_prompt_logprobs
         return {**row, **columns}
 
-    def _prompt(self, row: Row, text: Text) -> list[int]:
+    def _prompt(self, row: Row, text: Text) -> tuple[list[int], tuple[Image, ...]]:
         if self.tokens_column is not None:
-            return token_ids_of(column_of(row, self.tokens_column), self.tokens_column)
+            return token_ids_of(column_of(row, self.tokens_column), self.tokens_column), ()
         if self.messages is not None:
-            return text.chat(messages_of(column_of(row, self.messages), self.messages))
+            from tinsmith.chat.images import prompt_of
+
+            messages = messages_of(column_of(row, self.messages), self.messages)
+            if self.image is not None:
+                messages = with_images(messages, column_of(row, self.image), self.image)
+            return prompt_of(text, messages)
         assert self.prompt is not None
         given = column_of(row, self.prompt)
         if not isinstance(given, str):
             raise ValueError(f"column {self.prompt!r} holds a {type(given).__name__}; it must hold a text")
-        return text.encode(given, special=True)
+        return text.encode(given, special=True), ()
 
     def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:
         columns: dict[str, Any] = {

@@ -40,6 +40,7 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
+from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.contiguous_kv import StripCache
@@ -219,7 +220,8 @@ class LocalSampler:
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
             self._grammars.compiled(grammar)
-        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
+        placed = self._base.place(sample.prompt_T, sample.images, sample.cache_scope)
+        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, placed)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
         self._admit(self._requests[sample.request_id][0])
@@ -436,8 +438,9 @@ class LocalSampler:
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
         if not wanted:  # of a prompt's first pieces nobody asks anything: their last row stands for all
             wanted = [len(tokens_T) - 1]
+        positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
-            tokens_T, plan.positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted
+            tokens_T, positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted, images
         )
         if recurrence is not None:
             self._leave_states(spans, recurrence)
@@ -445,6 +448,14 @@ class LocalSampler:
             for span in spans:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
+
+    def _positions(self, plan: PagedPlan, spans: Seq[Span]) -> tuple[Tensor, ImageRows | None]:
+        """What RoPE is given, which differs from the places in the cache behind an image; and the rows of images."""
+        if not any(span.sequence.request.placed for span in spans):
+            return plan.positions_T, None
+        placed = [PlacedSpan(span.sequence.request.placed, span.start, span.stop) for span in spans]
+        positions, images = self._base.positions(placed)
+        return torch.from_numpy(positions).to(self._base.device), images
 
     def _through_pieces(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
@@ -461,7 +472,8 @@ class LocalSampler:
                 wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
                 tokens_T = sequence.tokens_T[first : first + wanted.stop]
                 adapter, whole = sequence.request.weights.adapter, wanted.stop == self._piece_rows
-                hidden_TD, after = self._piece(self._cache, tokens_T, first, sequence.blocks, adapter, wanted, state)
+                placed, blocks = sequence.request.placed, sequence.blocks
+                hidden_TD, after = self._piece(self._cache, tokens_T, first, blocks, adapter, wanted, state, placed)
                 found.append(hidden_TD)
                 if whole:  # the next piece begins behind it
                     state = after
@@ -479,6 +491,7 @@ class LocalSampler:
         adapter: Adapter | None,
         wanted: slice,
         state: SequenceState | None,
+        placed: Placed | None = None,
     ) -> tuple[Tensor, SequenceState | None]:
         """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`, behind `state`; and
         the state behind the piece.
@@ -489,7 +502,12 @@ class LocalSampler:
         recurrence = Recurrence([Piece(0, num, state)], self._base.device) if self._keeps_states else None
         plan = PagedPlan(cache, [rows], self._base.device, written=wanted, recurrence=recurrence)
         rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
-        hidden_TD = self._base.hidden(rows_T, plan.positions_T, plan, Routing([Segment(0, num, adapter)]))
+        positions_T, images = plan.positions_T, None
+        if placed is not None:
+            positions, images = self._base.positions([PlacedSpan(placed, first, first + num)])
+            positions_T = torch.from_numpy(positions).to(self._base.device)
+        routing = Routing([Segment(0, num, adapter)])
+        hidden_TD = self._base.hidden(rows_T, positions_T, plan, routing, images=images)
         return hidden_TD[wanted], recurrence.after[0] if recurrence is not None else None
 
     @torch.inference_mode()

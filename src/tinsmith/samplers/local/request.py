@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.vision import Placed
 from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
@@ -101,8 +102,12 @@ class Weights:
 
 
 class Request:
-    def __init__(self, sample: Sample, weights: Weights, number: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, sample: Sample, weights: Weights, number: int, max_new_tokens: int, placed: Placed | None = None
+    ) -> None:
+        """`placed`: the positions of a prompt with images."""
         self.sample = sample
+        self.placed = placed
         self.num_prompt = len(sample.prompt_T)
         self.weights = weights
         self.number = number
@@ -194,9 +199,17 @@ class Sequence:
         """The prefix key of a block that is full of known tokens."""
         while len(self._keys) < block_index + 2:
             start = (len(self._keys) - 1) * block_size
-            tokens = self.tokens_T[start : start + block_size]
-            self._keys.append(chain_key(self._keys[-1], tokens.tobytes()))
+            tokens = self.tokens_T[start : start + block_size].tobytes()
+            self._keys.append(chain_key(self._keys[-1], tokens + self._image_marks(start, start + block_size)))
         return self._keys[block_index + 1]
+
+    def _image_marks(self, start: int, stop: int) -> bytes:
+        """What tells an image's tokens from those of others, which are the same: its digest, and where it begins."""
+        return b"".join(
+            image.digest + (start - image.start).to_bytes(8, "little", signed=True)
+            for image in self.request.sample.images
+            if image.start < stop and image.stop > start
+        )
 
     def append(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
         """Add a generated token; 'stop' or 'length' if it is the last."""

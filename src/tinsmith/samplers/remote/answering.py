@@ -58,6 +58,11 @@ class Answering:
         self._prompt = sample.prompt_T.tolist()
         if not self._prompt or sample.prompt_T.min() < 0 or sample.prompt_T.max() >= vocab_size:
             raise UserError(f"the prompt is empty or holds token ids outside the vocabulary [0, {vocab_size})")
+        if sample.images:
+            raise UserError(
+                f"{sample.images[0].where} is an image, and {dialect.name} is given token ids here; sample with this "
+                "server's own sampler (setting sampler), or without images"
+            )
         dialect.check(sample.params, alternatives=sample.prompt_alt_tokens_k)
         self._rescores = dialect.rescores(sample.params)
         self._max_tokens = self._room(min(context_length, dialect.max_context_length or context_length))

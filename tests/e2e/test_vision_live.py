@@ -1,0 +1,196 @@
+"""A model that takes images through a running server: the SDK, OpenAI's and Anthropic's clients, and a bulk job."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from support import vision_models
+from support.live import API_KEY, LiveServer, serving
+from support.vision_models import picture, tokenizer
+from tinsmith import batch
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
+from tinsmith.types import Datum
+from unit.test_vision import logits, own, spoilt, text
+
+torch.set_num_threads(1)
+
+NAME = "tiny/qwen3_vl"
+WIDE, TALL = picture(61, 22, 1), picture(20, 75, 2, "jpeg")
+GREEDY = types.SamplingParams(max_tokens=6, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(vision_models.make(tmp_path_factory.mktemp("vision")).path)
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with serving(tmp_path_factory.mktemp("server") / "data", "--model", f"{NAME}={base}") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as client:
+        yield client
+
+
+def image(data: bytes, expected_tokens: int | None = None) -> types.ImageChunk:
+    form = "png" if data.startswith(b"\x89") else "jpeg"
+    return types.ImageChunk(data=data, format=form, expected_tokens=expected_tokens)
+
+
+def words(length: int, seed: int) -> types.EncodedTextChunk:
+    return types.EncodedTextChunk(tokens=text(length, seed))
+
+
+def datum(*chunks: types.ModelInputChunk, seed: int = 0) -> types.Datum:
+    given = types.ModelInput(chunks=list(chunks))
+    rng = np.random.default_rng(seed)
+    targets = rng.integers(0, 256, given.length)
+    return types.Datum(given, {"target_tokens": targets, "weights": np.ones(given.length, np.float32)})
+
+
+def data() -> list[types.Datum]:
+    return [
+        datum(words(5, 1), image(WIDE, 24), words(7, 2)),
+        datum(words(12, 3)),
+        datum(image(TALL, 18), words(4, 4), image(WIDE, 24), words(9, 5)),
+    ]
+
+
+def test_a_model_is_trained_and_sampled_with_images(
+    service: tinker.ServiceClient, base: Path, server: LiveServer
+) -> None:
+    model = service.create_lora_training_client(NAME, rank=3, seed=1).result()
+    losses = []
+    for _ in range(3):
+        passed = model.forward_backward(data(), "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=2e-2)).result()
+        losses.append(passed.result().metrics["loss:sum"])
+    assert losses[2] < losses[0]
+    model.save_state("done").result()
+    sampler = model.save_weights_and_get_sampling_client().result()
+    (adapter,) = (path.parent for path in server.data_dir.glob("checkpoints/**/adapter_config.json"))
+    reference = own(base, adapter)
+
+    prompt = types.ModelInput(chunks=[words(5, 1), image(WIDE), words(7, 2)])
+    answer = sampler.sample(prompt, 2, GREEDY, include_prompt_logprobs=True).result()
+    tokens, images = vision_models.model_input(text(5, 1), WIDE, text(7, 2))
+    for sequence in answer.sequences:
+        whole = np.concatenate([tokens, sequence.tokens])
+        with torch.no_grad():
+            expected = torch.log_softmax(logits(reference, Datum(whole, {}, images)).double(), -1)
+        rows = torch.arange(len(tokens) - 1, len(whole) - 1)
+        np.testing.assert_allclose(sequence.logprobs, expected[rows].max(-1).values, atol=1e-4)
+        assert sequence.tokens == expected[rows].argmax(-1).tolist()
+    assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == 36
+    assert [at for at, one in enumerate(answer.prompt_logprobs) if one is None] == [0]
+    # The model in training gives the answer the logprobs that it was sampled with.
+    first = answer.sequences[0]
+    scored = model.forward(
+        [
+            types.Datum(
+                types.ModelInput(
+                    chunks=[*data()[0].model_input.chunks, types.EncodedTextChunk(tokens=first.tokens[:-1])]
+                ),
+                {
+                    "target_tokens": np.append(np.append(tokens[1:], first.tokens[0]), first.tokens[1:]),
+                    "weights": np.ones(36 + len(first.tokens) - 1, np.float32),
+                },
+            )
+        ],
+        "cross_entropy",
+    ).result()
+    found = np.array(scored.loss_fn_outputs[0]["logprobs"].data)[35:]
+    assert first.logprobs is not None
+    np.testing.assert_allclose(found, first.logprobs, atol=1e-4)
+
+
+def test_what_cannot_be_taken_is_refused_by_name(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=NAME).result()
+    model = service.create_lora_training_client(NAME, rank=2).result()
+    for chunk, said in (
+        (image(WIDE, 23), "expected_tokens is 23, but this model makes 24 tokens"),
+        (types.ImageChunk(data=WIDE, format="jpeg", expected_tokens=24), "format is 'jpeg', but data is png"),
+        (image(spoilt("cut"), 25), "no sound jpeg image"),
+        (image(spoilt("chunk"), 25), "no sound png image"),
+    ):
+        with pytest.raises(tinker.RequestFailedError) as refused:
+            sampler.sample(types.ModelInput(chunks=[words(3, 1), chunk]), 1, GREEDY).result()
+        assert refused.value.category is types.RequestErrorCategory.User
+        assert said in str(refused.value) and "prompt.chunks[1]." in str(refused.value)
+        with pytest.raises(tinker.RequestFailedError) as refused:
+            model.forward_backward([data()[1], datum(words(3, 1), chunk, words(2, 2))], "cross_entropy").result()
+        assert refused.value.category is types.RequestErrorCategory.User
+        assert said in str(refused.value) and "data[1].model_input.chunks[1]." in str(refused.value)
+    pointer = types.ImageAssetPointerChunk(location="http://127.0.0.1:1/x.png", format="png", expected_tokens=4)
+    with pytest.raises(tinker.RequestFailedError, match="this server fetches no assets"):
+        sampler.sample(types.ModelInput(chunks=[pointer]), 1, GREEDY).result()
+    # The model goes on.
+    assert np.isfinite(model.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"])
+
+
+def test_openai_and_anthropic_clients_send_images(server: LiveServer) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(WIDE).decode()}"
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": url}}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:
+        ask = client.chat.completions.create
+        said = ask(model=NAME, messages=[{"role": "user", "content": content}], max_tokens=5, temperature=0)  # type: ignore[list-item, misc]
+        assert said.usage is not None and said.usage.prompt_tokens > 24
+        content[1] = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+        with pytest.raises(openai.BadRequestError, match="this server fetches nothing"):
+            ask(model=NAME, messages=[{"role": "user", "content": content}], max_tokens=5)  # type: ignore[list-item, misc]
+        broken = f"data:image/jpeg;base64,{base64.b64encode(spoilt('cut')).decode()}"
+        content[1] = {"type": "image_url", "image_url": {"url": broken}}
+        with pytest.raises(openai.BadRequestError, match="no sound jpeg image"):
+            ask(model=NAME, messages=[{"role": "user", "content": content}], max_tokens=5)  # type: ignore[list-item, misc]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
+    blocks = [{"type": "text", "text": "What is it?"}, {"type": "image", "source": source}]
+    with anthropic.Anthropic(base_url=server.url, api_key=API_KEY, max_retries=0) as client:
+        message = client.messages.create(
+            model=NAME,
+            max_tokens=5,
+            extra_body={"temperature": 0},
+            messages=[{"role": "user", "content": blocks}],  # type: ignore[typeddict-item]
+        )
+        assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == said.usage.prompt_tokens
+        assert message.content[0].text == said.choices[0].message.content  # type: ignore[union-attr]
+
+
+def test_a_bulk_job_samples_over_a_column_of_images(server: LiveServer, tmp_path: Path) -> None:
+    client = Client(server.url, API_KEY)
+    out = tmp_path / "out.jsonl"
+    rows = [
+        {"question": "What is it?", "picture": base64.b64encode(picture(61, 22, seed)).decode()} for seed in range(4)
+    ]
+    sample = batch.Sample(NAME, messages="question", image="picture", max_tokens=5, tokens=True, temperature=0)
+    job = batch.Dataset(rows).map(sample, output=batch.JsonWriter(str(out)), stream=False, client=client)
+    assert isinstance(job, Job)
+    job.wait()
+    client.close()
+    found = [json.loads(line)["output_tokens"] for line in out.read_text().splitlines()]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY) as other:
+        for row, tokens in zip(rows, found, strict=True):
+            url = f"data:image/png;base64,{row['picture']}"
+            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
+            said = other.chat.completions.create(
+                model=NAME, max_tokens=5, temperature=0, logprobs=True,
+                messages=[{"role": "user", "content": content}],  # type: ignore[list-item, misc]
+            )  # fmt: skip
+            assert said.usage is not None and said.usage.completion_tokens == len(tokens)
+            assert said.choices[0].message.content == tokenizer().decode(tokens, skip_special_tokens=True)
+    assert len({tuple(tokens) for tokens in found}) > 1

@@ -1,0 +1,189 @@
+"""Prompts with images: sampled and prompt logprobs are those of transformers and of training, however they are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from support import vision_models
+from support.local_sampling import run
+from support.vision_models import IMAGE, picture
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.errors import UserError
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.request import Sequence
+from tinsmith.types import EMPTY_LOGPROB, Datum, Sample, SampleResult, SamplingParams
+from unit.test_vision import MODELS, logits, own, spoilt, text, trained
+from unit.test_vision import run as run_pass
+
+torch.set_num_threads(1)
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0, stop_eos=False)
+HOT = SamplingParams(max_tokens=9, temperature=1.0, stop_eos=False, seed=7)
+ONE, OTHER = picture(61, 22, 1), picture(61, 22, 2)
+PROMPTS: dict[str, tuple[list[int] | bytes, ...]] = {
+    "begin": (ONE, text(7, 1)),
+    "middle": (text(9, 2), OTHER, text(6, 3)),
+    "two": (text(5, 4), ONE, text(3, 5), picture(20, 75, 2, "jpeg"), text(2, 6)),
+    "end": (text(6, 7), ONE),
+    "text": (text(11, 8),),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
+    directory = tmp_path_factory.mktemp(request.param)
+    made = trained(vision_models.make(directory / "base", request.param), directory / "adapter")
+    made.publish("m", "v")
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(backend: TorchBackend) -> nn.Module:
+    path = Path(backend.base.shape.path)
+    return own(path, path.parent / "adapter")
+
+
+def sampler(backend: TorchBackend, **options: int) -> LocalSampler:
+    return LocalSampler(backend.base, backend._versions, options=SamplerOptions(**{"block_size": 4} | options))
+
+
+def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **options: object) -> Sample:
+    tokens, images = vision_models.model_input(*PROMPTS[name.partition("/")[0]])
+    return Sample(name, "v", tokens, num_samples, params, images=images, **options)  # pyright: ignore[reportArgumentType]
+
+
+def check(result: SampleResult, sample: Sample, model: nn.Module) -> None:
+    """Every sequence and the prompt's logprobs against the model's own forward over prompt and answer.
+
+    At an image these are the image token's, so that a sum with weights of 0 there is a number, as the cookbook's
+    SamplerNLLEvaluator needs it.
+    """
+    num_prompt = len(sample.prompt_T)
+    for sequence in result.sequences:
+        # transformers takes an image token that was sampled for an image, so the answer is compared up to there.
+        drawn = np.append(sequence.tokens_T, IMAGE)
+        num_compared = min(int(np.flatnonzero(drawn == IMAGE)[0]) + 1, len(sequence.tokens_T))
+        answer_T, logprobs_T = sequence.tokens_T[:num_compared], sequence.logprobs_T[:num_compared]
+        whole = Datum(np.concatenate([sample.prompt_T, answer_T[:-1]]), {}, sample.images)
+        with torch.no_grad():
+            expected = torch.log_softmax(logits(model, whole).double(), -1)
+        rows = torch.arange(num_prompt - 1, len(whole.tokens_N))
+        chosen = torch.from_numpy(answer_T.astype(np.int64))
+        np.testing.assert_allclose(logprobs_T, expected[rows, chosen], atol=1e-4)
+        if sample.params.temperature == 0:
+            assert chosen.tolist() == expected[rows].argmax(-1).tolist()
+    if result.prompt_logprobs_T is not None:
+        seen = expected[torch.arange(num_prompt - 1), torch.from_numpy(sample.prompt_T[1:].astype(np.int64))].numpy()
+        found = result.prompt_logprobs_T
+        assert np.isnan(found[0])
+        np.testing.assert_allclose(found[1:], seen, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [5, 512])
+def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+    backend: TorchBackend, reference: nn.Module, rows: int
+) -> None:
+    samples = [ask(name, prompt_logprobs=True, topk_prompt_logprobs=2) for name in PROMPTS]
+    samples += [ask(f"{name}/hot", HOT, num_samples=3) for name in PROMPTS]
+    found = run(sampler(backend, max_tokens_per_step=rows), *samples)
+    for sample in samples:
+        check(found[sample.request_id], sample, reference)
+        topk = found[sample.request_id].topk_prompt
+        if topk is not None:
+            assert np.flatnonzero(topk.logprobs_Tk[:, 0] == EMPTY_LOGPROB).tolist() == [0]
+    for name in PROMPTS:
+        assert len({tuple(each.tokens_T) for each in found[f"{name}/hot"].sequences}) > 1
+
+
+def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
+    for name in ("middle", "two"):
+        sample = ask(name, HOT)
+        answer = run(sampler(backend), sample)[name].sequences[0]
+        tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
+        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+        datum = Datum(tokens[:-1], inputs, sample.images)
+        scored = run_pass(backend, "m", datum, forward_only=True).logprobs[0]
+        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=2e-5)
+
+
+def same_but_for_the_image(name: str, data: bytes) -> Sample:
+    tokens, images = vision_models.model_input(text(9, 2), data, text(6, 3))
+    return Sample(name, "v", tokens, 1, GREEDY, images=images, prompt_logprobs=False)
+
+
+def test_two_images_with_the_same_tokens_never_share_blocks(backend: TorchBackend, reference: nn.Module) -> None:
+    shared = sampler(backend)
+    samples = [same_but_for_the_image(name, OTHER if name in "bd" else ONE) for name in "abcd"]
+    assert samples[0].prompt_T.tolist() == samples[1].prompt_T.tolist()
+    for sample in samples:  # one after the other, so that the cache is filled
+        check(run(shared, sample)[sample.request_id], sample, reference)
+    again = [run(shared, sample)[sample.request_id] for sample in samples]
+    # 9 tokens of text before the image are two blocks; the prompt has (39 - 1) // 4 whole ones.
+    assert len(samples[0].prompt_T) == 39
+    assert [result.prompt_cache_hit_tokens for result in again] == [36] * 4
+    fresh = sampler(backend)
+    hits = [run(fresh, sample)[sample.request_id].prompt_cache_hit_tokens for sample in samples]
+    # States are kept at the ends of prompts, and not before an image.
+    assert hits == [0, 0 if fresh._keeps_states else 8, 36, 36]
+
+
+def test_blocks_would_be_shared_if_keys_knew_no_images(
+    backend: TorchBackend, reference: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test before this one can fail: without the marks another image's keys and values are found."""
+    monkeypatch.setattr(Sequence, "_image_marks", lambda *_: b"")
+    shared = sampler(backend)
+    run(shared, same_but_for_the_image("a", ONE))
+    sample = same_but_for_the_image("b", OTHER)
+    leaked = run(shared, sample)["b"]
+    assert leaked.prompt_cache_hit_tokens == 36
+    with pytest.raises(AssertionError):
+        check(leaked, sample, reference)
+
+
+def test_the_same_image_elsewhere_in_a_block_shares_nothing(backend: TorchBackend, reference: nn.Module) -> None:
+    """Tokens of one image are all alike: only their number in the image tells them apart."""
+    shared = sampler(backend, block_size=2)
+    for name, parts in (("a", (ONE, text(5, 1))), ("b", (ONE, ONE)), ("c", (text(2, 1), ONE, text(5, 1)))):
+        tokens, images = vision_models.model_input(*parts)
+        if name == "b":  # transformers cannot tell images apart that touch
+            run(shared, Sample(name, "v", tokens, 1, GREEDY, images=images))
+            continue
+        sample = Sample(name, "v", tokens, 1, GREEDY, images=images)
+        check(run(shared, sample)[name], sample, reference)
+
+
+def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, reference: nn.Module) -> None:
+    samples = [ask(f"{name}/{n}", HOT) for name in ("middle", "two", "end") for n in range(2)]
+    token_bytes = sampler(backend)._cache.token_bytes
+    if backend.base.shape.arch.startswith("Qwen3_5"):
+        pytest.skip("states take most of so small a cache")
+    small = sampler(backend, kv_cache_bytes=100 * token_bytes)
+    vision = backend.base.vision
+    assert vision is not None
+    found = run(small, *samples)
+    vision.keep_within(0)
+    for sample in samples:
+        check(found[sample.request_id], sample, reference)
+
+
+def test_a_deterministic_sampler_takes_images(backend: TorchBackend, reference: nn.Module) -> None:
+    pinned = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, deterministic=True))
+    samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("text")]
+    found = run(pinned, *samples)
+    for sample in samples:
+        check(found[sample.request_id], sample, reference)
+
+
+def test_a_broken_image_is_refused_and_nothing_of_it_stays(backend: TorchBackend) -> None:
+    own_sampler = sampler(backend)
+    tokens, images = vision_models.model_input(text(3, 1), spoilt("cut"))
+    with pytest.raises(UserError, match=r"chunks\[1\]\.data is no sound jpeg image"):
+        own_sampler.submit(Sample("bad", "v", tokens, 1, GREEDY, images=images))
+    assert not own_sampler.has_work
+    assert run(own_sampler, ask("text")).keys() == {"text"}
