@@ -287,7 +287,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
         if text is config or type(text) not in AutoModelForCausalLM._model_mapping:
             raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
         own = {"config": text, "key_mapping": TEXT_KEYS}
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    loaded = AutoModelForCausalLM.from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
@@ -297,6 +297,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
         **own,
         **safe,
     )
+    model, loading = cast("tuple[PreTrainedModel, dict[str, list[str]]]", loaded)
     if absent := sorted(loading["missing_keys"]):
         raise SettingsError(
             f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
