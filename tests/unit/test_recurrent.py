@@ -7,8 +7,9 @@ show that both the comparison and the server's own check at start notice it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.recurrent import SequenceMixer, is_mixer, wrap_mixers
+from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
+from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.states import Piece, Recurrence, SequenceState, Snapshots, StateRoom, cuts_between
 
 torch.set_num_threads(1)
@@ -31,7 +33,7 @@ torch.set_num_threads(1)
 STATEFUL = {family.model_type: family for family in FAMILIES if family.states}
 DELTA = ("qwen3_next", "qwen3_5_text")
 CPU = torch.device("cpu")
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
 class Layer(NamedTuple):
@@ -107,14 +109,15 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
     seed = data.draw(st.integers(0, 99))
     sequences = layer.rows(lengths, seed).split(lengths)
     expected = [layer.alone(x_LD) for x_LD in sequences]
-    done, states = [0] * len(lengths), [None] * len(lengths)
+    done = [0] * len(lengths)
+    states: list[SequenceState | None] = [None] * len(lengths)
     while unfinished := [i for i, length in enumerate(lengths) if done[i] < length]:
         sizes = [data.draw(st.integers(1, lengths[i] - done[i])) for i in unfinished]
         cuts = [data.draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set() for size in sizes]
         x_TD = torch.cat([sequences[i][done[i] : done[i] + size] for i, size in zip(unfinished, sizes, strict=True)])
         y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts)
         for place, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
-            torch.testing.assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)], **CLOSE)
+            assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)])
             states[i] = recurrence.after[place]
             again_from(
                 layer, recurrence, place, sorted(cuts[place]), sequences[i][done[i] : done[i] + sizes[place]], y_LD
@@ -126,7 +129,7 @@ def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int]
     """What lies behind a cut is computed again from the state at it."""
     for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
         again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.apart()], [set()])
-        torch.testing.assert_close(again, y_LD[cut:], **CLOSE)
+        assert_close(again, y_LD[cut:])
 
 
 def step(
@@ -134,7 +137,10 @@ def step(
 ) -> tuple[Tensor, Recurrence]:
     layer.board.routing = Routing([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = [Piece(*given, sorted(own)) for *given, own in zip(firsts, sizes, states, cuts, strict=True)]
+    pieces = [
+        Piece(first, size, state, sorted(own))
+        for first, size, state, own in zip(firsts, sizes, states, cuts, strict=True)
+    ]
     recurrence = Recurrence(pieces, CPU)
     with torch.no_grad():
         return recurrence.mix(layer.mixer, x_TD), recurrence
@@ -157,6 +163,7 @@ def test_nan_stays_with_its_sequence(family: str) -> None:
 
 def gated_delta_net(module: nn.Module, family: str, x_LD: Tensor) -> Tensor:
     """[L, D] The formulas of Gated DeltaNet (arXiv 2412.06464), token by token."""
+    module = cast("Any", module)
     keys, values = module.num_k_heads, module.num_v_heads
     key_dim, value_dim, repeat = module.head_k_dim, module.head_v_dim, values // keys
     if family == "qwen3_next":
@@ -197,7 +204,7 @@ def test_the_gated_delta_net_is_its_formulas(family: str) -> None:
     leaves = [x_TD.clone().requires_grad_() for _ in range(2)]
     expected = torch.cat([gated_delta_net(layer.module, family, x_LD) for x_LD in leaves[0].split(lengths)])
     ours = packed(layer, lengths, leaves[1])
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    assert_close(ours, expected)
     gradients = [
         torch.autograd.grad(out.square().sum(), leaf)[0] for out, leaf in ((expected, leaves[0]), (ours, leaves[1]))
     ]
@@ -217,7 +224,7 @@ def test_without_its_boundaries_a_packed_row_is_far_from_its_sequences(family: s
     scale = expected.norm()
     assert float((right - expected).norm() / scale) < 1e-5
     assert float((wrong[9:] - expected[9:]).norm() / scale) > 1e-2
-    torch.testing.assert_close(wrong[:9], expected[:9], **CLOSE)
+    assert_close(wrong[:9], expected[:9])
 
 
 def in_make_test(family: Family) -> object:

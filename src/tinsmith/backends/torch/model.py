@@ -46,13 +46,14 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
+from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan, Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED
+from tinsmith.plan.mixers import MixerLinears
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
@@ -346,7 +347,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
             auto = AutoModelForImageTextToText
         else:
             raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
-    model, loading = cast(Any, auto).from_pretrained(
+    loaded = auto.from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME if own else _attention(config),
@@ -356,6 +357,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
         **own,
         **safe,
     )
+    model, loading = cast("tuple[PreTrainedModel, dict[str, list[str]]]", loaded)
     if absent := sorted(loading["missing_keys"]):
         raise SettingsError(
             f"{shape.path} lacks {len(absent)} weights of {type(model).__name__}, such as {absent[0]}; the files are "
