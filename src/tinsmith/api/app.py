@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import routes as dashboard
-from tinsmith.api.openai import anthropic, batches, chat, files, responses, tokens
+from tinsmith.api.openai import anthropic, batches, chat, files, responses
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
@@ -76,7 +76,6 @@ OPERATIONS = tuple(
         chat,
         responses,
         anthropic,
-        tokens,
         files,
         batches,
         openai_models,
