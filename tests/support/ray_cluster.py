@@ -55,7 +55,7 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
     from ray.cluster_utils import Cluster
 
     # Sockets lie in it, whose paths may have a hundred characters.
-    directory = Path(tempfile.mkdtemp(prefix="ray-", dir=ray_root()))
+    directory = Path(tempfile.mkdtemp(prefix="r-", dir=ray_root()))
     # A cluster's address is written into the default directory, which nothing has made where Ray never ran.
     monkeypatched.setenv("RAY_TMPDIR", str(directory))
     (directory / "ray").mkdir()

@@ -41,6 +41,8 @@ ADDRESS_FILE = "ray.address"
 TOKEN_FILE = "ray.token"
 """In the data directory, while `tinsmith up --ray local` runs: where its cluster is, and what opens it."""
 WATCH_S = 1.0
+MOST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Characters: Linux allows 107 in the path of a socket, and Ray's longest is this one below its directory."""
 
 output = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -231,8 +233,12 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
     """Run a local cluster until Ctrl-C, SIGTERM or `tinsmith down`."""
     file = settings.resolved_data_dir / ADDRESS_FILE
     stop = threading.Event()
-    directory = tempfile.mkdtemp(prefix="tinsmith-ray-", dir=ray_root())  # sockets lie in it, whose paths must be short
+    directory = tempfile.mkdtemp(prefix="ts-", dir=ray_root())
     try:
+        if len(directory) > MOST_DIRECTORY:
+            raise SettingsError(
+                f"RAY_TMPDIR is {ray_root()!r}, too long for Ray's sockets; set a shorter one, such as /tmp"
+            )
         address = cluster.start_local(fleet, directory)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda _signal, _frame: stop.set())

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import structlog
 import torch
@@ -337,7 +337,8 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
     check_config(config, shape.max_context_length)
-    own, auto, text = {}, AutoModelForCausalLM, config.get_text_config()
+    own: dict[str, Any] = {}
+    auto, text = AutoModelForCausalLM, config.get_text_config()
     if type(config) not in AutoModelForCausalLM._model_mapping or shape.vision is not None:
         if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
             own = {"config": text, "key_mapping": TEXT_KEYS}
@@ -345,7 +346,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
             auto = AutoModelForImageTextToText
         else:
             raise SettingsError(f"{config.model_type!r} has no causal language model in transformers")
-    model, loading = auto.from_pretrained(
+    model, loading = cast(Any, auto).from_pretrained(
         shape.path,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME if own else _attention(config),
