@@ -48,6 +48,7 @@ from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import refusing
+from tinsmith.backends.torch.vision import ImageRows
 from tinsmith.errors import RanksLostError, SettingsError
 from tinsmith.types import LoraSpec, ModelShape
 
@@ -109,11 +110,12 @@ class PartedBase(BaseModel):
         plan: AttentionPlan,
         routing: Routing,
         wanted: Sequence[int] | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         if self._ranks is not None and torch.is_grad_enabled():
             # A layer that runs again in backward sums over ranks again: all of a tensor group, or none.
             self.recompute.active = self._ranks.any_of_tensor(self.recompute.active)
-        return super().hidden(tokens_T, positions_T, plan, routing, wanted)
+        return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
 
     def idle(self, *, train: bool) -> None:
         """Take part in everyone's forward, and backward, without rows of one's own."""
