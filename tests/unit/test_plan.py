@@ -23,7 +23,7 @@ from tinsmith.backends.torch import backend
 from tinsmith.cli import main as cli
 from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
-from tinsmith.plan import architecture, memory
+from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, judged, needs_of, problem_of
 
@@ -32,6 +32,9 @@ REFUSED = {"gemma4_text", "mimo_v2_flash"}
 """Their layers have heads of different sizes."""
 
 MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
+
+
+STATEFUL = tuple(family for family in families.FAMILIES if family.states)
 
 
 def known(name: str) -> Architecture:
@@ -60,7 +63,7 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
 def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family) -> None:
     config = AutoConfig.for_model(family.model_type, **{**families.COMMON, **family.config})
     given = json.loads(config.to_json_string(use_diff=False))
-    if set(getattr(config, "layer_types", None) or ()) - architecture.ATTENTION_KINDS or family.model_type in REFUSED:
+    if family.model_type in REFUSED:
         with pytest.raises(SettingsError, match=f"'{family.model_type}' is not one that a plan counts"):
             read(given)
         return
@@ -72,7 +75,7 @@ def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family)
 
 
 def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None:
-    for name in ("qwen3", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+    for name in ("qwen3", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text", "nemotron_h", "jamba"):
         family = next(one for one in families.FAMILIES if one.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         targets = base.adaptable()
@@ -82,13 +85,16 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
 
 
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
-    from tinsmith.samplers.local.kv_cache import layer_shapes
+    from tinsmith.samplers.local.kv_cache import layer_shapes, noted_layers
+    from tinsmith.samplers.local.states import state_bytes
 
-    for name in ("gemma2", "deepseek_v3", "phi3", "gpt_neox", "opt"):
+    for name in ("gemma2", "deepseek_v3", "phi3", "gpt_neox", "opt", *(one.model_type for one in STATEFUL)):
         family = next(one for one in families.FAMILIES if one.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         cached = sum(shape.num_bytes for shape in layer_shapes(base).values())
-        assert memory.key_value_bytes(read_directory(tmp_path / name), dtype="float32") == cached
+        model = read_directory(tmp_path / name)
+        assert memory.key_value_bytes(model, dtype="float32") == cached
+        assert 4 * model.state_numbers == state_bytes(noted_layers(base))
 
 
 def test_files_tell_their_own_size(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import Switchboard
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.recurrent import SequenceMixer, is_mixer, wrap_mixers
+from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
+from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.states import Piece, Recurrence, SequenceState, Snapshots, StateRoom, cuts_between
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """What a base model is made of: its linears, its other numbers, what it caches.
 
 `read` has transformers build the model of a configuration on the meta device, where it takes no memory, and counts what
-is there. No weight is read. A model whose layers are not all attention is refused by name, since its cache is another.
+is there. No weight is read. A model with layers that neither attend nor keep a known state is refused by name.
 Where the model's files are there, `size_of_files` is the truth about their bytes, and the count is compared with it.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
+from tinsmith.plan.mixers import MixerLinears, is_mixer, kept_numbers, state_numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,9 +33,17 @@ NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
 """Last names of linears that choose experts: training them on part of the batch would change the routing of all."""
 
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
+"""Kinds of layers that keep a state; 'hybrid' ones attend, too."""
+
+OTHER_KINDS = frozenset({"mlp", "moe"})
+"""Kinds of layers in which no token meets another."""
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 """What transformers would replace by a default of its own, and a plan must not."""
+
+OTHER_NAMES = {"max_position_embeddings": "model_max_length"}
+"""What some families call these."""
 
 CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
 """What configurations call the number of experts of one token."""
@@ -64,6 +73,7 @@ class Linear:
     copies: int = 1
     met: int = 1
     shared: str = ""  # the matrix of its adapter that all experts have in common: 'A', 'B'
+    keeps_state: bool = False
 
     @property
     def numbers(self) -> int:
@@ -95,6 +105,14 @@ class Architecture:
     linears: tuple[Linear, ...]
     other_numbers: int
     written_out: bool
+    attending: int
+    """Layers that cache keys and values."""
+
+    state_numbers: int = 0
+    """What the other layers keep of a sequence."""
+
+    mixer_numbers: float = 0.0
+    """What they keep of a token for backward, in float32, beside what their linears do."""
 
     @property
     def embedding_numbers(self) -> int:
@@ -139,11 +157,14 @@ def read(config: Config, where: str = "config.json") -> Architecture:
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Architecture:
-    given = cast("dict[str, object]", json.loads(text))
+    given = cast("dict[str, object]", json.loads(text, object_hook=_number))
     model = _on_meta(given)
     config, decoder = model.config, model.get_decoder()
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
-    if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS):
+    kinds = list(getattr(config, "layer_types", None) or ())
+    mixers = [module for module in decoder.modules() if is_mixer(module)]
+    known = ATTENTION_KINDS | OTHER_KINDS | (STATE_KINDS if mixers else frozenset())
+    if other := sorted(set(kinds) - known):
         raise _refusal(given, f"it has layers of kind {', '.join(other)}")
     linears = tuple(_linears(decoder, config))
     if not any(linear.group == "attn" for linear in linears):
@@ -161,7 +182,7 @@ def _read(text: str) -> Architecture:
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        context=config.max_position_embeddings,
+        context=getattr(config, "model_max_length", None) or config.max_position_embeddings,
         heads=heads,
         key_heads=key_heads,
         key_dim=key_dim,
@@ -170,6 +191,9 @@ def _read(text: str) -> Architecture:
         linears=linears,
         other_numbers=model.num_parameters() - ends - sum(linear.numbers for linear in linears),
         written_out=all(type(layer).__name__ in WRITTEN_OUT for layer in getattr(decoder, "layers", [None])),
+        attending=sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) or config.num_hidden_layers,
+        state_numbers=sum(state_numbers(module) for module in mixers),
+        mixer_numbers=sum(kept_numbers(module) for module in mixers),
     )
 
 
@@ -183,7 +207,9 @@ def _on_meta(given: dict[str, object]) -> PreTrainedModel:
     except ValueError:
         raise _refusal(given, "transformers does not know it") from None
     for key in REQUIRED:
-        value = given.get(key, given.get(made.attribute_map.get(key, key)))
+        if key == "num_hidden_layers" and isinstance(given.get("layers_block_type"), list):
+            continue  # it has one entry for each
+        value = given.get(key, given.get(made.attribute_map.get(key, OTHER_NAMES.get(key, key))))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SettingsError(f"{key} is {value!r}; a plan needs a whole number there")
     try:
@@ -192,6 +218,11 @@ def _on_meta(given: dict[str, object]) -> PreTrainedModel:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
         raise _refusal(given, f"transformers cannot build it ({reason})") from error
+
+
+def _number(found: dict[str, object]) -> object:
+    """The object by which transformers writes a number that JSON does not have, such as infinity."""
+    return float(str(found["__float__"])) if found.keys() == {"__float__"} else found
 
 
 def _refusal(given: Config, reason: str) -> SettingsError:
@@ -208,6 +239,8 @@ def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> 
     found = set()
     for linear in linears:
         last = linear.name.rpartition(".")[2]
+        if linear.keeps_state:
+            continue
         if last in ("k_proj", "v_proj"):
             found.add(linear.outputs)
         elif last in FUSED:
@@ -223,9 +256,14 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
 
     plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
     found: Counter[tuple[str, int, int, int]] = Counter()
+    mixed, stateful = MixerLinears.of(decoder), set[str]()
     for path, module in decoder.named_modules():
         pattern = re.sub(r"\d+", "*", path)
-        if type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
+        if module in mixed.all:
+            for last, outputs in _adapted_parts(module, pattern, mixed):
+                stateful.add(last)
+                found[last, module.in_features, outputs, 1] += 1
+        elif type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
             found[pattern, module.in_features, module.out_features, 1] += 1
         elif hasattr(module, "is_concatenated"):  # fused experts, as transformers writes them
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
@@ -233,15 +271,25 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
             for name, inputs, outputs in (("w1", hidden, inner), ("w3", hidden, inner), ("w2", inner, hidden)):
                 found[f"{pattern}.{name}", inputs, outputs, experts] += 1
     for (pattern, inputs, outputs, copies), layers in found.items():
-        group = "attn" if "attn" in pattern or "attention" in pattern else "mlp"
+        group = "attn" if pattern in stateful or "attn" in pattern or "attention" in pattern else "mlp"
         name = pattern.rpartition("*.")[2]
         if copies == 1:
-            yield Linear(name, group, inputs, outputs, layers, CUTS.get(plan.get(pattern, ""), ""))
+            along = "" if pattern in stateful else CUTS.get(plan.get(pattern, ""), "")
+            yield Linear(name, group, inputs, outputs, layers, along, keeps_state=pattern in stateful)
             continue
         chosen = next((count for key in CHOSEN if (count := getattr(config, key, None))), copies)
         chosen = chosen if isinstance(chosen, int) else max(chosen)  # one for each layer
         along, shared = ("inputs", "B") if pattern.endswith("w2") else ("outputs", "A")
         yield Linear(name, group, inputs, outputs, layers, along, copies, chosen, shared)
+
+
+def _adapted_parts(linear: nn.Module, pattern: str, mixed: MixerLinears) -> Iterator[tuple[str, int]]:
+    """The names and outputs that a mixer's linear has for adapters: its own, those of its parts, or none."""
+    if linear in mixed.parts:
+        parent = pattern.rpartition(".")[0]
+        yield from ((f"{parent}.{last}", outputs) for last, outputs in mixed.parts[linear])
+    elif linear not in mixed.excluded:
+        yield pattern, cast("nn.Linear", linear).out_features
 
 
 def read_directory(path: Path) -> Architecture:

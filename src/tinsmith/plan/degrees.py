@@ -139,7 +139,8 @@ def needs_of(model: Architecture, wanted: Wanted, degrees: Degrees) -> Needs:
         adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
         activations=kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], context), recompute=False),
         least_activations=kept.num_bytes(context, recompute=True),
-        keys_and_values=context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor),
+        keys_and_values=context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor)
+        + memory.state_bytes(model),
         reserved=memory.reserved_bytes(wanted.memory_bytes, cuda=wanted.cuda),
     )
 
@@ -162,6 +163,8 @@ def problem_of(
         return f"a base that is quantised ({quantize}) is not cut: neither tensor parallel nor sharded"
     if model.has_experts and parts > 1:
         return f"tensor parallel {parts}: {model.model_type} has routed experts, which are not cut here; shard the base"
+    if model.state_numbers and parts > 1:
+        return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which are not cut here"
     for number, what in _cut(model):
         if number % parts:
             return f"tensor parallel {parts} does not divide the model's {number} {what}"

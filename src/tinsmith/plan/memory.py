@@ -39,6 +39,9 @@ FACTOR = 1.5
 BLOCKS_SHARE = 0.5
 """Of the room for keys and values under a budget: tensors that grow are there twice for a moment."""
 
+STATES_EACH = 3
+"""States of a running sequence in a step: that before it, that behind it, and the one at its answer's last block."""
+
 RESERVED_SHARE = 0.04
 RESERVED_BYTES = {False: 512 * 2**20, True: 1536 * 2**20}
 """What a process and its libraries take of a device besides: code, CUDA's context, communication, gaps."""
@@ -73,6 +76,7 @@ def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1)
     kept = sum(_kept_by(linear, tensor) for linear in model.linears)
     if model.written_out:
         kept = _kept_by_written_out(model, tensor)
+    kept += model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
     return Activations(
         kept=kept,
         layer=kept / model.layers,
@@ -135,7 +139,12 @@ def training_bytes(numbers: int, *, dtype: str) -> int:
 def key_value_bytes(model: Architecture, *, dtype: str, tensor: int = 1) -> int:
     """Of one token, in all layers."""
     heads = -(-model.key_heads // tensor)
-    return model.layers * heads * (model.key_dim + model.value_dim) * NUMBER_BYTES[dtype]
+    return model.attending * heads * (model.key_dim + model.value_dim) * NUMBER_BYTES[dtype]
+
+
+def state_bytes(model: Architecture) -> int:
+    """Of one sequence that is sampled, at most: as many float32 states as there are of it at once."""
+    return 4 * STATES_EACH * model.state_numbers
 
 
 def reserved_bytes(memory_bytes: int, *, cuda: bool) -> int:

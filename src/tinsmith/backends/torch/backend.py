@@ -34,7 +34,7 @@ from tinsmith.backends.torch.memory import (
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
+from tinsmith.plan.memory import BLOCKS_SHARE, STATES_EACH, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class TorchBackend:
     def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
         from tinsmith.samplers.local.kv_cache import layer_shapes, noted_layers
-        from tinsmith.samplers.local.states import STATES_EACH, state_bytes
+        from tinsmith.samplers.local.states import state_bytes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))

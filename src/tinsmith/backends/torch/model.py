@@ -43,12 +43,13 @@ from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.recurrent import MixerLinears, wrap_mixers
+from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import NOT_ADAPTED
+from tinsmith.plan.mixers import MixerLinears
 from tinsmith.types import ModelShape, mixes_tokens
 
 log = structlog.get_logger()

@@ -19,8 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.backends.torch.moe import MultiLoRAExperts
-from tinsmith.backends.torch.recurrent import is_mixer, kept_bytes
 from tinsmith.errors import SettingsError
+from tinsmith.plan.mixers import is_mixer, kept_numbers
 
 RECOMPUTE_SHARE = 0.4
 
@@ -56,7 +56,7 @@ class Recompute:
         """What the decoder's linears keep, again if these are others now."""
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
-        self._mixers_bytes = sum(kept_bytes(module) for module in decoder.modules() if is_mixer(module))
+        self._mixers_bytes = sum(4.0 * kept_numbers(module) for module in decoder.modules() if is_mixer(module))
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:

@@ -16,103 +16,18 @@ Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import Switchboard
-
-MIXERS = frozenset(
-    {
-        "BambaMixer",
-        "FalconH1Mixer",
-        "GraniteMoeHybridMambaLayer",
-        "JambaMambaMixer",
-        "KimiLinearDeltaAttention",
-        "Lfm2MoeShortConv",
-        "Lfm2ShortConv",
-        "MiniMaxLightningAttention",
-        "NemotronHMamba2Mixer",
-        "Qwen3NextGatedDeltaNet",
-        "Qwen3_5GatedDeltaNet",
-        "Qwen3_5MoeGatedDeltaNet",
-    }
-)
-"""Classes of transformers that are known to begin at zero without a cache, to continue from one in pieces of any
-length, and to compute each sequence of a batch by itself.
-"""
+from tinsmith.plan.mixers import is_mixer
 
 STEPWISE = frozenset({"JambaMambaMixer"})
 """Those that continue from a state by one row at a time only."""
-
-_NOT_ADAPTED = {
-    "FalconH1Mixer": frozenset({"out_proj"}),
-    "JambaMambaMixer": frozenset({"dt_proj"}),
-    "NemotronHMamba2Mixer": frozenset({"out_proj"}),
-}
-"""Last names of linears without adapters, by class: Jamba multiplies with the weight of `dt_proj` by itself, and PEFT
-refuses the others because fused kernels do so with theirs.
-"""
-
-
-KEPT = {
-    "JambaMambaMixer": 9.5,
-    "KimiLinearDeltaAttention": 24.5,
-    "Lfm2MoeShortConv": 1.0,
-    "Lfm2ShortConv": 1.0,
-    "MiniMaxLightningAttention": 2.5,
-}
-KEPT_OTHERWISE = 5.5
-"""float32 numbers that a mixer keeps for backward, per token and for each input and output of its linears: measured on
-sequences of 1,024 tokens, 512 channels and the models' own chunks.
-"""
-
-
-def is_mixer(module: nn.Module) -> bool:
-    return type(module).__name__ in MIXERS
-
-
-def kept_bytes(mixer: nn.Module) -> float:
-    """What a mixer keeps of a token for backward, beside what its linears do."""
-    linears = [module for module in mixer.modules() if hasattr(module, "in_features")]
-    features = sum(cast(int, own.in_features) + cast(int, own.out_features) for own in linears)
-    return 4.0 * KEPT.get(type(mixer).__name__, KEPT_OTHERWISE) * features
-
-
-class MixerLinears(NamedTuple):
-    """The linears of a decoder's mixers: all, those that carry no adapters, and those that carry one for each part."""
-
-    all: set[nn.Module]
-    excluded: set[nn.Module]
-    parts: dict[nn.Module, Sequence[tuple[str, int]]]
-
-    @classmethod
-    def of(cls, decoder: nn.Module) -> MixerLinears:
-        found = cls(set(), set(), {})
-        for mixer in filter(is_mixer, decoder.modules()):
-            excluded, parts = _NOT_ADAPTED.get(type(mixer).__name__, frozenset()), _parts(mixer)
-            for name, linear in mixer.named_modules():
-                if isinstance(linear, nn.Linear):
-                    found.all.add(linear)
-                    if name in excluded:
-                        found.excluded.add(linear)
-                    if name in parts:
-                        found.parts[linear] = parts[name]
-        return found
-
-
-def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:
-    """Where Tinker has several adapters on one linear (`tinker_cookbook.weights`): their last names and outputs."""
-    if type(mixer).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"):
-        keys, values = cast(int, mixer.key_dim), cast(int, mixer.value_dim)
-        return {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}
-    if type(mixer).__name__ == "NemotronHMamba2Mixer":
-        inner = cast(int, mixer.intermediate_size)
-        return {"in_proj": (("gate_proj", inner), ("x_proj", inner))}
-    return {}
 
 
 def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMixer]:

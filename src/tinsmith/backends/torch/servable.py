@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tinsmith.backends.torch.recurrent import is_mixer
 from tinsmith.errors import SettingsError
+from tinsmith.plan.mixers import is_mixer
 from tinsmith.types import ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import Mixer, MixerState, NotingPlan
+from tinsmith.plan.memory import STATES_EACH
 
 
 class SequenceState:
@@ -52,7 +53,6 @@ SNAPSHOTS_SHARE = 0.25
 """Of the bytes for states: the most that snapshots may take."""
 
 MOST_SNAPSHOTS = 1024
-STATES_EACH = 3
 
 
 class StateRoom(NamedTuple):

@@ -1,0 +1,112 @@
+"""The layers with a state instead of keys and values that are served: what each keeps, and where its adapters are.
+
+Facts of transformers' classes by their names, read from modules on any device: `backends.torch.recurrent` runs these
+modules, and a plan counts them. A class that is not in `KEPT` is refused. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KEPT: Mapping[str, float] = {
+    "BambaMixer": 5.5,
+    "FalconH1Mixer": 5.5,
+    "GraniteMoeHybridMambaLayer": 5.5,
+    "JambaMambaMixer": 9.5,
+    "KimiLinearDeltaAttention": 24.5,
+    "Lfm2MoeShortConv": 1.0,
+    "Lfm2ShortConv": 1.0,
+    "MiniMaxLightningAttention": 2.5,
+    "NemotronHMamba2Mixer": 5.5,
+    "Qwen3NextGatedDeltaNet": 5.0,
+    "Qwen3_5GatedDeltaNet": 5.0,
+    "Qwen3_5MoeGatedDeltaNet": 5.0,
+}
+"""Classes that are known to begin at zero without a cache, to continue from one in pieces of any length, and to compute
+each sequence of a batch by itself; and the float32 numbers that they keep for backward, per token and for each input
+and output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
+"""
+
+_NOT_ADAPTED = {
+    "FalconH1Mixer": frozenset({"out_proj"}),
+    "JambaMambaMixer": frozenset({"dt_proj"}),
+    "NemotronHMamba2Mixer": frozenset({"out_proj"}),
+}
+"""Last names of linears without adapters, by class: Jamba multiplies with the weight of `dt_proj` by itself, and PEFT
+refuses the others because fused kernels do so with theirs.
+"""
+
+_RECURRENT: Mapping[str, tuple[str, ...]] = {
+    "JambaMambaMixer": ("intermediate_size", "ssm_state_size"),
+    "KimiLinearDeltaAttention": ("num_heads", "head_dim", "head_dim"),
+    "Lfm2MoeShortConv": (),
+    "Lfm2ShortConv": (),
+    "MiniMaxLightningAttention": ("num_attention_heads", "head_dim", "head_dim"),
+    "Qwen3NextGatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
+    "Qwen3_5GatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
+    "Qwen3_5MoeGatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
+}
+"""Sizes of the recurrent state of a sequence; otherwise that of Mamba-2."""
+
+MAMBA2 = ("num_heads", "head_dim", "ssm_state_size")
+
+
+def is_mixer(module: nn.Module) -> bool:
+    return type(module).__name__ in KEPT
+
+
+def kept_numbers(mixer: nn.Module) -> float:
+    """float32 numbers that a mixer keeps of a token for backward, beside what its linears do."""
+    linears = [module for module in mixer.modules() if hasattr(module, "in_features")]
+    features = sum(cast(int, own.in_features) + cast(int, own.out_features) for own in linears)
+    return KEPT[type(mixer).__name__] * features
+
+
+def state_numbers(mixer: nn.Module) -> int:
+    """What a mixer keeps of a sequence: the last inputs of its convolution, and its recurrent state."""
+    name, numbers = type(mixer).__name__, 0
+    if sizes := _RECURRENT.get(name, MAMBA2):
+        numbers = 1
+        for size in sizes:
+            numbers *= cast(int, getattr(mixer, size))
+    for module in mixer.children():
+        if type(module).__name__ == "Conv1d":
+            numbers += cast(int, module.out_channels) * cast("tuple[int]", module.kernel_size)[0]
+    return numbers
+
+
+class MixerLinears(NamedTuple):
+    """The linears of a decoder's mixers: all, those that carry no adapters, and those that carry one for each part."""
+
+    all: set[nn.Module]
+    excluded: set[nn.Module]
+    parts: dict[nn.Module, Sequence[tuple[str, int]]]
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> MixerLinears:
+        found = cls(set(), set(), {})
+        for mixer in filter(is_mixer, decoder.modules()):
+            excluded, parts = _NOT_ADAPTED.get(type(mixer).__name__, frozenset()), _parts(mixer)
+            for name, linear in mixer.named_modules():
+                if type(linear).__name__ == "Linear":
+                    found.all.add(linear)
+                    if name in excluded:
+                        found.excluded.add(linear)
+                    if name in parts:
+                        found.parts[linear] = parts[name]
+        return found
+
+
+def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:
+    """Where Tinker has several adapters on one linear (`tinker_cookbook.weights`): their last names and outputs."""
+    if type(mixer).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"):
+        keys, values = cast(int, mixer.key_dim), cast(int, mixer.value_dim)
+        return {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}
+    if type(mixer).__name__ == "NemotronHMamba2Mixer":
+        inner = cast(int, mixer.intermediate_size)
+        return {"in_proj": (("gate_proj", inner), ("x_proj", inner))}
+    return {}
