@@ -7,8 +7,9 @@ show that both the comparison and the server's own check at start notice it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ torch.set_num_threads(1)
 STATEFUL = {family.model_type: family for family in FAMILIES if family.states}
 DELTA = ("qwen3_next", "qwen3_5_text")
 CPU = torch.device("cpu")
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
 class Layer(NamedTuple):
@@ -115,7 +116,7 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
         x_TD = torch.cat([sequences[i][done[i] : done[i] + size] for i, size in zip(unfinished, sizes, strict=True)])
         y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts)
         for place, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
-            torch.testing.assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)], **CLOSE)
+            assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)])
             states[i] = recurrence.after[place]
             again_from(
                 layer, recurrence, place, sorted(cuts[place]), sequences[i][done[i] : done[i] + sizes[place]], y_LD
@@ -127,7 +128,7 @@ def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int]
     """What lies behind a cut is computed again from the state at it."""
     for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
         again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.apart()], [set()])
-        torch.testing.assert_close(again, y_LD[cut:], **CLOSE)
+        assert_close(again, y_LD[cut:])
 
 
 def step(
@@ -158,6 +159,7 @@ def test_nan_stays_with_its_sequence(family: str) -> None:
 
 def gated_delta_net(module: nn.Module, family: str, x_LD: Tensor) -> Tensor:
     """[L, D] The formulas of Gated DeltaNet (arXiv 2412.06464), token by token."""
+    module = cast("Any", module)
     keys, values = module.num_k_heads, module.num_v_heads
     key_dim, value_dim, repeat = module.head_k_dim, module.head_v_dim, values // keys
     if family == "qwen3_next":
@@ -198,7 +200,7 @@ def test_the_gated_delta_net_is_its_formulas(family: str) -> None:
     leaves = [x_TD.clone().requires_grad_() for _ in range(2)]
     expected = torch.cat([gated_delta_net(layer.module, family, x_LD) for x_LD in leaves[0].split(lengths)])
     ours = packed(layer, lengths, leaves[1])
-    torch.testing.assert_close(ours, expected, **CLOSE)
+    assert_close(ours, expected)
     gradients = [
         torch.autograd.grad(out.square().sum(), leaf)[0] for out, leaf in ((expected, leaves[0]), (ours, leaves[1]))
     ]
@@ -218,7 +220,7 @@ def test_without_its_boundaries_a_packed_row_is_far_from_its_sequences(family: s
     scale = expected.norm()
     assert float((right - expected).norm() / scale) < 1e-5
     assert float((wrong[9:] - expected[9:]).norm() / scale) > 1e-2
-    torch.testing.assert_close(wrong[:9], expected[:9], **CLOSE)
+    assert_close(wrong[:9], expected[:9])
 
 
 def in_make_test(family: Family) -> object:
