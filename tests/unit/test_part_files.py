@@ -41,15 +41,15 @@ def test_parts_have_tinkers_names_in_an_export_and_are_one_adapter_to_peft(tmp_p
     backend.save("m", tmp_path / "peft", optimizer=False)
     own = {name: sizes for name, sizes in shapes(tmp_path / "export", "linear_attn").items() if "proj_" in name}
     assert own == {
-        "in_proj_q.lora_A.weight": [2, 32], "in_proj_q.lora_B.weight": [16, 2],
-        "in_proj_k.lora_A.weight": [2, 32], "in_proj_k.lora_B.weight": [16, 2],
-        "in_proj_v.lora_A.weight": [2, 32], "in_proj_v.lora_B.weight": [24, 2],
-        "in_proj_z.lora_A.weight": [2, 32], "in_proj_z.lora_B.weight": [24, 2],
+        "in_proj_q.lora_A.weight": [2, 32], "in_proj_q.lora_B.weight": [32, 2],
+        "in_proj_k.lora_A.weight": [2, 32], "in_proj_k.lora_B.weight": [32, 2],
+        "in_proj_v.lora_A.weight": [2, 32], "in_proj_v.lora_B.weight": [48, 2],
+        "in_proj_z.lora_A.weight": [2, 32], "in_proj_z.lora_B.weight": [48, 2],
         "in_proj_a.lora_A.weight": [2, 32], "in_proj_a.lora_B.weight": [4, 2],
         "in_proj_b.lora_A.weight": [2, 32], "in_proj_b.lora_B.weight": [4, 2],
     }  # fmt: skip
     found = shapes(tmp_path / "peft", "linear_attn")
-    assert found["in_proj_qkv.lora_A.weight"] == [6, 32] and found["in_proj_qkv.lora_B.weight"] == [56, 6]
+    assert found["in_proj_qkv.lora_A.weight"] == [6, 32] and found["in_proj_qkv.lora_B.weight"] == [112, 6]
     config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj_qkv": 6}, {"in_proj_qkv": 96})
     assert "in_proj_qkv" in config["target_modules"] and "in_proj_q" not in config["target_modules"]
@@ -82,7 +82,7 @@ def test_an_adapter_of_pefts_own_on_the_whole_linear_is_that_of_parts_which_shar
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
                 torch.nn.init.normal_(parameter, 0, 0.1)
-        adapted.save_pretrained(tmp_path / "own")
+        adapted.save_pretrained(str(tmp_path / "own"))
     backend.load_version("v", tmp_path / "own")
     check_sampling(backend, "v", reference(tmp_path / "base", tmp_path / "own"))
 

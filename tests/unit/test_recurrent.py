@@ -109,7 +109,8 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
     seed = data.draw(st.integers(0, 99))
     sequences = layer.rows(lengths, seed).split(lengths)
     expected = [layer.alone(x_LD) for x_LD in sequences]
-    done, states = [0] * len(lengths), [None] * len(lengths)
+    done = [0] * len(lengths)
+    states: list[SequenceState | None] = [None] * len(lengths)
     while unfinished := [i for i, length in enumerate(lengths) if done[i] < length]:
         sizes = [data.draw(st.integers(1, lengths[i] - done[i])) for i in unfinished]
         cuts = [data.draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set() for size in sizes]
@@ -136,7 +137,10 @@ def step(
 ) -> tuple[Tensor, Recurrence]:
     layer.board.routing = Routing([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = [Piece(*given, sorted(own)) for *given, own in zip(firsts, sizes, states, cuts, strict=True)]
+    pieces = [
+        Piece(first, size, state, sorted(own))
+        for first, size, state, own in zip(firsts, sizes, states, cuts, strict=True)
+    ]
     recurrence = Recurrence(pieces, CPU)
     with torch.no_grad():
         return recurrence.mix(layer.mixer, x_TD), recurrence

@@ -262,7 +262,7 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
         if module in mixed.all:
             for last, outputs in _adapted_parts(module, pattern, mixed):
                 stateful.add(last)
-                found[last, module.in_features, outputs, 1] += 1
+                found[last, cast(int, module.in_features), outputs, 1] += 1
         elif type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
             found[pattern, module.in_features, module.out_features, 1] += 1
         elif hasattr(module, "is_concatenated"):  # fused experts, as transformers writes them
