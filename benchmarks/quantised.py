@@ -31,7 +31,7 @@ BATCH, HELD_OUT = 8, 32
 ADAM = AdamParams(2e-3)
 
 
-def datum_of(backend: TorchBackend, example: nano.Example) -> Datum:
+def datum_of(backend: TorchBackend, example: nano.PromptExample) -> Datum:
     chat = [{"role": "user", "content": example.prompt}]
     tokenizer = backend.base.tokenizer
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

@@ -24,7 +24,7 @@ URL, KEY = os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"]
 rng = random.Random(0)
 
 
-def agent(client: openai.OpenAI, model: str, example: nano.Example) -> float:
+def agent(client: openai.OpenAI, model: str, example: nano.PromptExample) -> float:
     """One episode, of one or two turns: its reward."""
     chat = [{"role": "user", "content": example.prompt}]
     said = client.chat.completions.create(model=model, messages=chat, max_tokens=24).choices[0].message.content or ""
@@ -36,7 +36,7 @@ def agent(client: openai.OpenAI, model: str, example: nano.Example) -> float:
     return 0.4 * float(example.is_right(said))
 
 
-def episode(job: tuple[str, str, nano.Example]) -> float:
+def episode(job: tuple[str, str, nano.PromptExample]) -> float:
     name, path, example = job
     return agent(client.with_options(api_key=session_key(KEY, name)), path, example)
 

@@ -36,7 +36,7 @@ def graded(sampler: tinker.SamplingClient, tokenizer, task: str) -> list[bool]:
         for example in examples
     ]
     answers = [tokenizer.decode(each.result().sequences[0].tokens, skip_special_tokens=True) for each in futures]
-    return list(map(nano.Example.is_right, examples, answers))
+    return list(map(nano.PromptExample.is_right, examples, answers))
 
 
 with tinker.ServiceClient() as service:

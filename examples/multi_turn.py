@@ -23,7 +23,7 @@ rng = random.Random(0)
 class Episode:
     """One conversation as tokens. `mine` marks what the model itself said, with the logprobs that it had."""
 
-    example: nano.Example
+    example: nano.PromptExample
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mine: list[bool] = field(default_factory=list)

@@ -34,12 +34,12 @@ def datum_of(tokenizer, question: str, answer: str) -> types.Datum:
     )
 
 
-def share_right(sampler: tinker.SamplingClient, tokenizer, examples: list[nano.Example]) -> float:
+def share_right(sampler: tinker.SamplingClient, tokenizer, examples: list[nano.PromptExample]) -> float:
     greedy = types.SamplingParams(max_tokens=32, temperature=0.0)
     prompts = [types.ModelInput.from_ints(prompt_of(tokenizer, example.prompt)) for example in examples]
     futures = [sampler.sample(prompt, num_samples=1, sampling_params=greedy) for prompt in prompts]
     answers = [tokenizer.decode(each.result().sequences[0].tokens, skip_special_tokens=True) for each in futures]
-    return sum(map(nano.Example.is_right, examples, answers)) / len(examples)
+    return sum(map(nano.PromptExample.is_right, examples, answers)) / len(examples)
 
 
 with tinker.ServiceClient() as service:

@@ -19,8 +19,8 @@ from support.chat_models import make_plain_model, make_tool_model
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import Choice, Decoder
-from tinsmith.chat.generation_request import Plan, Target
+from tinsmith.chat.choices import Choice, TextDecoder
+from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text, Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
@@ -50,11 +50,11 @@ CALLED: list[dict[str, Any]] = [
 ]
 
 
-def message(body: dict[str, Any], text: Text = TEXT) -> Plan:
+def message(body: dict[str, Any], text: Text = TEXT) -> GenerationPlan:
     return validate(MessageRequest, body).plan(text)
 
 
-def completion(body: dict[str, Any]) -> Plan:
+def completion(body: dict[str, Any]) -> GenerationPlan:
     return validate(CompletionRequest, body).plan(TEXT)
 
 
@@ -135,7 +135,7 @@ def pieces_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: Text, written: str) -> None:
     for text in (TEXT, pieces_text):
         ids = text.encode(written, special=False)
-        decoder = Decoder(text)
+        decoder = TextDecoder(text)
         assert "".join([decoder.push(token) for token in ids]) + decoder.rest() == text.decode(ids)
         if ids:
             spelled = b"".join(text.token_bytes(token) for token in ids)
@@ -145,11 +145,11 @@ def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: Text, wri
 # Choices.
 
 
-def plan_of(*stops: str, tools: ToolUse | None = None) -> Plan:
-    return Plan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=tools)
+def plan_of(*stops: str, tools: ToolUse | None = None) -> GenerationPlan:
+    return GenerationPlan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=tools)
 
 
-def pieces_of(plan: Plan, written: str, *, whole: bool) -> tuple[str, list[str], Choice]:
+def pieces_of(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, list[str], Choice]:
     choice = Choice(plan, TEXT, 0)
     texts, calls = "", []
     for token in TEXT.encode(written, special=False):
@@ -225,7 +225,7 @@ THINKING = Thinking(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
 Said = tuple[str, str, list[str], str | None]
 
 
-def said(plan: Plan, written: str, *, whole: bool) -> Said:
+def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
     """What an answer says: its thought, its text, its calls and the stop that ended it."""
     choice = Choice(plan, TEXT, 0)
     thought = text = ""
@@ -354,7 +354,7 @@ def test_marks_never_leak_whatever_is_written(written: list[str], stops: list[st
 
 
 def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> None:
-    def read(**more: object) -> Plan:
+    def read(**more: object) -> GenerationPlan:
         return message({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more})
 
     plain = read()
@@ -434,7 +434,7 @@ def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
 # Requests.
 
 
-def chat(**more: object) -> Plan:
+def chat(**more: object) -> GenerationPlan:
     return validate(ChatRequest, {"model": "m", "messages": CHATS[0], **more}).plan(TEXT)
 
 
@@ -536,7 +536,7 @@ def test_prompts_come_as_text_or_ids_one_or_many() -> None:
 
 
 def test_a_model_is_a_base_a_path_or_both() -> None:
-    found = [Target.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
+    found = [ModelTarget.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
     assert [(one.base_model, one.model_path) for one in found] == [
         ("a/b", None),
         (None, "tinker://x"),

@@ -13,9 +13,9 @@ from support.chat_models import make_tool_model
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice
-from tinsmith.chat.generation_request import Plan
+from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.results import Head, opening, piece_chunk, whole
+from tinsmith.chat.results import AnswerHead, opening, piece_chunk, whole
 from tinsmith.chat.texts import Text, thinking_of
 from tinsmith.chat.tokens import TokenizeRequest
 from tinsmith.errors import RequestError
@@ -26,14 +26,14 @@ SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = Text(SHAPE)
 THEIRS = AutoTokenizer.from_pretrained(str(nano.path()))
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
-CHAT_HEAD, TEXT_HEAD = Head("id", 0, "m", True), Head("id", 0, "m", False)
+CHAT_HEAD, TEXT_HEAD = AnswerHead("id", 0, "m", True), AnswerHead("id", 0, "m", False)
 
 
-def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **more: object) -> Plan:
+def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **more: object) -> GenerationPlan:
     return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
 
 
-def completion(**more: object) -> Plan:
+def completion(**more: object) -> GenerationPlan:
     return validate(CompletionRequest, {"model": "m", "prompt": "a", **more}).plan(TEXT)
 
 
@@ -41,7 +41,7 @@ def ids(written: str) -> list[int]:
     return THEIRS.encode(written, add_special_tokens=False)
 
 
-def result(plan: Plan, written: str, num_prompt_top: int = 0) -> SampleResult:
+def result(plan: GenerationPlan, written: str, num_prompt_top: int = 0) -> SampleResult:
     """An answer with one logprob after another, and likeliest tokens of the prompt."""
     tokens = np.array(ids(written), np.int32)
     prompt = len(plan.prompts[0])

@@ -14,7 +14,7 @@ from tinker.types._pydantic_types.datum import Datum
 
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
-from tinsmith.chat.generation_request import Plan
+from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.store.exchanges import KEPT_S, Exchange, merged
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 
@@ -120,7 +120,7 @@ def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None:
-    plan = Plan("m", ([1, 2],), 2, SamplingParams())
+    plan = GenerationPlan("m", ([1, 2],), 2, SamplingParams())
     sequences = tuple(SampledSequence(np.array([t], np.int32), np.array([-1.0], np.float32), "stop") for t in (3, 4))
     shape = harness.services.bases.get(BASE)
     prepared = Prepared(shape, "tinker://a/weights/b", None, plan, "s")  # type: ignore[arg-type]

@@ -84,6 +84,9 @@ MAX_FIRST_LEVEL = 24
 MAX_SMALL_MODULES = 2
 """Modules of under 80 lines with one importer: such a module belongs in its importer."""
 
+SHARED_NAMES = {"Sample"}
+"""Public classes with the name of another: `batch.Sample` is the operation that makes requests of `types.Sample`."""
+
 
 def source_files() -> list[Path]:
     """All modules but generated ones; a migration is history and stays as it was generated."""
@@ -190,6 +193,17 @@ def test_the_tree_does_not_grow_back() -> None:
     assert sum(lines.values()) <= MAX_LINES
     assert len(lines) <= MAX_MODULES
     assert len(small) <= MAX_SMALL_MODULES, small
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    # The OpenAPI document, too, has one schema for each name.
+    homes: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    shared = {name: found for name, found in homes.items() if len(found) > 1}
+    assert set(shared) == SHARED_NAMES, shared
 
 
 @pytest.mark.parametrize("entry", MUST_NOT_LOAD)

@@ -17,7 +17,7 @@ from support.properties import examples
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, LayerShape, chain_key, root_key
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.request import Request, Sequence, StopRule, Weights
-from tinsmith.samplers.local.scheduler import Batcher, Step
+from tinsmith.samplers.local.scheduler import Batcher, SamplerStep
 from tinsmith.types import Sample, SamplingParams
 
 BLOCK = 4
@@ -76,7 +76,7 @@ class _Shadow:
     def cancel(self, number: int) -> None:
         self.batcher.remove(self.live.pop(number, []))
 
-    def step(self, scopes: set[str] | None = None) -> Step:
+    def step(self, scopes: set[str] | None = None) -> SamplerStep:
         step = self.batcher.schedule(scopes)
         assert scopes is None or {span.sequence.scope for span in step.spans} <= scopes
         for source, target in step.copies:
@@ -221,7 +221,7 @@ def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_
     assert sorted(pool.allocate(max_blocks) or []) == list(range(1, max_blocks + 1))
 
 
-def _check_step(step: Step, batcher: Batcher, max_tokens: int, max_sequences: int) -> None:
+def _check_step(step: SamplerStep, batcher: Batcher, max_tokens: int, max_sequences: int) -> None:
     decoding = [span for span in step.spans if span.stop - span.start == 1]
     others = sum(span.stop - span.start for span in step.spans) - len(decoding)
     assert others <= max(max_tokens - len(decoding), 1) + len(decoding)

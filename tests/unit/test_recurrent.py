@@ -26,7 +26,14 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
-from tinsmith.samplers.local.states import Piece, Recurrence, SequenceState, Snapshots, StateRoom, cuts_between
+from tinsmith.samplers.local.states import (
+    Recurrence,
+    SequencePiece,
+    SequenceState,
+    StateRoom,
+    StateSnapshots,
+    cuts_between,
+)
 
 torch.set_num_threads(1)
 
@@ -138,7 +145,7 @@ def step(
     layer.board.routing = Routing([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = [
-        Piece(first, size, state, sorted(own))
+        SequencePiece(first, size, state, sorted(own))
         for first, size, state, own in zip(firsts, sizes, states, cuts, strict=True)
     ]
     recurrence = Recurrence(pieces, CPU)
@@ -243,11 +250,11 @@ def test_a_server_without_the_boundaries_does_not_start(
         BaseModel.load(make(tmp_path, family), device="cpu")
 
 
-# Snapshots, and how much room there is.
+# StateSnapshots, and how much room there is.
 
 
 def test_snapshots_are_bounded_and_the_one_used_longest_ago_goes() -> None:
-    snapshots = Snapshots(2)
+    snapshots = StateSnapshots(2)
     states = [SequenceState({}, shares_memory=False) for _ in range(4)]
     for key, state in zip((b"a", b"b"), states, strict=False):
         snapshots.add(key, 1, state)

@@ -10,7 +10,7 @@ import torch
 from transformers import MistralConfig, PreTrainedConfig, Qwen3Config
 
 from support import tiny_models
-from tinsmith.backends.torch.attention import NotingPlan
+from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.servable import check_config, check_layers, refusing
 from tinsmith.base_models import read_shape
 from tinsmith.errors import SettingsError
@@ -49,7 +49,7 @@ def test_each_layer_attends_once_to_the_window_of_its_configuration(
 
 
 def test_what_layers_ask_is_noted() -> None:
-    seen = NotingPlan()
+    seen = AttentionProbe()
     rows = torch.zeros(3, 4, 8)
     out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=6)
     seen.attend(2, rows, rows, rows, scale=1.0)

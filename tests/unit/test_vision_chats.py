@@ -15,7 +15,7 @@ from support import tiny_models, vision_models
 from support.vision_models import IMAGE, picture
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.generation_request import Plan
+from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text
 from tinsmith.errors import RequestError, UserError
@@ -48,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(vision_models.make(tmp_path_factory.mktemp("vl")))
 
 
-def chat(text: Text, *content: object, **more: object) -> Plan:
+def chat(text: Text, *content: object, **more: object) -> GenerationPlan:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(content)}]
     return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
 

@@ -49,7 +49,7 @@ SHOWN_EXAMPLES = {"train": 1024, "heldout": 256}
 
 
 @dataclass(frozen=True, slots=True)
-class Example(nano.Example):
+class Example(nano.PromptExample):
     key: str
     """What the split is decided on: the words or the numbers, not the phrasing."""
     written: str

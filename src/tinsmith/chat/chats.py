@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from tinsmith.chat.generation_request import (
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
+    GenerationPlan,
     GenerationRequest,
-    Plan,
     bounded,
 )
 from tinsmith.chat.images import Prompt, prompt_of
@@ -43,7 +43,7 @@ class CalledFunction(Body):
     arguments: Annotated[LongText, AfterValidator(_arguments)] = Field("", validate_default=True)
 
 
-class Call(Body):
+class RecordedCall(Body):
     function: CalledFunction
     id: Unread = None
 
@@ -53,13 +53,13 @@ class ImageUrl(Body):
     detail: Annotated[fields.Text, Only(("auto", "high"), "an image is taken whole; leave it out")] = "auto"
 
 
-class Part(Body):
+class TextPart(Body):
     type: Annotated[fields.Text, Only(("text", "image_url"), "models here read text and images only")]
     text: LongText = ""
     image_url: ImageUrl | None = None
 
     @model_validator(mode="after")
-    def _check_image(self) -> Part:
+    def _check_image(self) -> TextPart:
         if self.type == "image_url" and self.image_url is None:
             raise wrong("has no image_url")
         return self
@@ -73,11 +73,11 @@ class Part(Body):
 
 class ChatMessage(ClosedBody):
     role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"))]
-    content: Annotated[str | list[Part], OrText()] | None = None
+    content: Annotated[str | list[TextPart], OrText()] | None = None
     name: LongText | None = None
     tool_call_id: LongText | None = None
     reasoning_content: LongText | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[RecordedCall] | None = None
     refusal: Annotated[Unread, refused("put what was said into content")] = None
     audio: Annotated[Unread, refused("models here know text only")] = None
     function_call: Annotated[Unread, refused("send tool_calls")] = None
@@ -158,7 +158,7 @@ class ChatRequest(GenerationRequest):
                 )
         return self
 
-    def plan(self, text: Text) -> Plan:
+    def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
         template = text.template.source
         definitions: Any = self.tools
@@ -169,7 +169,7 @@ class ChatRequest(GenerationRequest):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         params = self.params(text, max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
-        return Plan(
+        return GenerationPlan(
             name=self.model,
             prompts=(prompt,),
             num_choices=self.n,
@@ -275,12 +275,12 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[object]:
         return [self.prompt_token_ids] if self.prompt_token_ids else self.prompt
 
-    def plan(self, text: Text) -> Plan:
+    def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
         echo_only = self.echo and self.max_tokens == 0
         special = self.add_special_tokens
         prompts = (_prompt(one, f"prompt[{index}]", text, special) for index, one in enumerate(self.prompts))
-        return Plan(
+        return GenerationPlan(
             name=self.model,
             prompts=tuple(map(self.kept, prompts)),
             num_choices=self.n,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinsmith.chat.generation_request import Plan
+from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.texts import UNFINISHED, Text
 from tinsmith.chat.tools import ToolCall
 
@@ -35,7 +35,7 @@ class ShownToken:
 
 
 @dataclass(slots=True)
-class Piece:
+class TextPiece:
     """The next piece of an answer; thoughts come before text."""
 
     reasoning: str = ""
@@ -48,7 +48,7 @@ class Piece:
         return bool(self.reasoning or self.text or self.calls)
 
 
-class Decoder:
+class TextDecoder:
     """Tokens to text as they come; a character waits for its last token."""
 
     def __init__(self, text: Text, *, special: bool = False) -> None:
@@ -74,7 +74,7 @@ class Decoder:
 
 
 class Choice:
-    def __init__(self, plan: Plan, text: Text, index: int) -> None:
+    def __init__(self, plan: GenerationPlan, text: Text, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []  # all that were pushed
         self.stopped_by: str | None = None  # the stop string
@@ -128,10 +128,10 @@ class Choice:
             text, self._calls = self._plan.tools.found(self._whole[self._answers_at :])
             self._whole = self._whole[: self._answers_at] + text
 
-    def piece(self) -> Piece:
+    def piece(self) -> TextPiece:
         """The next piece: everything that is certain and was not given out before."""
         end = len(self._whole) if self._finished else self._certain()
-        piece = Piece(self._thought(end), self._answer(end))
+        piece = TextPiece(self._thought(end), self._answer(end))
         # A mark's token comes with the text after it: a piece without text is not shown.
         while (piece or self._finished) and self._tokens_shown < len(self._tokens):
             token = self._tokens[self._tokens_shown]
@@ -144,8 +144,8 @@ class Choice:
             piece.sampled, self._sampled = self._sampled, []
         return piece
 
-    def _new_decoder(self) -> Decoder:
-        return Decoder(self._text, special=self._plan.shows_special)
+    def _new_decoder(self) -> TextDecoder:
+        return TextDecoder(self._text, special=self._plan.shows_special)
 
     def _leaves_out(self, token_id: int) -> bool:
         """Whether the answer hides a token: a mark, or a token of a hidden thought."""

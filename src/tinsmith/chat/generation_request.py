@@ -1,7 +1,7 @@
-"""The parameters that chats, completions and requests of tokens share, and the `Plan` that every request becomes.
+"""Parameters that chats, completions and requests of tokens share, and the `GenerationPlan` that each becomes.
 
-A `Plan` holds prompts as token ids and everything else that sampling and the answer need. Parameters have OpenAI's
-names, and vLLM's where OpenAI has none.
+A `GenerationPlan` holds prompts as token ids and everything else that sampling and the answer need. Parameters have
+OpenAI's names, and vLLM's where OpenAI has none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_BAD_WORDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ModelTarget:
     """The weights that answer: a base model's, or those of a checkpoint on it. `name` is the request's own text."""
 
     name: str
@@ -52,7 +52,7 @@ class Target:
     model_path: str | None
 
     @classmethod
-    def of(cls, name: str) -> Target:
+    def of(cls, name: str) -> ModelTarget:
         """`base`, `tinker://...`, or `base;tinker://...`."""
         base_model, separator, path = name.partition(";")
         if separator:
@@ -61,7 +61,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationPlan:
     """`top_logprobs` None: the answer has no logprobs. `echo` puts the prompt before a completion. Without `thinking`,
     thoughts are part of the text, or are left out of it if `hidden` has their marks. `prompt_field` is the request's
     field that holds the prompt. `prompt_logprobs` counts the likeliest tokens that are shown for each of the prompt's.

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, model_validator
 
 from tinsmith.chat.chats import ChatRequest, may_think
-from tinsmith.chat.choices import Choice, Piece
-from tinsmith.chat.generation_request import MAX_TOKENS, Plan, Stops
+from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.results import read_sequence
 from tinsmith.chat.texts import SWITCH, Text, marks_of, thinking_of
 from tinsmith.chat.tools import ToolCall
@@ -224,7 +224,7 @@ class CountRequest(ClosedBody):
             raise not_supported("messages", "an answer that is begun already; the last message must be the user's")
         return self
 
-    def plan(self, text: Text) -> Plan:
+    def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
         return validate(ChatRequest, self.chat(text)).plan(text)
 
@@ -284,7 +284,7 @@ class MessageRequest(CountRequest):
         own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         return super().chat(text) | own | {"stop": list(self.stop_sequences or ()) or None}
 
-    def plan(self, text: Text) -> Plan:
+    def plan(self, text: Text) -> GenerationPlan:
         plan = super().plan(text)
         if self.thinking is not None and self.thinking.type != "disabled":
             if plan.thinking is None:
@@ -297,7 +297,7 @@ class MessageRequest(CountRequest):
 # Answers.
 
 
-def usage(plan: Plan, result: SampleResult | None, num_sampled: int) -> JsonObject:
+def usage(plan: GenerationPlan, result: SampleResult | None, num_sampled: int) -> JsonObject:
     """Cached tokens count apart; their number is known at the end."""
     cached = result.prompt_cache_hit_tokens if result else 0
     return {
@@ -308,7 +308,7 @@ def usage(plan: Plan, result: SampleResult | None, num_sampled: int) -> JsonObje
     }
 
 
-def message(message_id: str, plan: Plan, content: Sequence[JsonObject], used: JsonObject) -> JsonObject:
+def message(message_id: str, plan: GenerationPlan, content: Sequence[JsonObject], used: JsonObject) -> JsonObject:
     return {
         "id": message_id,
         "type": "message",
@@ -321,7 +321,7 @@ def message(message_id: str, plan: Plan, content: Sequence[JsonObject], used: Js
     }
 
 
-def whole_message(message_id: str, plan: Plan, text: Text, result: SampleResult) -> JsonObject:
+def whole_message(message_id: str, plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
     sequence = result.sequences[0]
     choice = Choice(plan, text, 0)
     read_sequence(choice, sequence)
@@ -359,7 +359,7 @@ class Blocks:
         self._next = 0
         self._open: str | None = None
 
-    def events(self, piece: Piece) -> Iterator[Event]:
+    def events(self, piece: TextPiece) -> Iterator[Event]:
         if piece.reasoning:
             yield from self._opened(_thought(""))
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})

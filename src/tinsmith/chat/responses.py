@@ -13,8 +13,8 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.choices import Choice, Piece
-from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, Plan
+from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.results import chat_logprobs, read_sequence
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import MAX_TOOLS, ToolCall
@@ -119,7 +119,7 @@ class FunctionTool(ClosedBody):
         return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
-class NamedFunction(ClosedBody):
+class ResponseFunction(ClosedBody):
     type: Annotated[fields.Text, Only(("function",), "use 'function'")]
     name: fields.Text
 
@@ -158,7 +158,7 @@ class ResponseRequest(ClosedBody):
         default_factory=list
     )
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Annotated[str | NamedFunction, OrText(("none", "auto", "required"))] | None = None
+    tool_choice: Annotated[str | ResponseFunction, OrText(("none", "auto", "required"))] | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -203,7 +203,7 @@ class ResponseRequest(ClosedBody):
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         choice = self.tool_choice
-        if isinstance(choice, NamedFunction):
+        if isinstance(choice, ResponseFunction):
             body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:
             body["tool_choice"] = choice
@@ -212,7 +212,7 @@ class ResponseRequest(ClosedBody):
             body["response_format"] = {"type": wanted.type, **schema}
         return body
 
-    def plan(self, text: Text, before: Sequence[JsonObject] = ()) -> Plan:
+    def plan(self, text: Text, before: Sequence[JsonObject] = ()) -> GenerationPlan:
         """Raises RequestError."""
         return validate(ChatRequest, self.chat(before)).plan(text)
 
@@ -251,7 +251,9 @@ def _joined(content: str | Sequence[JsonObject]) -> str:
 class Response:
     """One response as it grows: its items, and the events that say so."""
 
-    def __init__(self, response_id: str, created_at: int, request: ResponseRequest, plan: Plan, text: Text) -> None:
+    def __init__(
+        self, response_id: str, created_at: int, request: ResponseRequest, plan: GenerationPlan, text: Text
+    ) -> None:
         self.response_id = response_id
         self._created_at = created_at
         self._request = request
@@ -317,7 +319,7 @@ class Response:
         self._number += 1
         return kind, {"type": kind, "sequence_number": self._number - 1, **more}
 
-    def added(self, piece: Piece) -> Iterator[tuple[str, JsonObject]]:
+    def added(self, piece: TextPiece) -> Iterator[tuple[str, JsonObject]]:
         """The events of one more piece."""
         if piece.reasoning:
             yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
@@ -399,7 +401,7 @@ def _shown(given: object) -> Any:  # noqa: ANN401  JSON
 
 
 def new_response(
-    response_id: str, request: ResponseRequest, plan: Plan, text: Text, created_at: float | None = None
+    response_id: str, request: ResponseRequest, plan: GenerationPlan, text: Text, created_at: float | None = None
 ) -> Response:
     return Response(response_id, int(time.time() if created_at is None else created_at), request, plan, text)
 

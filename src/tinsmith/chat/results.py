@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, Piece, ShownToken, TopRow
-from tinsmith.chat.generation_request import Plan
+from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, ShownToken, TextPiece, TopRow
+from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import ToolCall
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
@@ -15,7 +15,7 @@ JsonObject = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The common fields of all answers to one request; `chat` is the endpoint."""
 
     answer_id: str
@@ -49,7 +49,7 @@ def read_sequence(choice: Choice, sequence: SampledSequence, first: int = 0) -> 
     choice.finish()
 
 
-def whole(plan: Plan, text: Text, head: Head, results: Sequence[SampleResult]) -> JsonObject:
+def whole(plan: GenerationPlan, text: Text, head: AnswerHead, results: Sequence[SampleResult]) -> JsonObject:
     """The answer to a request that is not a stream."""
     choices: list[JsonObject] = []
     for number, result in enumerate(results):
@@ -70,11 +70,11 @@ def whole(plan: Plan, text: Text, head: Head, results: Sequence[SampleResult]) -
     return head.of() | {"choices": choices, "usage": usage(plan, results)} | about
 
 
-def _token_ids(plan: Plan, piece: Piece) -> JsonObject:
+def _token_ids(plan: GenerationPlan, piece: TextPiece) -> JsonObject:
     return {"token_ids": [token.token_id for token in piece.sampled]} if plan.token_ids else {}
 
 
-def _about_prompt(plan: Plan, text: Text, prompt: Sequence[int], result: SampleResult) -> JsonObject:
+def _about_prompt(plan: GenerationPlan, text: Text, prompt: Sequence[int], result: SampleResult) -> JsonObject:
     """vLLM's fields: of a chat's answer, and of each choice of a completion."""
     found: JsonObject = {"prompt_token_ids": list(prompt)} if plan.token_ids else {}
     if plan.prompt_logprobs is not None:
@@ -102,13 +102,13 @@ def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num
     return found
 
 
-def finish_reason(plan: Plan, calls: Sequence[ToolCall], stop_reason: str) -> str:
+def finish_reason(plan: GenerationPlan, calls: Sequence[ToolCall], stop_reason: str) -> str:
     if calls and plan.tools and not plan.tools.named:
         return "tool_calls"
     return "stop" if calls else stop_reason
 
 
-def usage(plan: Plan, results: Sequence[SampleResult]) -> JsonObject:
+def usage(plan: GenerationPlan, results: Sequence[SampleResult]) -> JsonObject:
     prompt = sum(len(tokens) for tokens in plan.prompts)
     sampled = 0 if plan.echo_only else sum(len(one.tokens_T) for result in results for one in result.sequences)
     return {
@@ -119,7 +119,7 @@ def usage(plan: Plan, results: Sequence[SampleResult]) -> JsonObject:
     }
 
 
-def _chat_choice(plan: Plan, text: Text, index: int, piece: Piece, reason: str) -> JsonObject:
+def _chat_choice(plan: GenerationPlan, text: Text, index: int, piece: TextPiece, reason: str) -> JsonObject:
     message: JsonObject = {"role": "assistant", "content": piece.text, "refusal": None}
     if piece.calls:
         message |= {"content": piece.text or None, "tool_calls": [call_json(call) for call in piece.calls]}
@@ -135,11 +135,11 @@ def call_json(call: ToolCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _scored(plan: Plan, piece: Piece) -> list[ShownToken]:
+def _scored(plan: GenerationPlan, piece: TextPiece) -> list[ShownToken]:
     return piece.sampled if plan.exact else piece.tokens
 
 
-def chat_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken]) -> list[JsonObject]:
+def chat_logprobs(plan: GenerationPlan, text: Text, tokens: Sequence[ShownToken]) -> list[JsonObject]:
     return [
         _token(plan, text, token.token_id, token.logprob)
         | {"top_logprobs": [_token(plan, text, one, logprob) for one, logprob in zip(*token.top, strict=True)]}
@@ -147,12 +147,12 @@ def chat_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken]) -> list[
     ]
 
 
-def _token(plan: Plan, text: Text, token_id: int, logprob: float) -> JsonObject:
+def _token(plan: GenerationPlan, text: Text, token_id: int, logprob: float) -> JsonObject:
     shown: JsonObject = {"token": _named(plan, text, token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
     return shown | {"bytes": list(text.token_bytes(token_id))}
 
 
-def _named(plan: Plan, text: Text, token_id: int) -> str:
+def _named(plan: GenerationPlan, text: Text, token_id: int) -> str:
     return f"token_id:{token_id}" if plan.tokens_as_ids else _spelled(text, token_id)
 
 
@@ -160,7 +160,13 @@ def _named(plan: Plan, text: Text, token_id: int) -> str:
 
 
 def _completion_choice(
-    plan: Plan, text: Text, index: int, piece: Piece, reason: str, prompt: Sequence[int], result: SampleResult
+    plan: GenerationPlan,
+    text: Text,
+    index: int,
+    piece: TextPiece,
+    reason: str,
+    prompt: Sequence[int],
+    result: SampleResult,
 ) -> JsonObject:
     before = text.decode(prompt, special=plan.shows_special) if plan.echo else ""
     logprobs = None
@@ -189,7 +195,9 @@ def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_t
     return shown
 
 
-def completion_logprobs(plan: Plan, text: Text, tokens: Sequence[ShownToken], offset: int) -> dict[str, list[object]]:
+def completion_logprobs(
+    plan: GenerationPlan, text: Text, tokens: Sequence[ShownToken], offset: int
+) -> dict[str, list[object]]:
     """The older form: parallel lists. The first token of a prompt has null."""
     found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
@@ -215,7 +223,7 @@ def _spelled(text: Text, token_id: int) -> str:
 # Pieces.
 
 
-def opening(plan: Plan, head: Head, index: int) -> JsonObject | None:
+def opening(plan: GenerationPlan, head: AnswerHead, index: int) -> JsonObject | None:
     """The first chunk of a choice, before its first token."""
     prompt: JsonObject = {"prompt_token_ids": list(plan.prompts[index // plan.num_choices])} if plan.token_ids else {}
     if not head.chat:
@@ -225,7 +233,9 @@ def opening(plan: Plan, head: Head, index: int) -> JsonObject | None:
     return _chunk(plan, head, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) | prompt
 
 
-def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, reason: str | None) -> JsonObject:
+def piece_chunk(
+    plan: GenerationPlan, text: Text, head: AnswerHead, index: int, piece: TextPiece, reason: str | None
+) -> JsonObject:
     if not head.chat:
         logprobs = None
         if plan.top_logprobs is not None:
@@ -244,9 +254,9 @@ def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, re
     return _chunk(plan, head, choice | _token_ids(plan, piece))
 
 
-def usage_chunk(plan: Plan, head: Head, results: Sequence[SampleResult]) -> JsonObject:
+def usage_chunk(plan: GenerationPlan, head: AnswerHead, results: Sequence[SampleResult]) -> JsonObject:
     return head.of(chunk=True) | {"choices": [], "usage": usage(plan, results)}
 
 
-def _chunk(plan: Plan, head: Head, choice: JsonObject) -> JsonObject:
+def _chunk(plan: GenerationPlan, head: AnswerHead, choice: JsonObject) -> JsonObject:
     return head.of(chunk=True) | {"choices": [choice]} | ({"usage": None} if plan.include_usage else {})

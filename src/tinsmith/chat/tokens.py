@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import LOWEST_LOGPROB
-from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, Plan, SamplingFields
+from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, SamplingFields
 from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage
 from tinsmith.chat.texts import Text
 from tinsmith.errors import RequestError, not_supported
@@ -90,12 +90,12 @@ class GenerateRequest(ClosedBody):
     cache_salt: Unread = None
     priority: Unread = None
 
-    def plan(self, text: Text) -> Plan:
+    def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
         asked = self.sampling_params
         if asked.include_stop_str_in_output or not asked.skip_special_tokens:
             raise not_supported("sampling_params", "include_stop_str_in_output, skip_special_tokens: there is no text")
-        return Plan(
+        return GenerationPlan(
             name=self.model or "",
             prompts=(asked.kept(self.token_ids),),
             num_choices=asked.n,
@@ -108,7 +108,7 @@ class GenerateRequest(ClosedBody):
         )
 
 
-def generated(plan: Plan, text: Text, result: SampleResult) -> JsonObject:
+def generated(plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
     """The answer to a GenerateRequest: ids, and the logprob of every one of them."""
     of_prompt = None
     if plan.prompt_logprobs is not None:

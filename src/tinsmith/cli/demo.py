@@ -28,7 +28,7 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.base_models import nano
-from tinsmith.base_models.nano import Example, Split, draw
+from tinsmith.base_models.nano import PromptExample, Split, draw
 from tinsmith.errors import SettingsError
 
 SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
@@ -46,7 +46,7 @@ class Chat:
 
     tokenizer: PreTrainedTokenizerBase
 
-    def prompt(self, example: Example) -> list[int]:
+    def prompt(self, example: PromptExample) -> list[int]:
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": example.prompt}],
             tokenize=False,
@@ -56,7 +56,7 @@ class Chat:
         assert isinstance(text, str)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def answer(self, example: Example) -> list[int]:
+    def answer(self, example: PromptExample) -> list[int]:
         return self.tokenizer.encode(f"{example.answer}<|im_end|>", add_special_tokens=False)
 
     def read(self, tokens: Sequence[int]) -> str:
@@ -147,7 +147,7 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lear
 
 
 def _rollouts(
-    sampler: tinker.SamplingClient, chat: Chat, examples: Sequence[Example]
+    sampler: tinker.SamplingClient, chat: Chat, examples: Sequence[PromptExample]
 ) -> tuple[list[types.Datum], float]:
     """Sample a group per prompt; the advantage is the reward against the group's mean."""
     prompts = [chat.prompt(example) for example in examples]
@@ -170,7 +170,7 @@ def _rollouts(
     return data, sum(rewards) / len(rewards)
 
 
-def _supervised(chat: Chat, example: Example) -> types.Datum:
+def _supervised(chat: Chat, example: PromptExample) -> types.Datum:
     prompt, answer = chat.prompt(example), chat.answer(example)
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
@@ -198,7 +198,7 @@ def _tensors(**arrays: np.ndarray) -> dict[str, types.TensorData]:
     return {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
 
 
-def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Example]) -> list[str]:
+def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[PromptExample]) -> list[str]:
     """Greedy answers of the model as it is now."""
     sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
@@ -209,7 +209,7 @@ def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Examp
     return [chat.read(future.result().sequences[0].tokens) for future in futures]
 
 
-def _examples(task: str, split: Split, count: int, seed: int) -> list[Example]:
+def _examples(task: str, split: Split, count: int, seed: int) -> list[PromptExample]:
     rng = random.Random(seed)
     return [draw(task, rng, split) for _ in range(count)]
 
@@ -220,7 +220,7 @@ def _show_step(output: Console, step: int, steps: int, what: str, value: float, 
 
 
 def _show_answers(
-    output: Console, examples: Sequence[Example], before: Sequence[str], after: Sequence[str]
+    output: Console, examples: Sequence[PromptExample], before: Sequence[str], after: Sequence[str]
 ) -> tuple[float, float]:
     """Returns the shares that are right before and after."""
     table = Table("held-out prompt", "right answer", "before", "after", title="Held-out prompts, greedy")
@@ -228,7 +228,9 @@ def _show_answers(
         marks = ["[green]" if example.is_right(text) else "[red]" for text in (old, new)]
         table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
     output.print(table)
-    old_share, new_share = (sum(map(Example.is_right, examples, texts)) / len(examples) for texts in (before, after))
+    old_share, new_share = (
+        sum(map(PromptExample.is_right, examples, texts)) / len(examples) for texts in (before, after)
+    )
     output.print(f"Right on {len(examples)} held-out prompts: {old_share:.0%} before, [bold]{new_share:.0%}[/] after.")
     return old_share, new_share
 

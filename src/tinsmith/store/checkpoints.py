@@ -85,7 +85,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class CheckpointSearch:
     """`after` is the time and the directory of the last checkpoint of the page before; None filters nothing."""
 
     kinds: Sequence[str]
@@ -149,7 +149,7 @@ class Checkpoints:
         rows, total = self._db.page(_newest_first(mine), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
 
-    def search(self, tenant_id: str, search: Search) -> tuple[list[Checkpoint], bool]:
+    def search(self, tenant_id: str, search: CheckpointSearch) -> tuple[list[Checkpoint], bool]:
         """A page of the tenant's checkpoints that pass all filters, newest first, and whether there are more."""
         found: list[Checkpoint] = []
         after = search.after
@@ -161,7 +161,7 @@ class Checkpoints:
             after = (some[-1].created_at, some[-1].directory or "")
         return found[: search.limit], len(found) > search.limit
 
-    def _scan(self, tenant_id: str, search: Search, after: tuple[float, str] | None) -> list[Checkpoint]:
+    def _scan(self, tenant_id: str, search: CheckpointSearch, after: tuple[float, str] | None) -> list[Checkpoint]:
         """The next checkpoints that pass the filters which SQL evaluates alike on every database."""
         created_at, directory = CHECKPOINTS.c.created_at, CHECKPOINTS.c.directory
         mine = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)

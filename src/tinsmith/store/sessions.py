@@ -64,7 +64,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class SessionSearch:
     """Filters of a search; None does not filter.
 
     With both, `session_id` or `display_name` must match; a session's name matches if it contains every word,
@@ -183,7 +183,7 @@ class Sessions:
         return {row.session_id: Session(**row._mapping) for row in self._db.rows(query)}
 
     def search(
-        self, tenant_id: str, filters: Search, has_metadata: Callable[[Session], bool]
+        self, tenant_id: str, filters: SessionSearch, has_metadata: Callable[[Session], bool]
     ) -> tuple[list[Session], bool]:
         """A page of the tenant's sessions, newest first, and whether there are more.
 
@@ -199,7 +199,7 @@ class Sessions:
             after = (some[-1].created_at, some[-1].session_id)
         return found[: filters.limit], len(found) > filters.limit
 
-    def _scan(self, tenant_id: str, filters: Search, after: tuple[float, str] | None) -> list[Session]:
+    def _scan(self, tenant_id: str, filters: SessionSearch, after: tuple[float, str] | None) -> list[Session]:
         """The next sessions that pass the filters which SQL evaluates alike on every database."""
         created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
         query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
@@ -263,7 +263,7 @@ def _finish_reason(finish_type: str, detail: str) -> str:
     return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
 
 
-def _is_named(session: Session, filters: Search) -> bool:
+def _is_named(session: Session, filters: SessionSearch) -> bool:
     if filters.display_name is None:
         return True  # the id alone was compared by SQL
     name = (session.display_name or "").casefold()

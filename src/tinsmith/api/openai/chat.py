@@ -28,9 +28,9 @@ from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, event, foll
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, TEXTS, fields
 from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import Piece
-from tinsmith.chat.generation_request import MAX_TOKENS, Target
-from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
+from tinsmith.chat.choices import TextPiece
+from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
+from tinsmith.chat.results import AnswerHead, opening, piece_chunk, usage_chunk, whole
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, generated
 from tinsmith.errors import RequestError, TinsmithError, not_supported
@@ -80,12 +80,12 @@ async def _generated(request: Request, *, chat: bool) -> Response:
     return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
 
 
-def _whole(prepared: Prepared, head: Head, results: list[SampleResult]) -> bytes:
+def _whole(prepared: Prepared, head: AnswerHead, results: list[SampleResult]) -> bytes:
     return orjson.dumps(whole(prepared.plan, prepared.text, head, results))
 
 
 async def _events(
-    services: Services, prepared: Prepared, head: Head, seats: list[SampleId]
+    services: Services, prepared: Prepared, head: AnswerHead, seats: list[SampleId]
 ) -> AsyncGenerator[bytes, None]:
     plan, text = prepared.plan, prepared.text
     results: list[SampleResult] = []
@@ -100,7 +100,7 @@ async def _events(
             if news.piece or news.piece.sampled or (news.piece.tokens and plan.top_logprobs is not None):
                 yield event(piece_chunk(plan, text, head, news.choice.index, news.piece, None))
             if news.reason:
-                yield event(piece_chunk(plan, text, head, news.choice.index, Piece(), news.reason))
+                yield event(piece_chunk(plan, text, head, news.choice.index, TextPiece(), news.reason))
         if plan.include_usage:
             yield event(usage_chunk(plan, head, results))
         yield DONE
@@ -164,7 +164,7 @@ def detokenize(call: Call, request: DetokenizeRequest) -> JsonObject:
 
 
 def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
-    target = Target.of(named_or_only(call.services, name))
+    target = ModelTarget.of(named_or_only(call.services, name))
     shape, _ = weights_of(call.services, call.tenant_id, target)
     return shape, call.services.texts.of(shape)
 

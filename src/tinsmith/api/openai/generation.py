@@ -25,10 +25,10 @@ from tinsmith.api.operation import JsonObject, Services, authenticate, capture_s
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.generation_request import ContextLengthError, Plan, Target
+from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.responses import ResponseRequest, new_response, refuse_in_batch
-from tinsmith.chat.results import Head, whole
+from tinsmith.chat.results import AnswerHead, whole
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
@@ -63,7 +63,7 @@ class Prepared:
     shape: ModelShape
     model_path: str | None
     text: Text
-    plan: Plan
+    plan: GenerationPlan
     capture: str | None = None
 
 
@@ -103,9 +103,9 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     return await run(response.whole, result)
 
 
-def new_head(plan: Plan, *, chat: bool) -> Head:
+def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
     prefix = "chatcmpl-" if chat else "cmpl-"
-    return Head(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
+    return AnswerHead(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
 
 
 async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
@@ -126,9 +126,11 @@ def prepare(services: Services, tenant_id: str, values: Mapping[str, object], ki
     return prepare_plan(services, tenant_id, request.model, request.plan)
 
 
-def prepare_plan(services: Services, tenant_id: str, model: str | None, plan: Callable[[Text], Plan]) -> Prepared:
+def prepare_plan(
+    services: Services, tenant_id: str, model: str | None, plan: Callable[[Text], GenerationPlan]
+) -> Prepared:
     """The same for a request that is validated."""
-    shape, model_path = weights_of(services, tenant_id, Target.of(named_or_only(services, model)))
+    shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
     text = services.texts.of(shape)
     return Prepared(shape, model_path, text, plan(text))
 
@@ -141,7 +143,7 @@ def named_or_only(services: Services, model: str | None) -> str:
     return names[0] if model is None else model
 
 
-def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[ModelShape, str | None]:
+def weights_of(services: Services, tenant_id: str, target: ModelTarget) -> tuple[ModelShape, str | None]:
     base_model = target.base_model
     try:
         if target.model_path is not None:
@@ -231,7 +233,7 @@ def _submit(
     services.futures.submit(services.dispatch.assigned(new, sample))
 
 
-def _shown(plan: Plan) -> Mapping[str, object]:
+def _shown(plan: GenerationPlan) -> Mapping[str, object]:
     """The fields of an asample for the logprobs that the answer shows."""
     top = plan.top_logprobs
     asked = [count for count in (top if plan.echo else None, plan.prompt_logprobs) if count is not None]
@@ -239,7 +241,7 @@ def _shown(plan: Plan) -> Mapping[str, object]:
     return of_prompt if top is None else {"topk_sample_logprobs": top} | of_prompt
 
 
-def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
+def _check(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
     prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
     if prompt + (max_tokens or 1) > shape.max_context_length:
         raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tinsmith.api.openai.generation import weights_of
 from tinsmith.api.openapi import LIST, TEXT, fields
 from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, answering, is_anthropic, operation
-from tinsmith.chat.generation_request import Target
+from tinsmith.chat.generation_request import ModelTarget
 from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
 
@@ -47,7 +47,7 @@ def _all(call: Call) -> list[Served]:
 
 def _one(call: Call) -> Served:
     name = call.path["model"]
-    target = Target.of(name)
+    target = ModelTarget.of(name)
     shape, _ = weights_of(call.services, call.tenant_id, target)
     owner = "tinsmith" if target.model_path is None else call.tenant_id
     return Served(name, owner, SINCE, shape.max_context_length)

@@ -50,7 +50,7 @@ RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {
 RUNNING = ("queued", "in_progress")
 
 
-class Asked:
+class PreparedResponse:
     """A validated request for a response, with the items that come before it."""
 
     def __init__(self, services: Services, tenant_id: str, values: JsonObject) -> None:
@@ -117,9 +117,9 @@ async def create(request: Request) -> HttpResponse:
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
-    def work() -> Asked:
+    def work() -> PreparedResponse:
         values = read_object(decode(body, encoding, services.settings.max_body_bytes))
-        return Asked(services, tenant_id, values)
+        return PreparedResponse(services, tenant_id, values)
 
     asked = await run(work)
     asked.prepared = replace(asked.prepared, capture=capture_session(request))
@@ -135,7 +135,7 @@ async def create(request: Request) -> HttpResponse:
     return answer(await unless_gone(request.receive, _whole(asked)))
 
 
-async def _whole(asked: Asked) -> JsonObject:
+async def _whole(asked: PreparedResponse) -> JsonObject:
     async with seated(asked.services, asked.tenant_id, asked.prepared) as seats:
         await run(asked.store, seats)
         result = await settled(asked.services, seats[0])
@@ -143,7 +143,7 @@ async def _whole(asked: Asked) -> JsonObject:
         return await run(lambda: asked.end(asked.response.whole(result)))
 
 
-async def _events(asked: Asked, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
+async def _events(asked: PreparedResponse, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
     response, results = asked.response, list[SampleResult]()
 
     def sent(made: tuple[str, JsonObject]) -> bytes:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openai.generation import Prepared, record, settled
 from tinsmith.api.operation import Services
-from tinsmith.chat.choices import Choice, Piece
+from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.results import finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError
 from tinsmith.store.implicit_sessions import SampleId
@@ -37,7 +37,7 @@ class News:
     """A new piece of one choice; the last one has a `reason`. Without a piece: a keep-alive."""
 
     choice: Choice | None = None
-    piece: Piece | None = None
+    piece: TextPiece | None = None
     reason: str | None = None
 
 

@@ -22,7 +22,7 @@ from tinsmith.api.routes.weights import granting_tenant
 from tinsmith.auth import user_urn
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.audit import entry
-from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, NewCheckpoint, Search, parse_path
+from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, CheckpointSearch, NewCheckpoint, parse_path
 from tinsmith.store.models import Model, NewModel, copied_run
 from tinsmith.store.usage import added
 from tinsmith.wire.fields import (
@@ -132,7 +132,7 @@ def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObj
     if unknown := [each for each in request.project_ids or () if each not in known]:
         raise NotFoundError(f"project_ids has {show(unknown[0])}, which is not a project of yours")
     kinds = [kind for kind, shown in CHECKPOINT_TYPES.items() if request.checkpoint_type in (None, shown)]
-    search = Search(
+    search = CheckpointSearch(
         kinds=kinds,
         base_models=request.base_models,
         project_ids=request.project_ids,

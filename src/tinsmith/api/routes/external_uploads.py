@@ -44,7 +44,7 @@ class StartUploadRequest(ClosedBody):
     destination_project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
 
 
-class Upload(Body):
+class ExternalUpload(Body):
     """What an upload's id says."""
 
     tenant_id: Text
@@ -66,7 +66,7 @@ class Upload(Body):
 )
 def start(call: Call, request: StartUploadRequest) -> JsonObject:
     call.services.bases.get(request.base_model)
-    upload = Upload(
+    upload = ExternalUpload(
         tenant_id=call.tenant_id,
         number=uuid.uuid4().hex,
         expires_s=int(time.time()) + LINK_S,
@@ -152,10 +152,12 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
     return {"tinker_path": stored.ref.path}
 
 
-def _read(call: Call, upload_id: str) -> Upload:
+def _read(call: Call, upload_id: str) -> ExternalUpload:
     written, _, signature = upload_id.partition(".")
     if call.services.signer.verify(ID_PURPOSE, written.encode(), signature):
-        upload = Upload.model_validate(orjson.loads(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4))))
+        upload = ExternalUpload.model_validate(
+            orjson.loads(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4)))
+        )
         if upload.tenant_id == call.tenant_id:
             return upload
     raise NotFoundError("this upload_id does not exist; external_weights_upload_start makes one")

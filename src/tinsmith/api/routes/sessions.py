@@ -14,7 +14,7 @@ from tinsmith.api.operation import Access, Call, Draft, JsonObject, operation
 from tinsmith.api.routes.links import follow_link, sign_link
 from tinsmith.auth import user_urn
 from tinsmith.errors import UserError
-from tinsmith.store.sessions import FINISH_TYPES, NewSession, Search, Session
+from tinsmith.store.sessions import FINISH_TYPES, NewSession, Session, SessionSearch
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import (
     MAX_TEXT,
@@ -268,9 +268,9 @@ def _status(session: Session) -> JsonObject | None:
     return None
 
 
-def _search_of(call: Call, request: SearchSessionsRequest) -> Search:
+def _search_of(call: Call, request: SearchSessionsRequest) -> SessionSearch:
     states, finish_types = _statuses(request.statuses)
-    return Search(
+    return SessionSearch(
         session_id=request.session_id,
         display_name=request.display_name,
         project_ids=request.project_ids,

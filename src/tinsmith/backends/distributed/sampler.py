@@ -28,7 +28,7 @@ from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
 from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.samplers.local.sampling import Chosen, Top
-from tinsmith.samplers.local.scheduler import Step
+from tinsmith.samplers.local.scheduler import SamplerStep
 from tinsmith.types import Partial, Sample, SampleResult
 
 BEGINNING = 64
@@ -65,7 +65,7 @@ class RankSampler(LocalSampler):
             self._base.idle(train=False)
         return finished
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: SamplerStep) -> None:
         self._ran = True
         if not self._ranks.degrees.shard_base:
             super()._run(step)

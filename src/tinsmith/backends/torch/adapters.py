@@ -44,7 +44,7 @@ class Bank:
     interleaved: bool
 
 
-class Part(NamedTuple):
+class LinearPart(NamedTuple):
     """That a target is some rows of a linear, from `start` on: Tinker has several adapters where transformers has one
     linear.
     """
@@ -81,7 +81,7 @@ class Target:
     in_features: int
     out_features: int
     bank: Bank | None = None
-    part: Part | None = None
+    part: LinearPart | None = None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of A [r, I] and B [O, r]; those of experts are stacked, [E, r, I] and [E, O, r]."""

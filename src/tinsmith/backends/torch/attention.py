@@ -86,7 +86,7 @@ class Mixer(Protocol):
         ...
 
 
-class Asked(NamedTuple):
+class ProbedAttention(NamedTuple):
     """What a layer asks of attention: the sizes and dtype of what it would cache for a row, and how to attend."""
 
     num_keys: int
@@ -96,13 +96,13 @@ class Asked(NamedTuple):
     options: AttentionOptions
 
 
-class NotingPlan:
+class AttentionProbe:
     """An AttentionPlan of one sequence that attends to nothing and notes, by layer, what is asked each time and which
     states are kept.
     """
 
     def __init__(self) -> None:
-        self.asked: dict[int, list[Asked]] = {}
+        self.asked: dict[int, list[ProbedAttention]] = {}
         self.kept: dict[int, list[MixerState]] = {}
 
     @property
@@ -112,7 +112,7 @@ class NotingPlan:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        asked = Asked(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
+        asked = ProbedAttention(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
         self.asked.setdefault(layer, []).append(asked)
         return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.adapters import Part, Target
+from tinsmith.backends.torch.adapters import LinearPart, Target
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
@@ -65,7 +65,7 @@ class MultiLoRALinear(nn.Module):
         parent = self.name.rpartition(".")[0]
         self.adapted = tuple(
             Target(f"{parent}.{last}", self.group, self.in_features, num_rows,
-                   part=Part(self.name, start, len(parts), self.out_features))
+                   part=LinearPart(self.name, start, len(parts), self.out_features))
             for (last, num_rows), start in zip(parts, starts, strict=False)
         )  # fmt: skip
         self._site = Site(self.adapted)

@@ -37,7 +37,7 @@ from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
     AttentionPlan,
-    NotingPlan,
+    AttentionProbe,
     PackedCausal,
     register,
 )
@@ -277,7 +277,7 @@ class BaseModel:
             self._written_out = self._compared(self._written_out)
 
     def _check_layers(self) -> None:
-        seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.kept)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)

@@ -27,7 +27,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
-from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
+from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.lora import MultiLoRALinear, apply_with_gradient
 from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, product
@@ -341,7 +341,7 @@ def are_known(modules: nn.Module) -> bool:
 @torch.no_grad()
 def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
     """What each layer asks of attention, by index."""
-    noting, token = NotingPlan(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
+    noting, token = AttentionProbe(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
     modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: noting})
     return {layer: asked.options for layer, (asked,) in noting.asked.items()}
 

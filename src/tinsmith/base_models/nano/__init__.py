@@ -32,7 +32,7 @@ def path() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class PromptExample:
     task: str
     prompt: str
     answer: str
@@ -46,9 +46,9 @@ class Example:
         return text == self.answer
 
 
-def draw(task: str, rng: random.Random, split: Split) -> Example:
+def draw(task: str, rng: random.Random, split: Split) -> PromptExample:
     """An example of "pig_latin", "add" or "compare"."""
-    return Example(task, *rng.choice(_examples()[task][split]))
+    return PromptExample(task, *rng.choice(_examples()[task][split]))
 
 
 @cache

@@ -51,14 +51,14 @@ from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.prompt_logprobs import max_target
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
-from tinsmith.samplers.local.scheduler import Batcher, Span, Step
+from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenRun
 from tinsmith.samplers.local.scoring import score_prompt
 from tinsmith.samplers.local.states import (
-    Piece,
     Recurrence,
+    SequencePiece,
     SequenceState,
-    Snapshots,
     StateRoom,
+    StateSnapshots,
     cuts_between,
     state_bytes,
 )
@@ -190,7 +190,7 @@ class LocalSampler:
             block_size=options.block_size,
             max_sequences=states.max_sequences,
             max_tokens=options.max_tokens_per_step,
-            snapshots=Snapshots(states.max_snapshots) if self._keeps_states else None,
+            snapshots=StateSnapshots(states.max_snapshots) if self._keeps_states else None,
         )
         self._deterministic = options.deterministic
         has_experts = any("expert" in name for name, _ in base.model.named_modules())
@@ -209,7 +209,7 @@ class LocalSampler:
         self._partials: list[Partial] = []
         self._can_retry = True
         self._prepared = True
-        self._spans: list[Span] = []
+        self._spans: list[TokenRun] = []
 
     @property
     def has_work(self) -> bool:
@@ -272,7 +272,7 @@ class LocalSampler:
             return str(error)
         return None
 
-    def _scheduled(self, scopes: Collection[str] | None) -> Step:
+    def _scheduled(self, scopes: Collection[str] | None) -> SamplerStep:
         step = self._batcher.schedule(scopes)
         while scopes is None and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
             self._cache_budget.relax()  # the oldest needs more than there was memory for
@@ -369,7 +369,7 @@ class LocalSampler:
         # The Rust tokenizer itself: transformers' decode costs ten times as much for a few tokens.
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: SamplerStep) -> None:
         self._prepare(step)
         through = self._through_pieces if self._deterministic else self._through_layers
         spans, hidden_TD = through(step.spans)
@@ -377,19 +377,19 @@ class LocalSampler:
             self._part_from_batches(step.spans)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
 
-    def _prepare(self, step: Step) -> None:
+    def _prepare(self, step: SamplerStep) -> None:
         self._cache_budget.grow()
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _part_from_batches(self, spans: Seq[Span]) -> None:
+    def _part_from_batches(self, spans: Seq[TokenRun]) -> None:
         """States of running sequences that had no part in a step are not to keep those of an older one in memory."""
         stepped = {id(span.sequence) for span in spans}
         for sequence in self._batcher.running:
             if sequence.state is not None and id(sequence) not in stepped:
                 sequence.state = sequence.state.apart()
 
-    def _leave_states(self, spans: Seq[Span], recurrence: Recurrence) -> None:
+    def _leave_states(self, spans: Seq[TokenRun], recurrence: Recurrence) -> None:
         """Advance the spans with their states, and keep snapshots where these are wanted."""
         for span, state in zip(spans, recurrence.after, strict=True):
             span.sequence.state = state
@@ -412,7 +412,7 @@ class LocalSampler:
         if snapshots is not None and state is not None and weights.alive:
             snapshots.add(sequence.key(position // size - 1, size), weights.number, state)
 
-    def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+    def _through_layers(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
         """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
         # Those of adapters that have equally many do, too: they are one batched product.
@@ -449,7 +449,7 @@ class LocalSampler:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
 
-    def _positions(self, plan: PagedPlan, spans: Seq[Span]) -> tuple[Tensor, ImageRows | None]:
+    def _positions(self, plan: PagedPlan, spans: Seq[TokenRun]) -> tuple[Tensor, ImageRows | None]:
         """What RoPE is given, which differs from the places in the cache behind an image; and the rows of images."""
         if not any(span.sequence.request.placed for span in spans):
             return plan.positions_T, None
@@ -457,7 +457,7 @@ class LocalSampler:
         positions, images = self._base.positions(placed)
         return torch.from_numpy(positions).to(self._base.device), images
 
-    def _through_pieces(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+    def _through_pieces(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
         """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
 
         A kernel adds in an order that it chooses by the shapes that it is given. So a position is always computed in
@@ -499,7 +499,7 @@ class LocalSampler:
         num = self._piece_rows
         tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
         rows = Rows(first, first + num, [*blocks, *[0] * num])
-        recurrence = Recurrence([Piece(0, num, state)], self._base.device) if self._keeps_states else None
+        recurrence = Recurrence([SequencePiece(0, num, state)], self._base.device) if self._keeps_states else None
         plan = PagedPlan(cache, [rows], self._base.device, written=wanted, recurrence=recurrence)
         rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None
@@ -525,7 +525,7 @@ class LocalSampler:
         if not all(torch.equal(ours, again) for ours, again in zip(*found, strict=True)):
             raise SettingsError("the same rows give other bits from call to call on this machine: not deterministic")
 
-    def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:
+    def _score(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> list[tuple[TokenRun, int]]:
         """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
         complete, end = [], 0
         for span, num_rows in spans:
@@ -539,7 +539,7 @@ class LocalSampler:
                 complete.append((span, end - 1))
         return complete
 
-    def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
+    def _sample(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> None:
         """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
         if self._deterministic and len(spans) > 1:
             for span in spans:
@@ -612,10 +612,10 @@ class LocalSampler:
         self._settled.append((request_id, outcome))
 
 
-def _piece_of(span: Span, first: int) -> Piece:
+def _piece_of(span: TokenRun, first: int) -> SequencePiece:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
-    return Piece(first, span.stop - span.start, sequence.state, cuts)
+    return SequencePiece(first, span.stop - span.start, sequence.state, cuts)
 
 
 def draws_of(sequences: Seq[Sequence]) -> Draws:

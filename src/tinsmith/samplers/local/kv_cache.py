@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import NotingPlan
+from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 
@@ -138,9 +138,9 @@ class KVCache:
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
 
 
-def noted_layers(base: BaseModel) -> NotingPlan:
+def noted_layers(base: BaseModel) -> AttentionProbe:
     """What the layers cache and keep of one token."""
-    noting = NotingPlan()
+    noting = AttentionProbe()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
         base.hidden(token_T, token_T, noting, Routing([Segment(0, 1, None)]))

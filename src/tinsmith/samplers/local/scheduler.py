@@ -16,7 +16,7 @@ again later, mostly from cached blocks). The oldest running sequence of a scope 
 and the oldest of all is never preempted and fits alone, so it always finishes.
 
 Blocks are shared in two ways. Answers of one request fork after the prompt and share its blocks; whoever
-writes into a shared block copies it first (`Step.copies`). Across requests, full blocks are found by their
+writes into a shared block copies it first (`SamplerStep.copies`). Across requests, full blocks are found by their
 key; a prompt whose next block is being computed by another sequence right now waits for it rather than
 compute it twice.
 
@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from tinsmith.samplers.local.kv_cache import BlockPool
 from tinsmith.samplers.local.request import Sequence
-from tinsmith.samplers.local.states import Snapshots
+from tinsmith.samplers.local.states import StateSnapshots
 
 RELAXED_AFTER = 16
 """Steps without a lack of memory after which twice as much may run again."""
@@ -51,7 +51,7 @@ Lines = dict[str, deque[Sequence]]
 """Waiting sequences by scope, oldest first."""
 
 
-class Span(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens start..stop of a sequence, to be computed in this step."""
 
     sequence: Sequence
@@ -72,10 +72,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SamplerStep:
     """Before the model runs: `copies` (source, target) of blocks first, then `fresh` blocks to zero."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TokenRun] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Batcher:
         block_size: int,
         max_sequences: int,
         max_tokens: int,
-        snapshots: Snapshots | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.pool = pool
         self.snapshots = snapshots
@@ -114,9 +114,9 @@ class Batcher:
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = [s for s in self.waiting if id(s) not in gone]
 
-    def schedule(self, scopes: Container[str] | None = None) -> Step:
+    def schedule(self, scopes: Container[str] | None = None) -> SamplerStep:
         """What to compute next; with `scopes`, of sequences of these alone. The others keep their places."""
-        step = Step()
+        step = SamplerStep()
         is_shared = self._is_shared()
         if is_shared:
             self._make_places()
@@ -125,7 +125,7 @@ class Batcher:
             if scopes is not None and sequence.scope not in scopes:
                 continue
             if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, spanned):
-                step.spans.append(Span(sequence, sequence.num_cached, sequence.length))
+                step.spans.append(TokenRun(sequence, sequence.num_cached, sequence.length))
                 spanned.add(id(sequence))
         budget = max(self._max_tokens - len(step.spans), 1)
         lines = {scope: line for scope, line in self._lines().items() if scopes is None or scope in scopes}
@@ -149,7 +149,7 @@ class Batcher:
 
     # Too little memory.
 
-    def rewind(self, spans: Seq[Span]) -> None:
+    def rewind(self, spans: Seq[TokenRun]) -> None:
         """The step of these spans was cut off: what it did not come to the end with is computed again. Keys and values
         that it has written are the same then.
         """
@@ -202,7 +202,7 @@ class Batcher:
         self._max_sequences = min(self._most_sequences, 2 * self._max_sequences)
         self._max_tokens = min(self._most_tokens, 2 * self._max_tokens)
 
-    def advance(self, span: Span) -> None:
+    def advance(self, span: TokenRun) -> None:
         """The span's keys and values are in the cache: its full blocks may serve other prompts."""
         sequence, weights = span.sequence, span.sequence.request.weights
         for index in range(span.start // self.block_size, span.stop // self.block_size):
@@ -229,7 +229,7 @@ class Batcher:
             self.add(child)
         return list(children[:room])
 
-    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: Step, lines: Lines) -> int:
+    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: SamplerStep, lines: Lines) -> int:
         """Compute more of the prompts that have begun; returns the number of tokens. Of several scopes each takes an
         equal part at most, and those that could be admitted are among them.
         """
@@ -247,13 +247,13 @@ class Batcher:
                 used += taken
         return used
 
-    def _take(self, sequence: Sequence, budget: int, step: Step) -> int:
+    def _take(self, sequence: Sequence, budget: int, step: SamplerStep) -> int:
         start = sequence.num_cached
         stop = min(sequence.length, start + budget)
-        step.spans.append(Span(sequence, start, stop))
+        step.spans.append(TokenRun(sequence, start, stop))
         return stop - start
 
-    def _admit_waiting(self, budget: int, step: Step, lines: Lines) -> None:
+    def _admit_waiting(self, budget: int, step: SamplerStep, lines: Lines) -> None:
         counts = Counter(sequence.scope for sequence in self.running)
         deferred = 0
         while budget > 0 and len(self.running) < self._max_sequences and deferred < MAX_DEFERRED:
@@ -381,7 +381,7 @@ class Batcher:
         insort(self.running, sequence, key=_order)
         return True
 
-    def _make_writable(self, sequence: Sequence, step: Step, spanned: Container[int]) -> bool:
+    def _make_writable(self, sequence: Sequence, step: SamplerStep, spanned: Container[int]) -> bool:
         """Give a decoding sequence its own block for the next token; False if it was itself preempted. Those in
         `spanned` have their part of the step and keep their blocks.
         """

@@ -5,9 +5,9 @@ step makes new ones, so that answers of one request share their prompt's, and a 
 as they were. `Recurrence` is a step's part of an `AttentionPlan`: pieces of equal length go through a layer together,
 each a batch row of its own, and a sequence may be cut within a step where a snapshot is wanted.
 
-`Snapshots` holds states behind whole blocks under the blocks' prefix keys, as many as there is room for; the one that
-was used longest ago leaves first. Cached blocks serve a prompt only up to a snapshot: attention knows those tokens by
-their keys and values, the other layers by their state.
+`StateSnapshots` holds states behind whole blocks under the blocks' prefix keys, as many as there is room for; the one
+that was used longest ago leaves first. Cached blocks serve a prompt only up to a snapshot: attention knows those
+tokens by their keys and values, the other layers by their state.
 
 Letters: T rows of a step, n pieces of a group, L rows of each.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import Mixer, MixerState, NotingPlan
+from tinsmith.backends.torch.attention import AttentionProbe, Mixer, MixerState
 from tinsmith.plan.memory import STATES_EACH
 
 
@@ -41,7 +41,7 @@ class SequenceState:
         return SequenceState(own, shares_memory=False)
 
 
-def state_bytes(noted: NotingPlan) -> int:
+def state_bytes(noted: AttentionProbe) -> int:
     """What a sequence's state takes; 0 if no layer keeps any."""
     return sum(part.nbytes for states in noted.kept.values() for part in states[-1] if part is not None)
 
@@ -74,7 +74,7 @@ class StateRoom(NamedTuple):
         return cls(num_running, num_snapshots, (STATES_EACH * num_running + num_snapshots) * state_bytes)
 
 
-class Snapshots:
+class StateSnapshots:
     """At most `most` states by prefix key."""
 
     def __init__(self, most: int) -> None:
@@ -106,7 +106,7 @@ class Snapshots:
             del self._states[key]
 
 
-class Piece(NamedTuple):
+class SequencePiece(NamedTuple):
     """A sequence's rows of a step: `size` of them from `first` on, behind `state`. `cuts`: numbers of rows, rising and
     below `size`, behind which the state is wanted, too.
     """
@@ -132,7 +132,7 @@ class Recurrence:
     its end and `at_cuts[i]` are those behind its cuts.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[SequencePiece], device: torch.device) -> None:
         self._pieces = pieces
         self._device = device
         self._layers: list[dict[int, MixerState]] = [{} for _ in pieces]
