@@ -11,7 +11,7 @@ TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz bro
 STAMP := $(VENV)/.installed
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
-	test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
+	test-clients test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
 	format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
@@ -63,6 +63,10 @@ attack: $(STAMP)
 test-harness: $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt 'lm-eval[api]==0.4.13'
 	$(PYTEST) tests/e2e/test_lm_eval.py
+
+# Clients that others wrote, each in an environment of its own below build/clients, from the package index.
+test-clients: $(STAMP)
+	$(BIN)/python scripts/test-clients
 
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
