@@ -187,7 +187,7 @@ def test_whether_there_are_keys_is_asked_by_a_thread(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Keys, "any", lambda self: (asked.append(on_a_loop()), any_key(self))[1])
     harness = make_harness(tmp_path, local=True)
     with harness.client:
-        assert harness.client.get("/healthz").status_code == 404
+        assert harness.client.get("/nothing").status_code == 404
         assert harness.client.get("/api/v1/healthz").status_code == 200
     close(harness)
     assert asked == [False]

@@ -301,8 +301,8 @@ EXCEPTIONS = {
     "batch/pools/specs.py": {"yaml"},  # the operator's own file
 }
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
-# The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and `tinsmith bench`
-# the server that their user names; the operator's command the hub, before it serves.
+# The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and trajectories, and
+# `tinsmith bench` the server that their user names; the operator's command the hub, before it serves.
 MAY_ASK = {
     "base_models/__init__.py",
     "batch/client/http.py",
@@ -311,6 +311,7 @@ MAY_ASK = {
     "cli/demo.py",
     "engine/transfer.py",
     "exchange/merging.py",  # asks nothing: of huggingface_hub it has the function that splits files
+    "exchange/trajectories.py",
     "exchange/transfer.py",
     "samplers/remote/connection.py",
 }

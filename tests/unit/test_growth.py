@@ -95,7 +95,8 @@ class Life:
         versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
         nouns = (services.sessions, services.models, services.sampling_sessions, services.futures, services.checkpoints)
         others = (services.audit, services.custom_losses, services.sequences, services.files, services.kept_samples)
-        parts = SweptParts(*nouns, versions, snapshots, *others, Engines(database(harness), "here"))
+        answers = (services.responses, services.exchanges)
+        parts = SweptParts(*nouns, versions, snapshots, *others, *answers, Engines(database(harness), "here"))
         self.janitor = Janitor(services.settings, parts)
         self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
         with database(harness).write() as connection:

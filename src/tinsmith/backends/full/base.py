@@ -40,6 +40,7 @@ from tinsmith.backends.torch.lora_ops import Routing, Run, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import Trainer
+from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.request import Sequence as Running
@@ -114,8 +115,9 @@ class FullBase(BaseModel):
         shape: ModelShape,
         recompute: str = "auto",
         quantize: str = "off",
+        vision: Vision | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, shape, recompute, quantize)
+        super().__init__(model, tokenizer, shape, recompute, quantize, vision)
         self._written_out = None
         if self.experts:
             raise SettingsError(f"{shape.name} is a mixture of experts; backend 'full' trains dense models only")
