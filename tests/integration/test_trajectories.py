@@ -109,6 +109,19 @@ def test_sessions_are_read_in_pages_and_deleted(harness: Harness) -> None:
     assert "twice" in harness.post("trajectories/rewards", twice, BOB).json()["detail"]
 
 
+def test_a_session_that_is_too_long_to_merge_is_refused_by_name(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinsmith.store import exchanges
+
+    captured(harness, "long", [exchange(0, [1], [2])] * 3)
+    monkeypatch.setattr(exchanges, "MAX_EXCHANGES", 3)
+    assert harness.get("trajectories?session=long").status_code == 200
+    monkeypatch.setattr(exchanges, "MAX_EXCHANGES", 2)
+    refused = harness.get("trajectories?session=long")
+    assert refused.status_code == 400 and "session 'long' has more than 2 exchanges" in refused.json()["detail"]
+
+
 def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(harness, "s", [exchange(0, [1], [2])])
     assert harness.services.exchanges.sweep() == 0

@@ -21,7 +21,7 @@ import zstandard
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import EXCHANGES
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.types import F32, I32, SampleResult
 
 KEPT_S = 7 * 86400.0
@@ -124,10 +124,17 @@ class Exchanges:
             connection.execute(EXCHANGES.insert(), rows)
 
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
+        """Raises UserError if the session has more exchanges than are merged."""
         mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
-        query = sa.select(*columns).where(mine).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES)
-        return merged(_exchange(row._mapping) for row in self._db.rows(query))
+        query = sa.select(*columns).where(mine).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES + 1)
+        rows = self._db.rows(query)
+        if len(rows) > MAX_EXCHANGES:
+            raise UserError(
+                f"session {session[:80]!a} has more than {MAX_EXCHANGES} exchanges, which are too many to merge; give "
+                "each conversation a session of its own"
+            )
+        return merged(_exchange(row._mapping) for row in rows)
 
     def sessions(self, tenant_id: str, limit: int, after: str) -> tuple[list[str], bool]:
         """A page of session names in their order, and whether there are more."""
