@@ -22,6 +22,15 @@ from tokenizers import models as tokenizer_models
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+M50: dict[str, int | str] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "vocab_size": 8192,
+}
 SIZES: dict[str, dict[str, int | str]] = {
     "tiny": {
         "hidden_size": 128,
@@ -32,24 +41,10 @@ SIZES: dict[str, dict[str, int | str]] = {
         "intermediate_size": 384,
         "vocab_size": 8192,
     },
-    "m50": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 2048,
-        "vocab_size": 8192,
-    },
-    "h50": {
+    "m50": M50,
+    "h50": M50
+    | {
         "model_type": "qwen3_5_text",
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 2048,
-        "vocab_size": 8192,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 64,

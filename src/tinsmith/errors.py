@@ -6,6 +6,8 @@ the docstring is the default message. `api/errors.py` maps the classes to HTTP; 
 
 from __future__ import annotations
 
+import json
+
 
 class TinsmithError(Exception):
     """Something went wrong in Tinsmith."""
@@ -142,3 +144,15 @@ class SettingsError(TinsmithError):
     """The settings contradict each other."""
 
     category = "user"
+
+
+def refusal(status: int, text: str) -> TinsmithError:
+    """The exception for another server's answer of 400 or more: its `detail`, or else the beginning of its text."""
+    try:
+        message = str(json.loads(text).get("detail") or text)
+    except (ValueError, AttributeError):
+        message = text[:500]
+    if status == NotFoundError.status:
+        return NotFoundError(message)
+    kind = TinsmithError if status >= TinsmithError.status else UserError
+    return kind(f"{message} (HTTP {status})")

@@ -33,7 +33,7 @@ assert response.status in ("completed", "incomplete")
 message = litellm.completion(model=f"anthropic/{NANO}", messages=SAY, api_base=URL, api_key=KEY, max_tokens=12)
 assert message.choices[0].finish_reason in ("length", "stop")
 try:
-    litellm.completion(model="openai/nobody", messages=SAY, **OPENAI)
+    litellm.completion(model="openai/unknown", messages=SAY, **OPENAI)
 except litellm.NotFoundError:
     pass
 else:

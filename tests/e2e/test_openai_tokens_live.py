@@ -130,7 +130,7 @@ def test_texts_and_chats_become_tokens_and_text_again(place: Place) -> None:
     chat = place.root("/tokenize", model=NANO, messages=SAY)
     assert chat["tokens"] == PROMPT and chat["token_strs"] is None
     assert place.root("/detokenize", tokens=PROMPT) == {"prompt": TOKENIZER.decode(PROMPT)}
-    place.root("/tokenize", 404, model="nobody", prompt="a")
+    place.root("/tokenize", 404, model="unknown", prompt="a")
 
 
 def test_masks_reach_the_sampler(place: Place) -> None:

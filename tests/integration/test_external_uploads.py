@@ -1,6 +1,6 @@
 """Uploads by signed links (SDK 0.39): start, PUT, finish; what is checked, what expires, and what is swept.
 
-The raw client stands for the SDK's calls; `contract/test_sdk_surface.py` drives the installed SDK.
+The tests send the requests that SDK 0.39 sends; the installed SDK is tested in `contract/test_sdk_surface.py`.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tinsmith.cli.remote import INTERRUPTED, REFUSED, AsJson, notes, output
 from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tinsmith.batch.formats.registry import InputReader, OutputWriter, Registry
 
 T = TypeVar("T")
-REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
+NOT_SUCCEEDED = 1
 PATIENCE_S = 5.0
 """How long an unreachable server is tried again by commands that do not wait for a job."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -36,11 +36,8 @@ MOST_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
-output = Console(soft_wrap=True, highlight=False, emoji=False)
-notes = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Answer every question with yes.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
 IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite or ask.")]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tinsmith.cli.remote import AsJson, notes, output
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import load
 
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Create, list and revoke API keys. Once a key exists, the server rejects all others.", no_args_is_help=True
 )
-output = Console(soft_wrap=True, highlight=False, emoji=False)
-errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]
 
 
@@ -55,9 +52,9 @@ def create(
         first = not keys.any()
         key, secret = keys.create(tenant, name, read_quotas(quota or []))
     typer.echo(json.dumps(_shown(key) | {"key": secret}) if as_json else secret)
-    errors.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
+    notes.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
     if first and tenant != LOCAL_TENANT:
-        errors.print(
+        notes.print(
             "This is the first key: from now on the server rejects requests without one. Earlier work belongs to "
             f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` makes a key for it."
         )

@@ -26,6 +26,7 @@ from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import up as up_cli
+from tinsmith.cli.remote import AsJson
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
@@ -40,7 +41,6 @@ app = typer.Typer(
 output = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 MODEL = typer.Option(
     "--model", "-m", metavar="[NAME=]DIR_OR_ID", help="A base model to serve; repeat it. Default: tinsmith/nano."
 )

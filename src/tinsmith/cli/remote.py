@@ -1,4 +1,4 @@
-"""What the commands share that talk to a server: its address, how they refuse, and how they print.
+"""What the commands share: how they print and refuse, and the client of those that talk to a server.
 
 The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK. With `--json`, standard output holds JSON
 alone, with times in ISO 8601 and sizes in bytes; without it, times are local and sizes have units.
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 """Exit status of a command that was refused."""
+
+INTERRUPTED = 130
+"""Exit status if the user stopped waiting."""
 
 output = Console(soft_wrap=True, highlight=False, emoji=False)
 notes = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)

@@ -19,7 +19,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tinsmith.cli.remote import AsJson, moment, output, refusals, server
+from tinsmith.cli.remote import INTERRUPTED, AsJson, moment, output, refusals, server
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ BARS = "".join(chr(0x2581 + eighth) for eighth in range(8))
 """Block characters of an eighth to eight eighths of a line's height."""
 BARS_SHOWN = 24
 POLL_S = 1.0
-INTERRUPTED = 130
 
 app = typer.Typer(help="List, show, compare and follow training runs.", no_args_is_help=True)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
+from tinsmith.cli.remote import AsJson, output
 from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
     ENGINE,
@@ -44,9 +44,7 @@ WATCH_S = 1.0
 MOST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """Characters: Linux allows 107 in the path of a socket, and Ray's longest is this one below its directory."""
 
-output = Console(soft_wrap=True, highlight=False, emoji=False)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="The servers' data directory. Default: ~/.tinsmith.")]
 Address = Annotated[
     str | None,

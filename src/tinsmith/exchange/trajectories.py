@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.errors import refusal
 
 if TYPE_CHECKING:
     import tinker
@@ -93,8 +93,7 @@ class Trajectories:
         answer = self._http.request(method, self._url + path, **more)
         if answer.is_success:
             return answer.json()
-        kind = TinsmithError if answer.status_code >= 500 else NotFoundError if answer.status_code == 404 else UserError
-        raise kind(f"{answer.text[:500]} (HTTP {answer.status_code})")
+        raise refusal(answer.status_code, answer.text)
 
 
 def _read(given: Mapping[str, Any]) -> CapturedTrajectory:

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import httpx
 from tqdm.utils import CallbackIOWrapper
 
-from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.errors import TinsmithError, UserError, refusal
 from tinsmith.exchange import adapters
 from tinsmith.storage.directories import appearing
 from tinsmith.storage.stores import fsync
@@ -68,7 +68,7 @@ class TinkerServer:
             with self._keyless.stream("GET", link) as response:
                 if response.is_error:
                     response.read()
-                    raise _refused(response)
+                    raise refusal(response.status_code, response.text)
                 total = int(response.headers.get("content-length", 0))
                 with appearing(directory) as hidden:
                     files = _unpacked(_Stream(response.iter_bytes(CHUNK_BYTES), total, progress), hidden)
@@ -109,7 +109,7 @@ class TinkerServer:
                 f"no answer from {self._url}: {error!r}; is it `tinsmith serve`? TINKER_BASE_URL says where it is"
             ) from None
         if answer.is_error:
-            raise _refused(answer)
+            raise refusal(answer.status_code, answer.text)
         return answer
 
 
@@ -160,14 +160,3 @@ def _parts(path: str) -> tuple[str, str, str]:
     if prefix != "tinker" or len(parts) != 3 or not all(parts):
         raise UserError(f"{path!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME")
     return parts[0], parts[1], parts[2]
-
-
-def _refused(response: httpx.Response) -> TinsmithError:
-    try:
-        message = str(response.json().get("detail") or response.text)
-    except (ValueError, AttributeError):
-        message = response.text[:500]
-    if response.status_code == 404:
-        return NotFoundError(message)
-    kind = TinsmithError if response.status_code >= 500 else UserError
-    return kind(f"{message} (HTTP {response.status_code})")

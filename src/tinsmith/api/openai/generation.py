@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -49,6 +50,7 @@ from tinsmith.wire.bodies import JSON_TYPE, decode
 from tinsmith.wire.fields import read_object, validate
 from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
+T = TypeVar("T")
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
 KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
@@ -110,12 +112,20 @@ def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
 
 async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
     """The services, the tenant and the request, authenticated and validated."""
+
+    def make(services: Services, tenant_id: str, values: JsonObject) -> Prepared:
+        return replace(prepare(services, tenant_id, values, kind), capture=capture_session(request))
+
+    return await read_as(request, make)
+
+
+async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> tuple[Services, str, T]:
+    """The services, the tenant, and what `make` makes of the body's values, on a worker thread."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
-    def work() -> Prepared:
-        values = read_object(decode(body, encoding, services.settings.max_body_bytes))
-        return replace(prepare(services, tenant_id, values, kind), capture=capture_session(request))
+    def work() -> T:
+        return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)))
 
     return services, tenant_id, await run(work)
 

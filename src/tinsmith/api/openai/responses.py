@@ -18,6 +18,7 @@ from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
     give_up,
     prepare_plan,
+    read_as,
     record,
     sample_outcome,
     seated,
@@ -32,10 +33,8 @@ from tinsmith.api.operation import (
     JsonObject,
     Services,
     answer,
-    authenticate,
     capture_session,
     operation,
-    read_body,
     run,
 )
 from tinsmith.chat.responses import ResponseRequest, items_after, new_response
@@ -43,8 +42,7 @@ from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supp
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.store.responses import StoredResponse
 from tinsmith.types import SampleResult
-from tinsmith.wire.bodies import JSON_TYPE, decode
-from tinsmith.wire.fields import read_object, validate
+from tinsmith.wire.fields import validate
 
 RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})
 RUNNING = ("queued", "in_progress")
@@ -114,14 +112,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     prefixes=OPENAI,
 )
 async def create(request: Request) -> HttpResponse:
-    services, tenant_id = await authenticate(request)
-    body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
-
-    def work() -> PreparedResponse:
-        values = read_object(decode(body, encoding, services.settings.max_body_bytes))
-        return PreparedResponse(services, tenant_id, values)
-
-    asked = await run(work)
+    services, tenant_id, asked = await read_as(request, PreparedResponse)
     asked.prepared = replace(asked.prepared, capture=capture_session(request))
     if asked.request.background and asked.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the answer, or stream it")

@@ -165,7 +165,7 @@ class _Call(NamedTuple):
 
 
 class _Ending(NamedTuple):
-    """What is left of a step behind the last layer's attention, where nobody asks for the other rows."""
+    """The rows of a step whose final hidden states are wanted: the last layer's MLP computes these rows alone."""
 
     rows_n: Tensor
     routing: Routing

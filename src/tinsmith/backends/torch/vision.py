@@ -51,7 +51,7 @@ CHECKED_SIZES = ((1, 1), (37, 21), (640, 480), (4000, 30))
 
 
 class Features(NamedTuple):
-    """What stands for the embeddings of an image's tokens, and what is added to their rows behind the first layers."""
+    """An image's embeddings, which replace those of its tokens, and the deepstack features for the first layers."""
 
     embeddings_RD: Tensor
     deepstack: tuple[Tensor, ...]  # [R, D] each

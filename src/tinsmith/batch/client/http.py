@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.errors import TinsmithError, refusal
 
 JOBS = "/api/v1/batch/jobs"
 POOLS = "/api/v1/batch/pools"
@@ -111,7 +111,7 @@ class Client:
                 raise httpx.TransportError(f"the server answered {response.status_code}")
             if response.is_error:
                 response.read()
-                raise _refused(response)
+                raise refusal(response.status_code, response.text)
             for line in response.iter_lines():
                 if line.startswith("data:"):
                     yield json.loads(line.removeprefix("data:"))
@@ -136,16 +136,5 @@ class Client:
                 if not response.is_error:
                     return response.json()
                 if response.status_code not in BUSY or time.monotonic() > until:
-                    raise _refused(response)
+                    raise refusal(response.status_code, response.text)
             time.sleep(PAUSE_S)
-
-
-def _refused(response: httpx.Response) -> Exception:
-    try:
-        message = str(response.json().get("detail") or response.text)
-    except (ValueError, AttributeError):
-        message = response.text
-    if response.status_code == 404:
-        return NotFoundError(message)
-    kind = TinsmithError if response.status_code >= 500 else UserError
-    return kind(f"{message} (HTTP {response.status_code})")

@@ -436,7 +436,7 @@ class LocalSampler:
         counts = [span.num_wanted for span in spans]
         ends = accumulate(sizes)
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        if not wanted:  # of a prompt's first pieces nobody asks anything: their last row stands for all
+        if not wanted:  # the first pieces of prompts need no logits: compute one row
             wanted = [len(tokens_T) - 1]
         positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
