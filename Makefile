@@ -22,14 +22,13 @@ test: $(STAMP)
 	scripts/setup-browser
 	$(PYTEST) $(PARALLEL) -m "not slow and not extended" $(TESTS)
 
-# The rest of tests/e2e, fault, cluster, fuzz and browser, and the longer tests of the other directories.
+# The rest of tests/e2e, fault, cluster and fuzz, and the longer tests of the other directories.
 test-extended: $(STAMP)
-	scripts/setup-browser
-	$(PYTEST) $(PARALLEL) -m "extended and not slow and not recipes" $(TESTS)
+	$(PYTEST) $(PARALLEL) -m "extended and not slow and not recipes" $(filter-out tests/browser,$(TESTS))
 
 # All parts that need nothing which setup does not install, one after the other, with one closing line.
 test-all: $(STAMP)
-	$(BIN)/python scripts/test-parts test test-extended test-crash test-roles test-ranks test-postgres test-ray test-families \
+	$(BIN)/python scripts/test-parts test test-browser test-extended test-crash test-roles test-ranks test-postgres test-ray test-families \
 		test-examples test-benchmarks test-harness test-recipes test-fuzz
 
 lint: $(STAMP)

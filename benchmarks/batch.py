@@ -1,8 +1,10 @@
-"""What bulk jobs cost beside the mapper: a live server, its client and a mapper that does nothing.
+"""The overhead of bulk jobs: a live server, its client and a mapper that does nothing.
 
-`python benchmarks/batch.py [--batches N] [--ray PYTHON]` prints a table. Ray Data runs beside it where an interpreter
-that has `ray[data]` is named; the other figures of the others are those that were published or measured elsewhere
-(docs/benchmarks), and were not run here. `--rows-in-database` is the size of the job whose bookkeeping is timed.
+`python benchmarks/batch.py --peers` compares whole jobs with others in turns (`batch_peers.py`).
+`python benchmarks/batch.py [--batches N] [--ray PYTHON]` prints a table of details. Ray Data runs beside it where an
+interpreter that has `ray[data]` is named; the other figures of the others are those that were published or measured
+elsewhere (docs/benchmarks), and were not run here. `--rows-in-database` is the size of the job whose bookkeeping is
+timed.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import batch_peers
 import httpx
 import sqlalchemy as sa
 
-from support.live import LiveServer, serving
+from support.live import LiveServer, serving  # pyright: ignore[reportMissingImports]
 from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
@@ -87,7 +90,7 @@ def ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[
 
 
 def promptness(server: LiveServer, client: Client, directory: Path) -> dict[str, float]:
-    """Of one long job: how soon a new worker, a dead one and a cancellation show."""
+    """Measure, during one long job, the delays of a new worker, of a killed one and of a cancellation."""
     source = directory / "long.jsonl"
     source.write_text('{"n": 1}\n' * 20_000)
     job = Dataset(batch.JsonReader(str(source))).map(
@@ -217,7 +220,7 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     jobs.find("a", job_id)
     found = time.perf_counter() - began
     db.close()
-    return {"insert": inserted, "cpu": cpu, "wait": max(waits), "turn": turned, "progress": found}
+    return {"insert": inserted, "cpu": cpu, "wait": max(waits, default=0.0), "turn": turned, "progress": found}
 
 
 def main() -> None:
@@ -225,7 +228,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--rows-in-database", type=int, default=1_000_000)
     parser.add_argument("--ray", help="an interpreter that has ray[data]")
+    parser.add_argument("--peers", action="store_true", help="whole jobs beside Ray Data, datasets and a pool")
+    parser.add_argument("--sizes", nargs="+", type=int, choices=batch_peers.ROWS, default=list(batch_peers.ROWS))
+    parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
+    if given.peers:
+        print_table(beside_peers(given.sizes, given.runs))
+        return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with serving(directory / "data", "--backend", "fake") as server:
@@ -266,8 +275,36 @@ def main() -> None:
         ("32 rows anywhere in a file of a million", "53 ms", "-", f"{1000 * at_random:.2f} ms"),
         ("100 MB in 1,000 parts made an output", "5.4 s", "-", f"{published_s:.2f} s"),
         ("... and the most memory of the process", "559 MB", "-", f"{published_bytes / 1e6:.0f} MB"),
-        ("load average", "", "", f"{os.getloadavg()[0]:.1f}"),
     ]
+    print_table([list(line) for line in table])
+
+
+@batch.remote_function
+def longer() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results([{"text": row["text"].upper(), "length": len(row["text"])} for row in rows])
+
+
+def beside_peers(sizes: list[int], runs: int) -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as name, serving(Path(name) / "data", "--backend", "fake") as server:
+        client = Client(server.url, "tml-bench")
+        set_workers(server, batch_peers.WORKERS)
+
+        def own(source: Path, target: Path, batch_size: int) -> float:
+            began = time.perf_counter()
+            output = batch.JsonWriter(str(target))
+            Dataset(batch.JsonReader(str(source))).map(
+                longer, batch_size=batch_size, output=output, stream=False, client=client
+            ).wait()
+            return time.perf_counter() - began
+
+        return batch_peers.compare(sizes, runs, own)
+
+
+def print_table(table: list[list[str]]) -> None:
+    print(f"load average {os.getloadavg()[0]:.1f}")
     for index, line in enumerate(table):
         print("| " + " | ".join(line) + " |")
         if index == 0:

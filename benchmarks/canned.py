@@ -1,4 +1,4 @@
-"""A server that answers at once with what it always says: what is left of a call is the SDK's own.
+"""A server with canned responses, which measures the SDK's own share of a call.
 
     python benchmarks/canned.py 8001        # serves on 127.0.0.1 until it is ended
 

@@ -1,4 +1,4 @@
-"""What this machine can do at all: matrix products and memory, so that other figures can be read as shares of it.
+"""The machine's ceilings: speeds of matrix products and memory, to which other figures can be compared.
 
     python benchmarks/ceilings.py                   # half a minute; torch alone, no server
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-import numpy as np
 import tinker
+from measured import random_datum
 from processes import Service, service
 from tinker import types
 
@@ -38,14 +38,6 @@ class Figures:
     gap_s: float
     largest_difference: float
     engines: tuple[str, str]  # before and after
-
-
-def datum(seed: int) -> types.Datum:
-    tokens = np.random.default_rng(seed).integers(0, 400, LENGTH + 1)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(LENGTH, np.float32)},
-    )
 
 
 def owner(kept: Service, model_id: str) -> tuple[str, int, str]:
@@ -68,7 +60,8 @@ def train(url: str, kept: Service, steps: int, victims: dict[str, int] | None, k
         had = [owner(kept, model.model_id)]
         for step in range(steps):
             begun = time.perf_counter()
-            passed = model.forward_backward([datum(step % 4), datum(step % 3)], "cross_entropy")
+            data = [random_datum(LENGTH, seed=step % 4), random_datum(LENGTH, seed=step % 3)]
+            passed = model.forward_backward(data, "cross_entropy")
             stepped = model.optim_step(adam)
             if victims is not None and step == kill_at:
                 _, pid, holder = had[0]

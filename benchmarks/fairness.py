@@ -1,4 +1,4 @@
-"""What a tenant that floods the queue costs one that does not.
+"""The cost of one tenant's flood to another tenant.
 
     python benchmarks/fairness.py                     # starts a server with tinsmith/nano, measures, stops it
     python benchmarks/fairness.py --step-tokens 8192  # with longer steps
@@ -38,6 +38,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 import tinker
+from measured import random_datum
 from tinker import types
 
 from tinsmith.wire import tinker_public_pb2 as pb
@@ -65,17 +66,9 @@ def tokens_of(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(0, 400, length + 1)
 
 
-def small_datum() -> types.Datum:
-    tokens = tokens_of(SMALL)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(SMALL, np.float32)},
-    )
-
-
 def latencies(own: Own, least_s: float, runs: int) -> list[float]:
     """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
-    datum = small_datum()
+    datum = random_datum(SMALL, SMALL)
     times: list[float] = []
     with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()
@@ -91,7 +84,7 @@ def latencies(own: Own, least_s: float, runs: int) -> list[float]:
 
 def training_steps(own: Own, deadline: float) -> list[float]:
     """Seconds of one small training step after the other, until `deadline` by time.perf_counter()."""
-    datum = small_datum()
+    datum = random_datum(SMALL, SMALL)
     times: list[float] = []
     with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()
@@ -144,7 +137,7 @@ def flood_of_samples(own: Own) -> Iterator[None]:
 
 
 def neighbours(own: Own, seconds: float) -> dict[str, list[float]]:
-    """Both neighbours at once, for so long."""
+    """Run both neighbours at the same time for some seconds."""
     deadline = time.perf_counter() + seconds
     with ThreadPoolExecutor(2) as pool:
         steps, samples = pool.submit(training_steps, own, deadline), pool.submit(short_samples, own, deadline)

@@ -142,7 +142,8 @@ def with_peft(directory: Path, device: Device) -> torch.nn.Module:
     # "all-linear" would leave the unembedding out.
     linears = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     config = LoraConfig(r=RANK, lora_alpha=32, target_modules=sorted(linears))
-    return get_peft_model(model.to(device.device), config)
+    model.to(device.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return get_peft_model(model, config)
 
 
 # Sampling.
@@ -234,7 +235,8 @@ def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dic
             backend.unload_model(f"{work.name}.{index}")
     del peft
     gc.collect()
-    unadapted = transformers.AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.bfloat16).to(device.device)
+    unadapted = transformers.AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.bfloat16)
+    unadapted.to(device.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
     for index in range(max(ADAPTERS)):
         backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
         backend.publish(f"m{index}", f"v{index}")
@@ -283,6 +285,29 @@ def page(device: Device, found: dict[str, dict[str, object]]) -> str:
     return "\n".join(parts) + "\n"
 
 
+MAX_DISTANCE = 0.05
+"""Mean distance between sampled and trained logprobs beyond which speed is no merit."""
+
+
+def verdict(found: dict[str, dict[str, object]]) -> tuple[bool, str]:
+    """Whether the numbers agree, and one line: for each model the least ratio to PEFT and to `generate`."""
+    parts, is_good = [], True
+    for name, figures in found.items():
+        if name == "ceilings":
+            continue
+        ratios: dict[str, list[float]] = {}
+        for rows in figures.values():
+            if isinstance(rows, dict):
+                for peer in rows.keys() - {"Tinsmith"}:
+                    ratio = rows["Tinsmith"]["tokens_per_s"] / rows[peer]["tokens_per_s"]
+                    ratios.setdefault(peer, []).append(ratio)
+        distance = float(str(figures["sampled logprobs from trained ones, mean"]))
+        is_good &= distance <= MAX_DISTANCE
+        least = "".join(f", at least {min(each):.2f} x {peer}" for peer, each in sorted(ratios.items()))
+        parts.append(f"{name}: logprobs {distance:.4f} apart{least}")
+    return is_good, f"{'passed' if is_good else 'FAILED'}: {'; '.join(parts)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -311,6 +336,10 @@ def main() -> None:
     if given.write:
         given.write.write_text(told)
     write_json(given.json, found)
+    is_good, line = verdict(found)
+    print(line)
+    if not is_good:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an operation costs when much was done before it.
+"""The cost of operations with a long history.
 
     python benchmarks/growth.py                         # SQLite, with 1,000, 10,000 and 100,000 stored futures
     python benchmarks/growth.py --database-url postgresql://USER@HOST/NAME      # an empty database of its own
@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
@@ -38,11 +39,13 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 
@@ -59,7 +62,7 @@ def add_history(database: Database, first: int, last: int) -> None:
     moment = now()
     lora = {"lora_rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer_type": "adamw"}
     for start in range(first, last, AT_A_TIME):
-        rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS)}
+        rows: dict[sa.Table, list[dict[str, Any]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS)}
         rows |= {FUTURES: [], RESULTS: []}
         for number in range(start, min(last, start + AT_A_TIME)):
             if number % 10 == 0:
@@ -160,7 +163,8 @@ def sweeps(database: Database, directory: str) -> list[float]:
     files = (Directories(Path(directory) / "versions"), Directories(Path(directory) / "snapshots"))
     texts = Files(database, str(Path(directory) / "files"))
     records = (Audit(database), CustomLosses(database), Sequences(database), texts, KeptSamples(database))
-    parts = SweptParts(*nouns, *files, *records, Engines(database, "benchmark"))
+    answers = (Responses(database), Exchanges(database))
+    parts = SweptParts(*nouns, *files, *records, *answers, Engines(database, "benchmark"))
     janitor = Janitor(Settings(data_dir=Path(directory), session_timeout_s=600), parts)
     times = []
     for _ in range(SWEEPS):

@@ -1,4 +1,4 @@
-"""How far numbers move with the company that they are computed in, and what it costs that they do not.
+"""How far numbers depend on the rest of their batch, and the cost of `--deterministic`.
 
     python benchmarks/invariance.py                               # nano and tiny, both dtypes; about three minutes
     python benchmarks/invariance.py --models nano --dtypes float32 --json invariance.json

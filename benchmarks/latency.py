@@ -25,7 +25,6 @@ from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-import numpy as np
 import tinker
 from canned import MODEL as CANNED_MODEL
 from canned import canned_server
@@ -38,6 +37,7 @@ from measured import (
     machine,
     own_server,
     peak_mib,
+    random_datum,
     summary,
     timed,
     together,
@@ -58,12 +58,6 @@ CANNED_ROWS = ("forward", "step", "crowd")
 Figures = dict[str, dict[str, float]]
 
 
-def datum(length: int = LENGTH) -> types.Datum:
-    tokens = np.random.default_rng(0).integers(0, 400, length + 1)
-    inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
-
-
 def measured(action: Callable[[], object], runs: int) -> dict[str, float]:
     """Times of the action, and what each process spent on one of them."""
     timed(action, 0)
@@ -74,7 +68,7 @@ def measured(action: Callable[[], object], runs: int) -> dict[str, float]:
 
 
 def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Figures:
-    data = [datum()]
+    data = [random_datum(LENGTH)]
     prompt = data[0].model_input
     one_token = types.SamplingParams(max_tokens=1)
     figures: Figures = {}
@@ -121,7 +115,7 @@ def new_shapes(client: tinker.TrainingClient) -> Figures:
     """What the first batch of a shape takes, the least that the same takes afterwards, and what it took more."""
     first, again = [], []
     for lengths in SHAPES:
-        data = [datum(length) for length in lengths]
+        data = [random_datum(length) for length in lengths]
 
         def run(data: list[types.Datum] = data) -> None:
             client.forward_backward(data, "cross_entropy").result()
@@ -141,7 +135,7 @@ def crowd(url: str, model: str, runs: int) -> dict[str, float]:
     """Clients with a session and a model each, all at once from the first that counts to the last."""
 
     def one(meet: Meet) -> list[float]:
-        data = [datum()]
+        data = [random_datum(LENGTH)]
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
             client = service.create_lora_training_client(model, rank=RANK).result()
 
@@ -206,7 +200,8 @@ def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> F
 def until_answered(server: OwnServer, name: str) -> float:
     """Milliseconds from the start of a server to its first answer of a model."""
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-        service.create_lora_training_client(name, rank=RANK).result().forward([datum()], "cross_entropy").result()
+        client = service.create_lora_training_client(name, rank=RANK).result()
+        client.forward([random_datum(LENGTH)], "cross_entropy").result()
         return 1000 * (time.perf_counter() - server.started)
 
 

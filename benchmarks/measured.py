@@ -1,4 +1,4 @@
-"""What benchmarks share: a server of their own, clocks, the memory and processor time of processes, tables.
+"""Shared by benchmarks: servers, clocks, memory and processor time of processes, tables.
 
 Knows the processes by their command lines, below the benchmark's own process; where there is no /proc, their columns
 stay empty.
@@ -22,6 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+
+import numpy as np
+from tinker import types
 
 API_KEY = os.environ.get("TINKER_API_KEY", "tml-benchmark")
 ROLES = {"server": b"tinsmith.cli", "engine": b"tinsmith.engine"}
@@ -88,8 +91,21 @@ def together(count: int, work: Callable[[Meet], T]) -> tuple[list[T], float, Wor
     return [future.result() for future in waiting], seconds, spent
 
 
+def datum_of(tokens: np.ndarray) -> types.Datum:
+    """[T + 1] token ids as T of `cross_entropy`, each with the weight 1."""
+    inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={name: types.TensorData.from_numpy(values) for name, values in inputs.items()},
+    )
+
+
+def random_datum(length: int, seed: int = 0) -> types.Datum:
+    return datum_of(np.random.default_rng(seed).integers(0, 400, length + 1))
+
+
 def machine() -> str:
-    """One line: what the figures were taken on, and how busy it was."""
+    """Return one line about the machine and its load."""
     model = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -68,7 +68,7 @@ def make(size: str, directory: Path) -> Path:
     if (directory / "config.json").exists():
         return directory
     given = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
-    config = AutoConfig.for_model(**{"model_type": "qwen3"} | SIZES[size] | given)
+    config = AutoConfig.for_model(str(SIZES[size].get("model_type", "qwen3")), **SIZES[size] | given)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = Tokenizer(

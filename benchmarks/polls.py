@@ -106,7 +106,7 @@ class Client:
         address = urlsplit(self._url)
         loop = asyncio.get_running_loop()
         _, poll = await loop.create_connection(
-            lambda: Poll(self.poll_of(request_id), answers), address.hostname, address.port
+            lambda: Poll(self.poll_of(request_id), answers), str(address.hostname), int(address.port or 80)
         )
         return poll
 

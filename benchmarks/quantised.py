@@ -1,4 +1,4 @@
-"""What a base in fewer bits costs: the loss after a fine-tuning, memory, and speed, beside the same base in full.
+"""The cost of a quantised base: loss after fine-tuning, memory and speed, compared with the same base in full.
 
     python benchmarks/quantised.py                          # nano; about a minute on a calm machine
     python benchmarks/quantised.py --steps 60 --json quantised.json
@@ -50,7 +50,7 @@ def data_of(backend: TorchBackend, seed: int, num: int, split: str) -> tuple[Dat
 def mean_loss(backend: TorchBackend, data: tuple[Datum, ...], *, forward_only: bool) -> float:
     (result,) = run_to_end(backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only)]))
     assert isinstance(result, PassResult), result
-    return result.metrics["loss:sum"] / sum(float(np.sum(datum.inputs["weights"])) for datum in data)
+    return result.metrics["loss:sum"] / sum(float(np.sum(np.asarray(datum.inputs["weights"]))) for datum in data)
 
 
 def measured(kind: str, steps: int) -> dict[str, object]:

@@ -36,12 +36,14 @@ DEGREES = {
         "data 2": Degrees(2),
         "tensor 2": Degrees(1, 2),
         "data 2, base sharded": Degrees(2, 1, shard_base=True),
+        "context 2": Degrees(context=2),
     },
     4: {
         "data 4": Degrees(4),
         "data 2 x tensor 2": Degrees(2, 2),
         "data 4, base sharded": Degrees(4, 1, shard_base=True),
         "data 2 x tensor 2, base sharded": Degrees(2, 2, shard_base=True),
+        "context 2 x tensor 2": Degrees(1, 2, context=2),
     },
 }
 TENANTS = 4

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs to record curves, steps and samples: settling with and without it, by turns, on a SQLite file.
+"""The cost of recording curves, steps and samples: settling with and without it, interleaved, on a SQLite file.
 
     python benchmarks/recording.py [--rounds 400]
 
@@ -94,8 +94,8 @@ def main() -> None:
         step = OptimStep("r", MODEL, AdamParams())
 
         def stepped(request: Pending) -> Sequence[object]:
-            recorder.passed(request, asked_pass, passed)
-            return recorder.stepped(request, step, OUTCOME)
+            recorder.record_pass(request, asked_pass, passed)
+            return recorder.record_step(request, step, OUTCOME)
 
         sampler = SamplingSession("s:sample:0", SESSION, "alice", BASE, None, None, None, None, 0.0, 0)
         tokens = np.arange(ANSWER_TOKENS, dtype=np.int32)
@@ -106,7 +106,7 @@ def main() -> None:
         def kept(request: Pending) -> Sequence[object]:
             keeper._allowances.clear()
             begun = keeper.begin(request, sampler, asked)
-            return [] if begun is None else keeper.kept(begun, answered)
+            return [] if begun is None else keeper.record(begun, answered)
 
         compare(bench, "optim_step", stepped, 50)
         found = {}
@@ -117,7 +117,7 @@ def main() -> None:
         request = bench.new("forward_backward")
         started = time.process_time()
         for _ in range(10_000):
-            recorder.passed(request, asked_pass, passed)
+            recorder.record_pass(request, asked_pass, passed)
         found["pass"] = (0.0, 1e6 * (time.process_time() - started) / 10_000)
         print(f"a pass: {found['pass'][1]:.1f} us")
         bench.db.close()

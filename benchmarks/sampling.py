@@ -120,7 +120,7 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
 
 
 class Table:
-    """Prints figures as they come and keeps them, in a file if there is one: whoever is ended early has some."""
+    """Prints figures as they come and stores them in a file, if given, so that an interrupted run leaves some."""
 
     def __init__(self, path: Path | None) -> None:
         self.figures: list[Row] = []
@@ -162,7 +162,7 @@ def adapter_words(count: int) -> str:
 
 
 def compared(table: Table, size: str, directory: Path, given: argparse.Namespace) -> None:
-    """Everyone who is there, in turns; then what only the service and its sampler do."""
+    """Measure all engines, interleaved, and then the measures of the service and its sampler alone."""
     adapter, most = directory.with_name(f"{size}-adapter"), max(given.adapters)
     with ExitStack() as stack:
         runs: dict[str, tuple[Child, Row] | list[tinker.SamplingClient]] = {}
@@ -190,7 +190,7 @@ def compared(table: Table, size: str, directory: Path, given: argparse.Namespace
 
 
 def dropped(table: Table, runs: dict, name: str, why: str) -> None:
-    """One that has failed takes no part in what comes later."""
+    """Drop an engine that has failed from later runs."""
     table.failed(name, why)
     del runs[name]
 

@@ -1,4 +1,4 @@
-"""What a second engine, and a second server, add on one machine.
+"""The gain of a second engine and of a second server on one machine.
 
     python benchmarks/scaling.py                          # both; three minutes
     python benchmarks/scaling.py --only engines --seconds 30
@@ -26,8 +26,8 @@ from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-import numpy as np
 import tinker
+from measured import random_datum
 from processes import service
 from tinker import types
 
@@ -40,11 +40,7 @@ CLIENTS = 4
 
 def train(url: str, seconds: float) -> float:
     """Tokens per second of all tenants."""
-    tokens = np.random.default_rng(0).integers(0, 400, LENGTH + 1)
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(LENGTH, np.float32)},
-    )
+    datum = random_datum(LENGTH)
     adam = types.AdamParams(learning_rate=1e-4)
     begin, stop = threading.Barrier(TENANTS + 1), threading.Event()
     counts = [0] * TENANTS

@@ -1,4 +1,4 @@
-"""What snapshots cost a training run: steps with and without them, in turns, in one process.
+"""The cost of snapshots: training steps with and without them, interleaved, in one process.
 
     python benchmarks/snapshots.py                   # tinsmith/nano, and a random model of 50 million parameters
     python benchmarks/snapshots.py --only nano --rounds 20

@@ -79,7 +79,7 @@ PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft")
 
 
 def command_of(part: Part, flags: str) -> str:
-    """As others would write it: where other engines are is this machine's affair."""
+    """Write the command without the paths of other engines on this machine."""
     shown = re.sub(r"(--vllm|--llama) \S+", r"\1 VENV/bin/python", flags)
     return f"python benchmarks/{part.script} {shown}".rstrip()
 
@@ -131,7 +131,7 @@ class Done:
 
 
 def summary(done: list[Done], taken_on: str, path: Path) -> Row:
-    """What the figures were taken on, and by what; parts that were not run again are as they were."""
+    """Return the machine, the versions and the commands; parts that did not run keep their entries."""
     before: Row = json.loads(path.read_text())["parts"] if path.exists() else {}
     parts = before | {each.part.name: each.row for each in done}
     return {
@@ -144,7 +144,7 @@ def summary(done: list[Done], taken_on: str, path: Path) -> Row:
 
 
 def page(done: list[Done], told: Row, out: Path) -> str:
-    """The markdown of everything."""
+    """Return all results as Markdown."""
     heading = f"{told['machine']}; {told['versions']}; {told['date']}; {told['minutes']:.0f} minutes."
     lines = ["# Figures", "", heading, ""]
     for each in done:
@@ -159,7 +159,7 @@ def page(done: list[Done], told: Row, out: Path) -> str:
 
 
 def flags_of(part: Part, given: argparse.Namespace) -> str | None:
-    """With the other engines that are there."""
+    """Add the flags of the available engines."""
     flags = part.quick if given.quick else part.whole
     if flags is None or not part.beside_others:
         return flags

@@ -228,7 +228,7 @@ def replaced(text: str, found: Figures) -> str:
 
 def _table(found: Figures) -> list[str]:
     lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
-    header = ("measure", "against", "what", "ours", "theirs", "found", "target", "", "by")
+    header = ("measure", "against", "what", "ours", "theirs", "result", "target", "by")
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
     for target in TARGETS:
@@ -239,7 +239,7 @@ def _table(found: Figures) -> list[str]:
             lines.append(_line(target, row, verdict))
         if not rows:
             counts["not measured"] += 1
-            empty = (target.measure, target.against, "", "", "", "", target.in_words, "not measured", "")
+            empty = (target.measure, target.against, "", "", "", "", f"{target.in_words}: not measured", "")
             lines.append("| " + " | ".join(empty) + " |")
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
     if found.failures:
@@ -265,9 +265,10 @@ def _ceilings(ceilings: Mapping[str, float]) -> list[str]:
 
 def _line(target: Target, row: Measured, verdict: str) -> str:
     form = ".2f" if target.unit in ("x", "s") else ",.1f"
-    ours, theirs = ("" if each is None else in_words(each) for each in (row.ours, row.theirs))
+    ours, theirs = ("" if each is None else f"{each['median']:,.0f}" for each in (row.ours, row.theirs))
     value = f"{in_words(row.value, form)} {target.unit}, {row.value['runs']:.0f} runs"
-    cells = (target.measure, target.against, row.what, ours, theirs, value, target.in_words, f"**{verdict}**", row.part)
+    judged = f"{target.in_words}: **{verdict}**"
+    cells = (target.measure, target.against, row.what, ours, theirs, value, judged, row.part)
     return "| " + " | ".join(cells) + " |"
 
 

@@ -37,7 +37,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from measured import API_KEY, forget_peak, machine, own_server, peak_mib_of, processes, write_json
+from measured import API_KEY, datum_of, forget_peak, machine, own_server, peak_mib_of, processes, write_json
 from models import SIZES, make
 from tinker import types
 from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
@@ -81,11 +81,6 @@ def sequences(work: Work, client: int) -> list[np.ndarray]:
     return [rng.integers(1, VOCAB, length + 1) for length in work.lengths]
 
 
-def datum(tokens: np.ndarray) -> types.Datum:
-    inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
-
-
 def seconds_of(action: Callable[[], None]) -> float:
     started = time.perf_counter()
     action()
@@ -100,7 +95,7 @@ def of_service(url: str, model: str, work: Work) -> Iterator[Run]:
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         waiting = [service.create_lora_training_client(model, rank=RANK) for _ in range(work.clients)]
         clients = [made.result() for made in waiting]
-        data = [[datum(tokens) for tokens in sequences(work, index)] for index in range(work.clients)]
+        data = [[datum_of(tokens) for tokens in sequences(work, index)] for index in range(work.clients)]
         adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
         def run() -> None:

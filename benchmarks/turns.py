@@ -1,4 +1,4 @@
-"""Contestants on the same work, run by run in turns, so that what else a machine does meets all of them alike.
+"""Interleaves the runs of several programs on the same work, so that other load affects all of them equally.
 
 Each runs in a process of its own (`Child`), which answers one line of JSON for each that it is sent and is stopped
 while it is not its turn, so that threads that spin take nothing from others; or is a server that this process talks
@@ -40,7 +40,7 @@ _END_WITH_PARENT = 1
 
 
 class ChildFailed(Exception):
-    """A contestant's process ended, or took too long."""
+    """A program's process ended, or took too long."""
 
 
 class Child:
@@ -120,7 +120,7 @@ def end_in_peace() -> None:
 
 
 def questions() -> Iterator[tuple[Row, Callable[[Row], None]]]:
-    """In a child: each question with the way to answer it. What is printed otherwise goes to standard error."""
+    """Serve requests in a child; `print` writes to standard error meanwhile."""
     answers, sys.stdout = sys.stdout, sys.stderr
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)  # one that is stopped sees no end of its input
@@ -166,4 +166,4 @@ def times_as_fast(own: Sequence[float], other: Sequence[float]) -> dict[str, flo
 
 def in_words(found: Mapping[str, float], form: str = ",.0f") -> str:
     """A median with the least and the most."""
-    return f"{found['median']:{form}} ({found['least']:{form}} - {found['most']:{form}})"
+    return f"{found['median']:{form}} ({found['least']:{form}}-{found['most']:{form}})"

@@ -1,4 +1,4 @@
-"""Where the time goes: of a request through client, server and engine, of a packed training step, of a decode step.
+"""Profiles a request through client, server and engine, a packed training step, and a decode step.
 
     python benchmarks/where.py forward                  # also: step, publish, samples; --size, --dtype, --clients
     python benchmarks/where.py step --size m50 --work 3 # a shape of work of training.py, by as many clients
@@ -42,12 +42,12 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import API_KEY, CPU, Meet, machine, own_server, together
+from measured import API_KEY, CPU, Meet, datum_of, machine, own_server, together
 from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from targets import Figures, missed
 from tinker import types
-from training import LEARNING_RATE, RANK, WORKS, Work, datum, sequences, step_runner
+from training import LEARNING_RATE, RANK, WORKS, Work, sequences, step_runner
 
 REQUESTS = ("forward", "step", "publish", "samples")
 STEPS = ("packed", "decode", "prompts")
@@ -106,9 +106,9 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
 
 
 def call_of(kind: str, service: tinker.ServiceClient, model: str, given: argparse.Namespace, client: int) -> Call:
-    """What one client does again and again."""
+    """Return the action that one client repeats."""
     training = service.create_lora_training_client(model, rank=RANK).result()
-    data = [datum(tokens) for tokens in sequences(WORKS[given.work], client)]
+    data = [datum_of(tokens) for tokens in sequences(WORKS[given.work], client)]
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
     def forward() -> None:

@@ -25,7 +25,7 @@ rng = random.Random(0)
 
 
 def agent(client: openai.OpenAI, model: str, example: nano.PromptExample) -> float:
-    """One episode, of one or two turns: its reward."""
+    """Run one episode of one or two turns and return its reward."""
     chat = [{"role": "user", "content": example.prompt}]
     said = client.chat.completions.create(model=model, messages=chat, max_tokens=24).choices[0].message.content or ""
     if "not sure" not in said:

@@ -36,7 +36,7 @@ def of_answer(datum: types.Datum, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(tokenizer) -> list[types.Datum]:
-    """Pairs side by side: an answer, and then the hedge that nobody wants to read."""
+    """Return pairs of data: the preferred answer, then the hedge."""
     data: list[types.Datum] = []
     for _ in range(PAIRS):
         example = nano.draw("add", rng, "train")

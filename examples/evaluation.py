@@ -27,7 +27,7 @@ def prompt_of(tokenizer, question: str) -> types.ModelInput:
 
 
 def graded(sampler: tinker.SamplingClient, tokenizer, task: str) -> list[bool]:
-    """Greedy answers to the same examples, whoever is asked: all are sent at once, the server packs them."""
+    """Sample greedy answers to all examples. All are sent at once, and the server packs them."""
     rng = random.Random(f"evaluation of {task}")
     examples = [nano.draw(task, rng, "heldout") for _ in range(EXAMPLES)]
     greedy = types.SamplingParams(max_tokens=32, temperature=0.0)

@@ -13,6 +13,7 @@ import tinker
 from tinker import types
 
 from tinsmith.base_models import nano
+from tinsmith.exchange.metrics import RunMetrics
 
 BASE, STEPS, EPISODES, GROUP, RATE = "tinsmith/nano", 8, 8, 6, 1e-3
 OPEN, CLOSE = "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>\n"
@@ -21,7 +22,7 @@ rng = random.Random(0)
 
 @dataclass
 class Episode:
-    """One conversation as tokens. `mine` marks what the model itself said, with the logprobs that it had."""
+    """One conversation as tokens. `mine` marks the sampled tokens, which have logprobs."""
 
     example: nano.PromptExample
     tokens: list[int] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Episode:
         self.mine += [True] * len(sequence.tokens)
 
     def datum(self, advantage: float) -> types.Datum:
-        """One datum for the whole conversation: what was heard has no advantage."""
+        """Return one datum for the whole conversation; tokens of the environment have no advantage."""
         arrays = {
             "target_tokens": np.array(self.tokens[1:]),
             "logprobs": np.array(self.logprobs[1:], np.float32),
@@ -52,7 +53,7 @@ class Episode:
 
 
 def play(sampler: tinker.SamplingClient, tokenizer, episodes: list[Episode]) -> None:
-    """Two turns of all conversations side by side. The second try is worth half."""
+    """Run two turns of all conversations in parallel. The second try is worth half."""
     params = types.SamplingParams(max_tokens=24, temperature=1.0)
     for turn in range(2):
         running = [episode for episode in episodes if not episode.done]
@@ -73,6 +74,7 @@ def play(sampler: tinker.SamplingClient, tokenizer, episodes: list[Episode]) -> 
 with tinker.ServiceClient() as service:
     model = service.create_lora_training_client(BASE, rank=16, seed=4).result()
     tokenizer = model.get_tokenizer()
+    run = RunMetrics(model.model_id)  # for the dashboard
     for step in range(STEPS):
         examples = [nano.draw("add", rng, "train") for _ in range(EPISODES)]
         groups = [[Episode(example) for _ in range(GROUP)] for example in examples]
@@ -88,5 +90,6 @@ with tinker.ServiceClient() as service:
             passed.result()
         rewards = [episode.reward for group in groups for episode in group]
         at_once = sum(reward == 1.0 for reward in rewards) / len(rewards)
+        run.log({"reward": rewards, "right at once": at_once}, step + 1)
         print(f"step {step + 1}  mean reward {np.mean(rewards):.2f}  right at once {at_once:.0%}")
     print(model.save_state("second-try").result().path)

@@ -12,6 +12,7 @@ import tinker
 from tinker import types
 
 from tinsmith.base_models import nano
+from tinsmith.exchange.metrics import RunMetrics
 
 BASE, STEPS, PROMPTS, GROUP, RATE = "tinsmith/nano", 10, 12, 8, 1e-3
 rng = random.Random(0)
@@ -24,7 +25,7 @@ def prompt_of(tokenizer, question: str) -> list[int]:
 
 
 def datum_of(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    """What was sampled, with the logprobs it had then; the prompt has no advantage."""
+    """Return a datum of a sample with its logprobs; the prompt has no advantage."""
     tokens, before = [*prompt, *sequence.tokens], [0.0] * (len(prompt) - 1)
     arrays = {
         "target_tokens": np.array(tokens[1:]),
@@ -38,6 +39,7 @@ with tinker.ServiceClient() as service:
     model = service.create_lora_training_client(BASE, rank=16, seed=2).result()
     tokenizer = model.get_tokenizer()
     params = types.SamplingParams(max_tokens=24, temperature=1.0)
+    run = RunMetrics(model.model_id)  # for the dashboard
     for step in range(STEPS):
         examples = [nano.draw("add", rng, "train") for _ in range(PROMPTS)]
         prompts = [prompt_of(tokenizer, example.prompt) for example in examples]
@@ -53,11 +55,13 @@ with tinker.ServiceClient() as service:
             group = [float(example.is_right(text)) for text in texts]
             mean = sum(group) / len(group)
             rewards += group
+            run.reward(prompt, [each.tokens for each in sequences], group)
             if 0.0 < mean < 1.0:  # where all are alike, there is nothing to prefer
                 data += [datum_of(prompt, each, one - mean) for each, one in zip(sequences, group, strict=True)]
         if data:
             passed = model.forward_backward(data, "importance_sampling")
             model.optim_step(types.AdamParams(learning_rate=RATE)).result()
             passed.result()
+        run.log({"reward": rewards}, step + 1)
         print(f"step {step + 1:2}  mean reward {sum(rewards) / len(rewards):.2f}")
     print(model.save_state("sums").result().path)

@@ -24,7 +24,7 @@ def prompt_of(tokenizer, question: str) -> list[int]:
 
 
 def datum_of(tokenizer, question: str, answer: str) -> types.Datum:
-    """Every position predicts the next token; only those of the answer have a weight."""
+    """Return a datum with next-token targets; only tokens of the answer have a weight."""
     prompt, target = prompt_of(tokenizer, question), tokenizer.encode(f"{answer}<|im_end|>")
     tokens = [*prompt, *target]
     weights = np.array([0.0] * (len(prompt) - 1) + [1.0] * len(target), np.float32)

@@ -40,50 +40,52 @@ EXTENDED = {"e2e", "fault", "cluster", "fuzz", "browser", "recipes"}
 
 
 LONG_FILES = [
-    "fault/crash/test_matrix.py",
-    "unit/test_nano.py",
-    "fault/test_recovery.py",
-    "cluster/test_ranks.py",
     "e2e/test_demo.py",
+    "fault/crash/test_matrix.py",
     "contract/test_isolation.py",
-    "e2e/test_batch_cli.py",
-    "integration/test_batch_smoke.py",
-    "unit/test_invariance.py",
+    "fault/crash/test_engines.py",
     "integration/test_batch_operations_live.py",
-    "integration/test_sampler_memory.py",
-    "integration/test_hub.py",
-    "cluster/test_dedicated_samplers.py",
-    "integration/test_gpu_folder.py",
+    "e2e/test_capture_live.py",
+    "e2e/test_responses_live.py",
     "e2e/test_openai_live.py",
     "e2e/test_journeys.py",
-    "cluster/test_roles.py",
-    "unit/test_deterministic.py",
-    "integration/test_settling.py",
-    "unit/test_local_sampler.py",
-    "unit/test_db.py",
-    "integration/test_many_polls.py",
-    "unit/test_adjusting.py",
-    "contract/test_documentation.py",
-    "integration/test_openai_batches.py",
     "integration/test_batch_jobs.py",
-    "browser/test_dashboard.py",
-    "contract/test_compatibility.py",
-    "fault/test_durability.py",
-    "integration/test_batch_sql.py",
-    "integration/test_external_sampler.py",
-    "integration/test_bench.py",
-    "unit/test_families.py",
+    "unit/test_nano.py",
+    "cluster/test_ranks.py",
+    "contract/test_sdk_surface.py",
+    "integration/test_batch_smoke.py",
+    "unit/test_local_sampler.py",
+    "integration/test_settling.py",
+    "contract/test_documentation.py",
     "integration/test_batch_resume.py",
-    "integration/test_custom_loss.py",
-    "unit/test_memory_budget.py",
-    "e2e/test_auth.py",
-    "integration/test_engine.py",
-    "integration/test_batch_client.py",
+    "integration/test_external_sampler.py",
+    "unit/test_vision_sampling.py",
+    "e2e/test_openai_tokens_live.py",
+    "unit/test_vision.py",
+    "fault/test_recovery.py",
+    "unit/test_deterministic.py",
+    "unit/test_fake_cuda.py",
+    "fault/test_robustness.py",
+    "e2e/test_checkpoint_cli.py",
     "unit/test_architecture.py",
-    "integration/test_full.py",
-    "unit/test_torch_backend.py",
-    "integration/test_sampling_polls.py",
-    "cluster/test_several_servers.py",
+    "unit/test_expert_choice.py",
+    "unit/test_memory_budget.py",
+    "browser/test_dashboard.py",
+    "fault/test_batch_kill.py",
+    "e2e/test_checkpoint_sdk.py",
+    "integration/test_hub.py",
+    "contract/test_wire.py",
+    "integration/test_openai_batches.py",
+    "fault/test_supervisor.py",
+    "integration/test_gpu_folder.py",
+    "integration/test_security.py",
+    "e2e/test_batch_cli.py",
+    "unit/test_adjusting.py",
+    "integration/test_many_polls.py",
+    "integration/test_sampler_memory.py",
+    "unit/test_db.py",
+    "cluster/test_dedicated_samplers.py",
+    "unit/test_plan.py",
 ]
 """The files that take longest, longest first. They start first, so that the workers of `make test` end together."""
 
@@ -113,7 +115,7 @@ def no_remembered_clients() -> None:
 
 @pytest.fixture(params=databases.KINDS)
 def database_kind(request: pytest.FixtureRequest) -> str:
-    """For tests whose subject is the database: each kind in turn, whatever the others run on."""
+    """A database URL for tests of the database itself, once per kind of database."""
     return request.param
 
 
@@ -124,7 +126,7 @@ def database_url(tmp_path: Path, database_kind: str) -> str:
 
 @pytest.fixture
 def db(database_url: str) -> Iterator[Database]:
-    """Migrated and empty."""
+    """A migrated, empty database."""
     made = Database(database_url)
     yield made
     made.close()
@@ -132,7 +134,7 @@ def db(database_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    """The app and what it stands on, in this process, without an engine."""
+    """The application and its services in this process, without an engine."""
     from support import http_harness
 
     made = http_harness.make_harness(tmp_path)
@@ -193,7 +195,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def witness(request: pytest.FixtureRequest) -> Iterator[Witness | None]:
-    """Hold a test to what it says it covers: every method it names is called, every endpoint asked."""
+    """Check a test's declared coverage: it calls every method and endpoint that it names."""
     names = {name for mark in request.node.iter_markers("covers") for name in mark.args}
     if not names:
         yield None

@@ -1,4 +1,4 @@
-"""A reader and a writer of one's own: their source travels with the job, and only workers run it.
+"""A custom reader and writer: their source is sent with the job, and only workers run it.
 
 tinsmith serve                            # in another terminal
 python examples/batch/custom_formats.py OUTPUT_DIRECTORY

@@ -42,7 +42,7 @@ def datum_of(tokenizer, question: str, answer: str) -> types.Datum:
 
 
 def train() -> str:
-    """The tinker:// path of an adapter that knows the facts."""
+    """Train an adapter on the facts and return its tinker:// path."""
     url, key = client_address()
     with tinker.ServiceClient(base_url=url, api_key=key) as service:
         model = service.create_lora_training_client(BASE, rank=16).result()

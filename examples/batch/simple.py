@@ -18,7 +18,7 @@ source.write_text("".join(json.dumps({"text": f"word {index}"}) + "\n" for index
 
 @batch.remote_function
 def count_letters(letter: str) -> None:
-    """Runs once on each worker: what is loaded above the loop is loaded once."""
+    """Runs once per worker, so code above the loop runs once."""
     from collections import Counter
 
     for rows in batch.load():

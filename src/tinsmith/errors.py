@@ -1,7 +1,8 @@
 """The exceptions that Tinsmith raises deliberately.
 
-`category` (the SDK's RequestErrorCategory) says who has to act, `status` is the HTTP status of an immediate answer, and
-the docstring is the default message. `api/errors.py` maps the classes to HTTP; the engine maps them to failed futures.
+`category` (the SDK's RequestErrorCategory) tells which side must act, `status` is the HTTP status of an immediate
+response, and the docstring is the default message. `api/errors.py` maps the classes to HTTP responses, the engine to
+failed futures.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class UserError(TinsmithError):
 
 
 class RequestError(UserError):
-    """A field of a request is wrong; `param` is its path, `code` a word for OpenAI's clients."""
+    """A field of a request is wrong; `param` is its path, `code` is OpenAI's error code."""
 
     def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +37,7 @@ class RequestError(UserError):
 
 
 def not_supported(param: str, why: str) -> RequestError:
-    """For a field or a value that this server does not support: a 400, because OpenAI's clients send a 501 again."""
+    """The error for a field or value that this server does not support: a 400, because OpenAI's clients retry a 501."""
     return RequestError(param, f"{param} is not supported by this server: {why}", "unsupported_parameter")
 
 
@@ -47,7 +48,7 @@ class NotAuthenticatedError(UserError):
 
 
 class MissingKeyError(NotAuthenticatedError):
-    """There is no API key: send the X-API-Key header with a key that starts with 'tml-'."""
+    """The API key is missing: send the X-API-Key header with a key that starts with 'tml-'."""
 
 
 class ForbiddenError(UserError):
@@ -121,7 +122,7 @@ class LateLoadError(UserError):
 
 
 class NonFiniteGradientError(UserError):
-    """The gradient holds NaN or infinite numbers, so the step was not applied and the gradient was dropped."""
+    """The gradient contains NaN or infinite numbers, so the step was not applied and the gradient was dropped."""
 
 
 class LostStateError(TinsmithError):
@@ -137,7 +138,7 @@ class EngineFailedError(TinsmithError):
 
 
 class RanksLostError(TinsmithError):
-    """A rank of the base model has ended, does not answer, or is out of step with the others."""
+    """A rank of the base model has ended, does not respond, or is out of step with the others."""
 
 
 class SettingsError(TinsmithError):
@@ -147,7 +148,7 @@ class SettingsError(TinsmithError):
 
 
 def refusal(status: int, text: str) -> TinsmithError:
-    """The exception for another server's answer of 400 or more: its `detail`, or else the beginning of its text."""
+    """Return the exception for another server's error response, with its `detail` or the start of its text."""
     try:
         message = str(json.loads(text).get("detail") or text)
     except (ValueError, AttributeError):

@@ -1,7 +1,7 @@
-"""One frozen tree of settings, resolved once and passed down; the only reader of the environment.
+"""The frozen settings. This module alone reads the environment.
 
-Sources, strongest first: the command line (`cli` passes what was given), `TINSMITH_*` variables, defaults.
-Unknown keys are refused. Every field's docstring is its documentation (`docs/settings.md` is made from them).
+The sources, in order of precedence, are the command line, `TINSMITH_*` variables and defaults. Unknown keys are
+refused. `docs/settings.md` is generated from the docstrings of the fields.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -23,18 +24,21 @@ if TYPE_CHECKING:
 MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
 SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "JWT"))
-"""A variable of the environment is secret if its name has one of these words."""
+"""An environment variable is secret if its name contains one of these words."""
 
 BUCKET_SCHEMES = ("s3", "gs")
 
 RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
-"""Variables of Ray's own processes, which their children must not inherit."""
+"""Environment variables of Ray's processes that child processes must not inherit."""
 
 HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
-"""glibc's settings for engines: it keeps freed blocks of up to 32 MiB, its maximum."""
+"""glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
 
 KEPT_PRODUCTS = 128
-"""How many compiled matrix products an engine keeps."""
+"""Most compiled matrix products in an engine's caches."""
+
+
+KeyPrefix = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[!-~]+$")]
 
 
 class Settings(BaseSettings):
@@ -46,12 +50,15 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
+    key_prefixes: tuple[KeyPrefix, ...] = Field(default=("tml-",), min_length=1)
+    """Accepted prefixes of API keys. New keys have the first; the SDK sends only keys with `tml-`."""
+
     public_url: str = Field(default="", pattern=r"^(https?://[^/?#]+[^?#]*)?$")
-    """Address in links, `https://HOST/PREFIX`, for proxies that strip a path prefix; empty means the one that the
+    """Base URL of links, `https://HOST/PREFIX`, for proxies that strip a path prefix; empty means the URL that the
     client used."""
 
     trust_forwarded_headers: bool = False
-    """Whether to believe X-Forwarded-Host, -Proto and -Prefix; only behind a proxy."""
+    """Whether to trust X-Forwarded-Host, -Proto and -Prefix; only behind a proxy."""
 
     data_dir: Path = Path("~/.tinsmith")
     """Directory of the database, checkpoints and logs."""
@@ -60,24 +67,24 @@ class Settings(BaseSettings):
     """`postgresql://USER:PASSWORD@HOST/NAME` or `sqlite:///FILE`; empty means SQLite in the data directory."""
 
     storage_dir: str = ""
-    """Place of checkpoints, snapshots, versions and uploads: a directory, `s3://BUCKET/PREFIX` or
+    """Storage of checkpoints, snapshots, versions and uploads: a directory, `s3://BUCKET/PREFIX` or
     `gs://BUCKET/PREFIX`; empty means the data directory."""
 
     storage_cache_bytes: int = Field(default=16 * 1024 * MEBIBYTE, gt=0)
-    """Size of the local cache of a bucket."""
+    """Size of the local cache of bucket files."""
 
     engine_lease_s: float = Field(default=15.0, gt=0)
-    """An engine silent for this long loses its runs to others."""
+    """An engine that is silent for this long loses its runs to other engines."""
 
     rebalance_idle_s: float = Field(default=10.0, ge=0)
-    """A run idle for this long moves to an engine that has two runs fewer; 0 turns it off."""
+    """A run that is idle for this long moves to an engine with at least two runs fewer; 0 turns this off."""
 
     role: Literal["all", "server", "engine", "sampler", "batch-worker"] = "all"
-    """`server` answers clients, `engine` trains and samples, `sampler` only samples, `batch-worker` runs bulk jobs,
+    """`server` serves clients, `engine` trains and samples, `sampler` only samples, `batch-worker` runs bulk jobs,
     `all` does everything."""
 
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of `/healthz` and `/metrics` in roles that answer no clients."""
+    """Port of `/healthz` and `/metrics` in roles that serve no clients."""
 
     engines: int = Field(default=1, ge=0, le=64)
     """Engines for each base model, in the roles `all` and `engine`."""
@@ -93,39 +100,43 @@ class Settings(BaseSettings):
     """Address at which dedicated samplers reach this machine's engines. Not encrypted: use a private network."""
 
     models: tuple[str, ...] = ()
-    """Base models, each `NAME=DIRECTORY_OR_HUB_ID` or the latter alone, as a JSON list; empty means
-    tinsmith/nano."""
+    """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
 
     backend: str = "torch"
     """`torch`, `fake` (instant, for tests of clients), `full` (trains all weights) or `sharded` (several devices;
-    chosen by itself)."""
+    selected automatically)."""
 
     vision: bool = True
-    """Whether images are taken by models that know them."""
+    """Whether vision models accept images."""
 
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
     dtype: str = "auto"
-    """Format of the frozen base model: `auto`, `float32` or `bfloat16`."""
+    """Dtype of the frozen base model: `auto`, `float32` or `bfloat16`. `auto` is bfloat16 on CUDA, and on a CPU with
+    bfloat16 instructions if the checkpoint is stored in it; else float32."""
 
     deterministic: bool = False
-    """Whether every bit of a result depends on its request alone; slow, for CPUs (docs/numerics.md)."""
+    """Whether results are bitwise reproducible and independent of other requests; slow, for CPUs (docs/numerics.md)."""
 
     quantize: str = "off"
-    """Base model's linears: `off`, `int8` or `nf4`, which need `tinsmith[quantize]`."""
+    """Quantization of the base model's linear layers: `off`, `int8` or `nf4`. Needs `tinsmith[quantize]`."""
 
-    data_parallel: int = Field(default=1, ge=1)
-    """Devices that share the sequences of a step (docs/howto/several-devices.md)."""
+    data_parallel: int = Field(default=0, ge=0)
+    """Number of devices that split the sequences of a step. Without this and the next three, an engine that has several
+    GPUs to itself chooses by their free memory (docs/howto/several-devices.md)."""
 
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Devices that share each layer."""
+    tensor_parallel: int = Field(default=0, ge=0)
+    """Number of devices that split each layer."""
+
+    context_parallel: int = Field(default=0, ge=0)
+    """Number of devices that split the tokens of each training sequence."""
 
     shard_base: bool = False
-    """Whether each data-parallel device keeps a part of every layer only."""
+    """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
 
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """How long an engine's ranks wait for each other before a restart; longer than a micro-batch."""
+    """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
 
     sampler: Literal["local", "vllm", "sglang"] = "local"
     """`local` (the engine), `vllm` or `sglang` (docs/howto/vllm.md)."""
@@ -133,31 +144,57 @@ class Settings(BaseSettings):
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Address of a running vLLM or SGLang; empty means that each engine starts one."""
 
+    sampler_api_key: SecretStr = SecretStr("")
+    """Bearer key for a running vLLM or SGLang."""
+
+    sampler_headers: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    """Further headers for a running vLLM or SGLang, as a JSON object."""
+
+    sampler_verify: str = "true"
+    """How to verify the TLS certificate of a running vLLM or SGLang: `true`, `false`, or a file of certificates."""
+
+    sampler_timeout_s: float = Field(default=0.0, ge=0)
+    """Read timeout of a request to vLLM or SGLang, in seconds; 0 means no limit."""
+
+    sampler_adapters_url: str = Field(default="", pattern=r"^(https?://[^?#/]+/?)?$")
+    """Address at which vLLM or SGLang pulls adapters from the engine (its HF_ENDPOINT); empty means shared files."""
+
     sampler_python: str = ""
-    """Python that has vLLM or SGLang; empty means this one."""
+    """Python interpreter that has vLLM or SGLang; empty means the server's own."""
 
     sampler_options: str = ""
-    """More command line options for it."""
+    """Further command-line options for vLLM or SGLang."""
 
     sampler_adapters: Path | None = None
-    """Directory through which adapters reach it, under the same path on both machines; empty means one in the data
-    directory."""
+    """Directory through which vLLM or SGLang receives adapters, under the same path on both machines; empty means one
+    in the data directory."""
 
     sampler_loaded_adapters: int = Field(default=32, ge=1)
-    """Adapters that it has loaded at a time."""
+    """Most adapters loaded by vLLM or SGLang at the same time."""
 
     sampler_shares_device: bool = False
-    """Whether it is on the device that trains, and sleeps during a step."""
+    """Whether vLLM or SGLang has its sleep mode: it leaves the device to a training step, and a dedicated sampler
+    sleeps when an operator says so."""
 
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
 
     resident_model_bytes: int = Field(default=0, ge=0)
-    """Adapters in training, with gradients and optimizer state, that stay in device memory; others go to disk. 0
-    means two fifths of what is free."""
+    """Device memory for adapters in training with their gradients and optimizer state; other adapters are stored on
+    disk. 0 means two fifths of the free memory."""
 
     memory_budget: ByteSize = Field(default=ByteSize(0), ge=0)
     """Device memory of one engine, such as `6GiB` (docs/howto/memory.md). 0 means a bound for each holder."""
+
+    kv_cache_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
+    """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context; on a GPU three tenths
+    of the free memory, allocated once."""
+
+    sampler_sequences: int = Field(default=0, ge=0)
+    """Most sequences that an engine samples at the same time; others wait. 0 means 256, on a GPU 512."""
+
+    sampler_step_tokens: int = Field(default=0, ge=0)
+    """Most prompt and sampled tokens in one decode step. 0 means 512, on a GPU 2048."""
 
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, after decompression."""
@@ -166,88 +203,90 @@ class Settings(BaseSettings):
     """Largest upload to /v1/files."""
 
     max_upload_bytes: int = Field(default=4096 * MEBIBYTE, gt=0)
-    """Largest adapter, with optimizer state, that can be uploaded."""
+    """Largest upload of an adapter with its optimizer state."""
 
     handler_threads: int = Field(default=16, ge=1, le=256)
-    """Threads that work on requests other than transfers."""
+    """Threads for requests other than transfers."""
 
     transfer_threads: int = Field(default=4, ge=1, le=64)
-    """Uploads and downloads at a time; others wait."""
+    """Concurrent uploads and downloads; others wait."""
 
     hub_base_weights: bool = False
-    """Whether /hub gives away the weights of base models."""
+    """Whether /hub serves the weights of base models."""
 
     step_token_budget: int = Field(default=65536, gt=0)
     """Most tokens of training requests that share one step."""
 
     step_seconds: float = Field(default=1.0, ge=0)
-    """About how long a step lasts while several tenants have work; five times that for one tenant. 0: only
-    step_token_budget bounds it."""
+    """Approximate duration of a step while several tenants have work; five times that for one tenant. 0: only
+    step_token_budget limits a step."""
 
     hold_s: float = Field(default=30.0, gt=0, le=30)
-    """How long a poll is held before it is answered with 408."""
+    """How long a long poll is held before it returns 408."""
 
     session_polls: bool = False
-    """Whether clients follow a sampling session with one poll: fewer connections for thousands of samples, slower
+    """Whether clients poll once for a whole sampling session: fewer connections for thousands of samples, but slower
     single samples."""
 
     tunnelled: bool = False
-    """Whether clients may reach loopback through a tunnel that sets no proxy header; they are then asked to
-    compress bodies."""
+    """Whether clients may reach loopback through a tunnel that sets no proxy header; they then compress bodies."""
 
     session_timeout_s: float = 300.0
-    """A session silent for this long expires and its models are unloaded; negative turns it off."""
+    """A session that is silent for this long expires, and its models are unloaded; a negative value turns this off."""
 
     absent_after_s: float = Field(default=45.0, ge=0)
-    """A session without heartbeat or poll for this long yields its places in the sampler to others until it
-    returns; 0 turns it off."""
+    """A session without a heartbeat or poll for this long releases its slots in the sampler until it returns; 0 turns
+    this off."""
 
     session_sweep_s: float = 30.0
-    """How often sessions are checked for expiry; negative turns it off."""
+    """Interval of the checks for expired sessions, checkpoints and files; a negative value turns off the first."""
 
     result_grace_s: float = Field(default=3600.0, ge=0)
-    """How long results outlive their session."""
+    """How long results are kept after their session has ended."""
 
     seq_gap_s: float = Field(default=330.0, gt=0)
     """How long a request waits for a missing earlier seq_id."""
 
     signing_secret: SecretStr = SecretStr("")
-    """32 or more bytes that sign tokens and links, the same for servers that share a database; empty means one made
-    in the data directory."""
+    """Secret of 32 or more bytes that signs tokens and links, the same for servers that share a database; empty means
+    one generated in the data directory."""
 
     kept_samples: int = Field(default=200, ge=0, le=10_000)
     """Recent samples of each tenant kept for a day for the dashboard; 0 keeps none."""
 
     keep_checkpoints: int = Field(default=0, ge=0)
-    """Checkpoints of each kind that a run keeps, besides published ones; 0 keeps all. `keep_last` of a save sets it."""
+    """Checkpoints of each kind that a run keeps besides published ones; 0 keeps all. A save's `keep_last` overrides."""
 
     audit_retention_days: float = Field(default=90.0, gt=0)
     """How long entries of the audit log are kept."""
 
+    operator_tenants: tuple[str, ...] = ()
+    """Tenants that may list and change dedicated samplers over HTTP. Without keys, everyone may."""
+
     quota_queued_requests: int = Field(default=20_000, ge=0)
-    """Most requests that a tenant may have waiting. For all quotas, 0 is no limit, more gets 429, and `tinsmith
-    keys create --quota` overrides."""
+    """Most queued requests of a tenant. For all quotas, 0 means no limit, a request beyond the limit gets 429, and
+    `tinsmith keys create --quota` overrides."""
 
     quota_queued_bytes: int = Field(default=4096 * MEBIBYTE, ge=0)
-    """Most bytes of bodies that a tenant may have waiting."""
+    """Most bytes of a tenant's queued request bodies."""
 
     quota_models: int = Field(default=0, ge=0)
-    """Most models that a tenant may have loaded."""
+    """Most loaded models of a tenant."""
 
     quota_checkpoint_bytes: int = Field(default=0, ge=0)
-    """A tenant with this many bytes of checkpoints can save no more."""
+    """A tenant with this many bytes of checkpoints cannot save more."""
 
     quota_file_bytes: int = Field(default=64 * 1024 * MEBIBYTE, ge=0)
-    """A tenant with this many bytes of files can upload no more."""
+    """A tenant with this many bytes of files cannot upload more."""
 
     quota_tokens_per_minute: int = Field(default=0, ge=0)
-    """Most tokens of training and sampling that a tenant may add in a minute, for each server."""
+    """Most tokens of training and sampling that a tenant may submit per minute and server."""
 
     batch_workers: int = Field(default=2, ge=0, le=1024)
     """Workers of the pool `local`."""
 
     batch_pools: tuple[str, ...] = ()
-    """Further pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
+    """Further worker pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
     ray_address: str = ""
     """`HOST:PORT` of the Ray cluster for the pool `ray` and pools with `infra: ray`. Needs `tinsmith[ray]`."""
@@ -262,14 +301,14 @@ class Settings(BaseSettings):
     """Whether bulk jobs may run code at all."""
 
     batch_roots: tuple[str, ...] = ()
-    """Where other tenants' bulk jobs may read and write besides `batch/TENANT` in the data directory: paths or
-    URLs; `{tenant}` stands for the tenant."""
+    """Paths or URLs that bulk jobs of tenants outside `batch_tenants` may read and write, in addition to `batch/TENANT`
+    in the data directory. `{tenant}` is replaced by the tenant's id."""
 
     batch_retention_days: float = Field(default=7.0, gt=0)
     """How long parts of failed and cancelled bulk jobs are kept."""
 
     openai_batch_window_s: float = Field(default=86400.0, gt=0)
-    """How long an OpenAI batch has; its clients call it 24h."""
+    """Time limit of an OpenAI batch; OpenAI's clients call it 24h."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
@@ -278,22 +317,22 @@ class Settings(BaseSettings):
     """`logfmt` (key=value), `json`, or `console` (aligned)."""
 
     metrics_token: SecretStr = SecretStr("")
-    """Bearer token for `/metrics`. Without one, a server with keys refuses, and one without keys answers its
-    machine."""
+    """Bearer token for `/metrics`. Without one, a server with API keys refuses `/metrics`, and a server without keys
+    answers only its own machine."""
 
     metrics_tenants: int = Field(default=50, ge=0, le=10_000)
-    """Tenants with labels of their own in `/metrics`; later ones are `other`."""
+    """Tenants with their own labels in `/metrics`; later tenants share `other`."""
 
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """OpenTelemetry collector, such as `http://127.0.0.1:4318` (needs `tinsmith[otel]`); empty means no traces."""
 
     failpoints: str = ""
-    """For tests: where a process kills itself, `NAME[:N][@server|engine|both]`, separated by commas."""
+    """For tests: failpoints at which a process kills itself, `NAME[:N][@server|engine|both]`, comma-separated."""
 
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        several = self.data_parallel > 1 or self.tensor_parallel > 1 or self.shard_base
+        several = max(self.data_parallel, self.tensor_parallel, self.context_parallel) > 1 or self.shard_base
         return "sharded" if self.backend == "torch" and several else self.backend
 
     @property
@@ -310,11 +349,11 @@ class Settings(BaseSettings):
 
     @property
     def has_bucket(self) -> bool:
-        """Whether files are in an object store rather than on a disk."""
+        """Whether files are in an object store."""
         return self.storage_dir.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
 
     def storage_location(self, kind: str) -> str:
-        """Where the files of one kind are: a path or a URL."""
+        """The path or URL of the files of one kind."""
         if "://" in self.storage_dir:
             return f"{self.storage_dir.rstrip('/')}/{kind}"
         root = Path(self.storage_dir).expanduser().resolve() if self.storage_dir else self.resolved_data_dir
@@ -335,17 +374,17 @@ class Settings(BaseSettings):
 
     @property
     def listening_port(self) -> int | None:
-        """None if this process listens nowhere."""
+        """The HTTP port of this process; None if it serves no HTTP."""
         return self.port if self.answers_clients else self.health_port
 
     @property
     def num_engines(self) -> int:
-        """For each base model, in this process's role."""
+        """Engines of each base model in this process's role."""
         return self.engines if self.role in ("all", "engine") else 0
 
     @property
     def num_samplers(self) -> int:
-        """For each base model, in this process's role."""
+        """Dedicated samplers of each base model in this process's role."""
         if self.role not in ("all", "sampler"):
             return 0
         return int(self.role == "sampler") if self.samplers is None else self.samplers
@@ -356,15 +395,15 @@ class Settings(BaseSettings):
 
 
 def load(given: dict[str, object]) -> Settings:
-    """The settings of this process: `given` over the environment over the defaults. Raises SettingsError."""
+    """Load the settings of this process; `given` overrides the environment. Raises SettingsError."""
     known = sorted(name.upper() for name in Settings.model_fields)
     found = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in found:
         if name not in known:
             near = difflib.get_close_matches(name, known)
-            those = ", ".join(PREFIX + each for each in near or known)
-            says = "the nearest" if near else "known"
-            raise SettingsError(f"the environment sets {PREFIX}{name}, which is no setting; {says}: {those}")
+            choices = ", ".join(PREFIX + each for each in near or known)
+            label = "did you mean" if near else "known settings"
+            raise SettingsError(f"the environment sets {PREFIX}{name}, which is not a setting; {label}: {choices}")
     try:
         return Settings.model_validate({**Settings().model_dump(), **given})
     except ValidationError as error:
@@ -372,15 +411,15 @@ def load(given: dict[str, object]) -> Settings:
 
 
 def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False) -> dict[str, str]:
-    """The environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`, the
-    bucket's credentials. Its settings come by pipe. `metrics_dir` is for its meters, since prometheus-client reads this
-    variable alone, at its import. The rest was measured:
+    """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
+    the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
+    the environment, at import. The other variables are chosen by measurement:
 
-    - OpenMP threads spin for microseconds before they sleep. Its default of milliseconds takes cores from other
-      processes (a 32-token step beside another engine on two cores: 1,200 ms against 29); no spinning makes large steps
-      a fifth slower.
-    - oneDNN and torch cache compiled products for fewer shapes than their default of 1,024, at 0.3 to 1 MiB each, since
-      data of all lengths rarely repeat a shape.
+    - OpenMP threads spin for microseconds before they sleep. The default of milliseconds takes cores from other
+      processes (a 32-token step beside another engine on two cores: 1,200 ms against 29); without spinning, large steps
+      are a fifth slower.
+    - oneDNN and torch cache compiled products for fewer shapes than the default of 1,024, at 0.3 to 1 MiB each, since
+      data of varying length rarely repeat a shape.
     - glibc keeps freed blocks, in huge pages: otherwise a step of 8 x 32 tokens with m50 has 25,000 page faults, a
       fifth of its time.
     """
@@ -396,20 +435,20 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False)
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of a worker of bulk jobs: without secrets except the credentials of buckets."""
+    """Return the environment of a bulk job worker, without secrets except bucket credentials."""
     return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
 
 
 def role_environment() -> dict[str, str]:
-    """The environment of a process that may connect to Ray and reads its settings from a pipe."""
+    """Return the environment of a process that may connect to Ray and reads its settings from a pipe."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
     }
 
 
 def ray_variables(token_path: Path | None = None) -> dict[str, str]:
-    """Ray's environment before its import: no usage reports. For a cluster of this machine alone, also a token from a
-    file and the loopback interface (by a variable that is named after other systems, where it is the default).
+    """Return the environment variables to set before Ray is imported. They turn off usage reports and, for a local
+    cluster, set a token file and the loopback interface (a variable named after systems that use loopback by default).
     """
     quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
     if token_path is None:
@@ -423,14 +462,12 @@ def prepare_ray(token_path: Path | None = None) -> None:
 
 
 def ray_root() -> str:
-    """The directory in which Ray keeps its sessions: RAY_TMPDIR, else /tmp. The paths of its sockets must be short, so
-    TMPDIR, which is long on some systems, is not used.
-    """
+    """Return the directory of Ray's sessions: RAY_TMPDIR or /tmp, since the paths of Ray's sockets must be short."""
     return os.environ.get("RAY_TMPDIR", "/tmp")
 
 
 def portable(settings: Settings) -> dict[str, object]:
-    """The settings for a process on another machine, as JSON with secrets; shared locations are absolute."""
+    """Return the settings for a process on another machine, as JSON with secrets; shared locations are absolute."""
     values: dict[str, object] = settings.model_dump(mode="json")
     for name, value in settings:
         if isinstance(value, SecretStr):
@@ -446,8 +483,8 @@ def _is_secret(name: str) -> bool:
 
 
 def storage_endpoints() -> dict[str, str]:
-    """The custom endpoints of object stores, scheme -> URL, from the usual variables. The libraries themselves read
-    keys and regions.
+    """Return the custom endpoints of object stores by scheme, from the standard variables. The client libraries read
+    keys and regions themselves.
     """
     found = {
         "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
@@ -461,7 +498,7 @@ def storage_endpoints() -> dict[str, str]:
 
 
 def client_address() -> tuple[str, str]:
-    """A client's server address and key: the SDK's variables, or a server on this machine."""
+    """The server URL and API key for a client: from the SDK's variables, else a server on this machine."""
     return (
         os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000",
         os.environ.get("TINKER_API_KEY") or "tml-local",

@@ -1,15 +1,16 @@
 """The values that all packages share: requests and their results.
 
-Frozen dataclasses over numpy arrays, which view the request's bytes where possible. No I/O, no SQL, no device, no HTTP.
-Letters of shapes: N positions of one datum, K targets per position, T tokens of a prompt or an answer, k entries of a
-top-k list.
+They are frozen dataclasses over numpy arrays, which are views of the request's bytes where possible. This module has no
+I/O, SQL, device or HTTP code. Shape letters: N positions of one datum, K targets per position, T tokens of a prompt or
+a sampled sequence, k entries of a top-k list.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import ClassVar, TypeAlias
@@ -22,7 +23,15 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 LORA_ALPHA = 32.0
-"""Every adapter's alpha, whatever its rank (Tinker's choice): the delta is (32 / rank) * B @ A."""
+"""The default alpha of an adapter of any rank (Tinker's choice): the delta is (alpha / rank) * B @ A."""
+
+
+def tokens_digest(*parts: I32 | Sequence[int]) -> str:
+    """Return the digest of a token sequence: 16-byte blake2b of little-endian int32, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tokens in parts:
+        digest.update(np.asarray(tokens, "<i4").tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,9 @@ Array = F32 | I64 | SparseRows
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image chunk of an input: its encoded bytes, and the positions `start` to `stop` that it takes there.
+    """An image chunk of an input: its encoded bytes, and the positions `start` to `stop` that it occupies.
 
-    `where` is the chunk's path in the request, for errors. Width and height are those of the file's header.
+    `where` is the chunk's path in the request, for errors. Width and height come from the file's header.
     """
 
     where: str
@@ -61,8 +70,8 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One training sequence. `inputs` are the loss's arrays, each with N rows (or shape [N, K]). Where an image is,
-    `tokens_N` has the model's image token.
+    """One training sequence. `inputs` are the loss's arrays of shape [N] or [N, K]. At the positions of an image,
+    `tokens_N` holds the model's image token.
     """
 
     tokens_N: I32
@@ -72,7 +81,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive positions of a datum, and where they claim to come from: a recorded sequence's prompt or answer."""
+    """Consecutive positions of a datum and their claimed origin in a recorded sequence."""
 
     sampled: bool
     sequence_id: str
@@ -97,7 +106,7 @@ class NodeRef:
 
 @dataclass(frozen=True, slots=True)
 class TorchConstant:
-    """A constant of torch by name: `kind` is dtype, device, layout or memory_format."""
+    """A torch constant by name: `kind` is dtype, device, layout or memory_format."""
 
     kind: str
     name: str
@@ -129,7 +138,7 @@ LossArgument: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class LossNode:
-    """One node of a traced loss, as torch.fx records it. `target` is a name and nothing that could be called."""
+    """One node of a traced loss, as torch.fx records it. `target` is a name, never a callable."""
 
     op: str
     name: str
@@ -140,7 +149,7 @@ class LossNode:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """What a custom loss reads of a datum, with its rank; the first is `logprobs`."""
+    """An array of a datum that a custom loss reads, with its rank; the first is `logprobs`."""
 
     name: str
     rank: int
@@ -159,7 +168,7 @@ class CustomLoss:
 class Pass:
     """One `forward` or `forward_backward` request.
 
-    `custom_loss` is what its configuration's loss_id names. `replayed` marks a pass that took effect before.
+    `custom_loss` is the loss that `loss_id` of loss_config names. `replayed` marks a pass that took effect before.
     """
 
     request_id: str
@@ -180,7 +189,7 @@ class Pass:
 class PassResult:
     """`logprobs[i]` is float32 with the shape of datum i's target_tokens; metric names carry one ':'.
 
-    `elementwise_loss[i]` has that shape, too, and sums to the loss. Losses that report none have an empty tuple.
+    `elementwise_loss[i]` has the same shape and sums to the loss; the tuple is empty for losses that report none.
     """
 
     logprobs: tuple[F32, ...]
@@ -192,21 +201,20 @@ _MIXES_TOKENS = re.compile(r"attn|attention|\.(mamba|conv)\.|\.mixer\.(in|out|q|
 
 
 def mixes_tokens(path: str) -> bool:
-    """Whether a linear, by its path, is one of those that `train_attn` trains: attention's, or of a layer that keeps a
-    state.
-    """
+    """Whether `train_attn` covers the linear layer at this path: part of attention, or of a layer with a state."""
     return _MIXES_TOKENS.search(path) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """What an adapter is: fixed at creation. `seed` None means a seed derived from the model's id."""
+    """The properties of an adapter, fixed at creation. `seed` None means a seed derived from the model's id."""
 
     rank: int
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    alpha: float = LORA_ALPHA
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,7 @@ class AdamParams:
     grad_clip_norm: float = 0.0
 
     def problem(self) -> str | None:
-        """The first field that AdamW cannot use, with its value and what it must be."""
+        """Return the first invalid field, with its value and the valid range; None if all are valid."""
         for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -245,7 +253,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
-    """Momentum, made orthogonal matrix by matrix (docs/optimizers.md). grad_clip_norm 0 or less means no clipping."""
+    """Momentum, orthogonalized per matrix (docs/optimizers.md). grad_clip_norm 0 or less means no clipping."""
 
     family: ClassVar[str] = "dimuon"
     version: ClassVar[int | None] = 1
@@ -271,14 +279,12 @@ class DimuonParams:
 OptimParams = AdamParams | DimuonParams
 
 OPTIMIZERS: Mapping[str, type[OptimParams]] = {each.family: each for each in (AdamParams, DimuonParams)}
-"""The registry of optimizers: hyperparameters, their check, the names of the state. `backends.torch.optim` has the step
-of each.
-"""
+"""The registry of optimizers: hyperparameters, validation, state. `backends.torch.optim` has the steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
-    """One `optim_step` request; its parameters are of the family that the model was created with."""
+    """One `optim_step` request; `params` are of the model's optimizer family."""
 
     request_id: str
     model_id: str
@@ -286,15 +292,16 @@ class OptimStep:
 
 
 JSON_FORM: Mapping[str, bool | str] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""llguidance's options for JSON: on one line, as json.dumps writes it and chat templates show calls. With free white
-space a model may never stop writing it."""
+"""llguidance's options for JSON on one line, as json.dumps writes it and chat templates show calls. With flexible
+whitespace, a model may write whitespace without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match: `kind` is json_schema, regex, lark or json_lark, and `text` is written in that.
+    """A grammar that a sampled sequence must match. `kind`, the language of `text`, is json_schema, regex, lark or
+    json_lark.
 
-    json_lark is lark whose answers are JSON and marks around it, without any quotation mark elsewhere.
+    json_lark is lark for JSON with markers around it, and no quotation marks outside the JSON.
     """
 
     kind: str
@@ -305,10 +312,10 @@ class Grammar:
 class Adjustments:
     """Changes to the sampling distribution; the reported logprobs stay the model's own.
 
-    Applied in this order: masks, bias, repetition penalty (tokens of prompt and answer), frequency and presence
-    penalty (tokens of the answer), temperature, min_p. The defaults change nothing. The masks are the grammar,
-    `allowed_token_ids` (empty: all), `bad_words` (sequences of tokens of which no answer contains one), and
-    `min_tokens` (tokens of an answer before one that stops it).
+    They are applied in this order: masks, bias, repetition penalty (over prompt and sampled tokens), frequency and
+    presence penalty (over sampled tokens), temperature, min_p. The defaults have no effect. The masks are the grammar,
+    `allowed_token_ids` (empty: all), `bad_words` (forbidden token sequences), and `min_tokens` (sampled tokens before a
+    stop token is allowed).
     """
 
     min_p: float = 0.0
@@ -324,7 +331,7 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`max_tokens` None runs to the end of the context. `stop_eos` False lets end tokens stop nothing."""
+    """`max_tokens` None means up to the end of the context. `stop_eos` False ignores end tokens."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -342,9 +349,9 @@ class Sample:
     """One `asample` request against a frozen weight version; `version_id` None is the base model.
 
     `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
-    `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
-    Prompt caches are shared within one `cache_scope` only, since a hit reveals the prompts of others. With `stream`,
-    the engine reports tokens as they are drawn. Where an image is, `prompt_T` has the model's image token.
+    `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 marks an unused cell.
+    Prompt caches are shared only within one `cache_scope`, since a hit reveals the prompts of others. With `stream`,
+    the engine reports tokens as they are sampled. At the positions of an image, `prompt_T` has the model's image token.
     """
 
     request_id: str
@@ -365,12 +372,12 @@ class Sample:
 
 
 EMPTY_LOGPROB = -99999.0
-"""The wire's mark, with token 0, of an empty top-k cell."""
+"""The logprob, with token 0, of an empty top-k cell on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Rows of the k likeliest tokens; an empty cell is token 0 with logprob EMPTY_LOGPROB."""
+    """The k most likely tokens per row; an empty cell is token 0 with logprob EMPTY_LOGPROB."""
 
     token_ids_Tk: I32
     logprobs_Tk: F32
@@ -378,7 +385,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class AltTokens:
-    """Tokens drawn in place of the prompt's own: row i holds k draws for prompt token i + 1, [T - 1, k]."""
+    """Alternatives drawn for prompt tokens, [T - 1, k]: row i holds k draws for prompt token i + 1."""
 
     token_ids_Tk: I64
     logprobs_Tk: F32
@@ -386,7 +393,7 @@ class AltTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """`stop_reason` is 'stop' or 'length'; tokens include what stopped the sequence and are never empty."""
+    """`stop_reason` is 'stop' or 'length'; tokens include the stop tokens and are never empty."""
 
     tokens_T: I32
     logprobs_T: F32  # at the sampling temperature
@@ -396,7 +403,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Tokens of an answer that is not complete: those from `start` on of sequence `index`."""
+    """Tokens of an unfinished sample: those of sequence `index` from `start` on."""
 
     request_id: str
     index: int
@@ -408,9 +415,9 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """All logprobs of the prompt are at temperature 1; `prompt_logprobs_T` is NaN where there is none.
+    """All prompt logprobs are at temperature 1; a missing value of `prompt_logprobs_T` is NaN.
 
-    `target_prompt` has the shape and the layout of the request's targets, with 0 where these are -1.
+    `target_prompt` has the shape and the layout of the request's targets, with 0 where a target is -1.
     """
 
     request_id: str
@@ -424,7 +431,7 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the scheduler knows of a request: metadata only."""
+    """The metadata for scheduling a request."""
 
     arrival: int
     request_id: str
@@ -440,28 +447,49 @@ class Pending:
     traceparent: str | None = None
 
 
-VISION_TYPES = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
-"""Values of config.json's model_type whose images are taken."""
+VISION_TYPES = frozenset({"gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Values of model_type in config.json of models that accept images."""
+
+CONFIG_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072, "num_attention_heads": 8}
+}
+"""By the model_type of a text model: values that published config.json files omit, since they are the defaults of
+transformers' configuration class.
+"""
 
 MAX_ASPECT = 200
-"""Of an image's longer side to its shorter one: what the Qwen image processors take."""
+"""The largest ratio of an image's longer to its shorter side, as in the Qwen image processors."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """How a model counts the tokens of an image: one for each square of `token_pixels` pixels a side, after the image
-    has been resized to between `min_pixels` and `max_pixels` with sides that are multiples of `token_pixels`.
+    """How a model counts the tokens of an image. The image is resized to between `min_pixels` and `max_pixels` with
+    sides that are multiples of `token_pixels`, and each square of `token_pixels` pixels a side is one token.
 
-    This is the arithmetic of the Qwen image processors (transformers, image_processing_qwen2_vl.smart_resize).
+    This is the arithmetic of the Qwen image processors (transformers, image_processing_qwen2_vl.smart_resize). With
+    `side_tokens`, as in Gemma 3, every image is resized to a square of `side_tokens` tokens a side.
     """
 
     image_token_id: int
     token_pixels: int
     min_pixels: int
     max_pixels: int
+    side_tokens: int | None = None
+    begin_token_id: int | None = None
+    """The token that a chat template writes before the image's tokens, if it is not the image token."""
+
+    end_token_id: int | None = None
+    """The token after the image's tokens."""
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of one image."""
+        return self.max_pixels // self.token_pixels**2 if self.side_tokens is None else self.side_tokens**2
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Rows and columns of tokens of an image whose aspect ratio is at most MAX_ASPECT."""
+        if self.side_tokens is not None:
+            return self.side_tokens, self.side_tokens
         side = self.token_pixels
         rows, columns = round(height / side), round(width / side)
         pixels = rows * columns * side**2
@@ -476,7 +504,7 @@ class VisionShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a server must know of a base model to check requests against it. Without `vision` it takes text alone."""
+    """The properties of a base model with which a server validates requests. Without `vision` it accepts only text."""
 
     name: str
     path: str

@@ -1,4 +1,4 @@
-"""Bulk jobs that go on beside an attack, one after the other: a function in mappers, and samples of the service."""
+"""Bulk jobs that run one after the other during an attack: a function in mappers, and samples of the service."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BulkJobs:
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits for the job that runs; raises what any of them failed with."""
+        """Wait for the running job. Raises the error of any failed job."""
         self._stopping.set()
         self._thread.join()
         self._client.close()
@@ -85,7 +85,7 @@ class BulkJobs:
 
 
 def _persistently(start: Callable[[], batch.Job]) -> batch.Job:
-    """A job that is started by the words with which a script would find it again."""
+    """Start a job under a name by which a script can find it again."""
     deadline = time.monotonic() + GIVE_UP_S
     while True:
         try:

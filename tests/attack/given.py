@@ -1,4 +1,4 @@
-"""What the environment says of an attack: how long, how much, and with which seed."""
+"""The parameters of an attack from the environment: duration, amount and seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer to a broken request must be: quick, no failure of the server's, in words, without secrets."""
+"""Validates responses to broken requests: quick, no server error, with a reason, without secrets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_WORDS = 2500
 
 @dataclass
 class Judge:
-    """Collects what is wrong with answers; by route, `declared` are statuses and `fields` names of its body."""
+    """Collects the defects of responses. Per route, `declared` has the statuses and `fields` the names in the body."""
 
     declared: Mapping[str, Collection[int]]
     fields: Mapping[str, Collection[str]]
@@ -76,7 +76,7 @@ class Judge:
 
 
 def names_in(schema: object, document: Mapping[str, object]) -> set[str]:
-    """Of all fields that a schema knows, at any depth."""
+    """Return the names of all fields of a schema, at any depth."""
     if isinstance(schema, list):
         return set().union(*(names_in(each, document) for each in schema))
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Ways to break a request, by name; each takes a valid one and a source of chance, and says which field it broke."""
+"""Mutations of requests, by name. Each takes a valid request and a random source, and returns the broken field."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Broken:
 
 
 class Raw(str):
-    """What stands in JSON as it is."""
+    """Raw JSON text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Twice:
-    """A field that an object has two times."""
+    """A field that an object has twice."""
 
     first: object
     second: object
@@ -120,7 +120,7 @@ FIELD_KINDS = (
 
 
 def broken_body(request: Request, rng: random.Random) -> Broken:
-    """Bytes that are no longer what they claim to be."""
+    """Corrupt the bytes of a body."""
     body = request.body
     at = rng.randrange(len(body) + 1)
     noise = rng.randbytes(rng.choice([1, 4, 50, 5000]))
@@ -263,7 +263,7 @@ def broken_method(request: Request, rng: random.Random) -> Broken:
 
 
 def broken_protobuf(request: Request, rng: random.Random) -> Broken:
-    """A message with changed bytes, or with fields that nobody knows."""
+    """Change a message's bytes, or add unknown fields."""
     body = bytearray(request.body)
     kinds = ["flipped bits", "cut", "unknown fields", "a length without end", "JSON", "a group", "many fields"]
     kind = rng.choice(kinds)
@@ -309,7 +309,7 @@ def broken_form(request: Request, rng: random.Random) -> Broken:
 
 
 def broken(request: Request, rng: random.Random) -> Broken:
-    """One of the ways that fit the request; the body's are the likeliest."""
+    """Choose a mutation that fits the request, most likely one of the body."""
     content_type = request.header(b"Content-Type")
     ways: list[tuple[int, Callable[[], Broken]]] = [
         (2, lambda: broken_headers(request, rng)),

@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 class Neighbour:
-    """Trains again and again, and compares."""
+    """Train repeatedly and compare the results."""
 
     def __init__(self, server: KeptServer, alone: dict[str, Record]) -> None:
         self.runs, self.different = 0, 0
@@ -121,12 +121,12 @@ def ask(server: KeptServer, request: Request) -> Answer:
 
 
 def in_order(labels: list[str]) -> list[str]:
-    """What takes things away comes last."""
+    """Order the routes so that those that delete objects come last."""
     return sorted(labels, key=lambda label: bool(ENDS.search(label)))
 
 
 def test_a_valid_request_of_every_route_is_answered(server: KeptServer, document: dict) -> None:
-    """Whatever is broken below was whole."""
+    """Every request is valid before its mutation."""
     world, routes = world_of(server), routes_of(document)
     wrong = []
     for label in in_order(list(routes)):
@@ -195,7 +195,7 @@ def test_no_broken_request_breaks_a_server(server: KeptServer, document: dict) -
 
 
 def test_what_was_stored_of_broken_requests_failed_by_its_own_fault(server: KeptServer) -> None:
-    """Behind the last test: nothing that was accepted made an engine fail."""
+    """After the last test: no accepted request made an engine fail."""
     failed = server.rows(
         f"SELECT request_id, category, error FROM futures WHERE tenant_id = '{ATTACKER}' "
         "AND state IN ('failed', 'refused')"

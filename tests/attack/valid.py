@@ -74,7 +74,7 @@ MORE: Mapping[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a tenant has, and the numbers of its next requests."""
+    """A tenant's objects, and the numbers of its next requests."""
 
     things: Things
     other_file_id: str

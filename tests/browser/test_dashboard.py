@@ -10,6 +10,8 @@ import itertools
 import json
 import math
 import random
+import re
+import time
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
@@ -23,7 +25,8 @@ from support.browser import Browser, browsing
 from support.dashboard_data import BASE, STRANGE_NAME, Site, site
 from support.databases import database_url
 from tinsmith.db.database import Database
-from tinsmith.db.schema import MODELS
+from tinsmith.db.schema import MODELS, RECENT_STEPS
+from tinsmith.store.history import RecentStep, RecentSteps
 
 PAGES = {
     "overview": "Overview",
@@ -68,6 +71,7 @@ def details_of(alice: Site) -> dict[str, str]:
     return {
         f"sessions/{session_id}": "Session ",
         f"runs/{alice.run}": "Run ",
+        f"runs/compare/{alice.run}/{alice.strange_run}": "2 runs ",
         f"samples/{alice.sample}": "Sample ",
         f"jobs/{alice.job_id}": "Job ",
     }
@@ -80,7 +84,6 @@ def rows(browser: Browser) -> list[str]:
 # The key.
 
 
-@pytest.mark.smoke
 def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium: Browser) -> None:
     browser = chromium
     browser.driver.get(alice.server.url)
@@ -89,7 +92,7 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     browser.open("runs", "Enter a key")
     assert browser.driver.switch_to.active_element.get_attribute("id") == "key"
     browser.one("#key").send_keys("tml-wrong", Keys.ENTER)
-    browser.until(lambda: "did not take the key" in browser.text("main"), "a refusal")
+    browser.until(lambda: "rejected the key" in browser.text("main"), "a refusal")
     browser.one("#key").send_keys(alice.key, Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page that was asked for")
     assert browser.text("#tenant") == "alice"
@@ -106,7 +109,7 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
 # Every page.
 
 
-@pytest.mark.parametrize("name", [*PAGES, "runs/", "sessions/", "samples/", "jobs/"])
+@pytest.mark.parametrize("name", [*PAGES, "runs/", "runs/compare/", "sessions/", "samples/", "jobs/"])
 def test_a_page_is_usable_by_everybody_in_both_themes(alice: Site, browser: Browser, name: str) -> None:
     page, heading = name, PAGES.get(name, "")
     if not heading:
@@ -159,6 +162,72 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
     # The heading is there before what is below it; it has the focus once both are.
     browser.until(lambda: browser.driver.switch_to.active_element.text == "Runs", "focus at the new page's heading")
     assert browser.one("nav#nav a[aria-current=page]").text == "Runs"
+
+
+def test_keys_lead_to_pages_and_to_the_search(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    body = browser.one("body")
+    body.send_keys("g", "r")
+    browser.until(lambda: browser.text("h1") == "Runs" and browser.all("#search"), "the runs")
+    browser.one("h1").send_keys("/")
+    browser.one("#search").send_keys("gs/?")
+    assert browser.one("#search").get_attribute("value") == "gs/?", "a field keeps its keys"
+    browser.driver.execute_script("document.activeElement.blur()")
+    browser.one("body").send_keys("?")
+    browser.until(lambda: "Search on this page" in browser.text("dialog"), "the list of keys")
+    browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    browser.until(lambda: not browser.all("dialog"), "its end")
+
+
+def test_a_key_that_ends_says_so(alice: Site, browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: browser.all(".cards .card"), "the page")
+    browser.driver.execute_script("sessionStorage.setItem('tinsmith.key', 'tml-revoked')")
+    browser.driver.execute_script("location.hash = '#/runs'")
+    browser.until(lambda: browser.text("h1") == "The key is no longer valid", "the question")
+    assert "expired or been revoked" in browser.text("main .warning") and not browser.one("#strip").is_displayed()
+    browser.one("#key").send_keys(alice.key, Keys.ENTER)
+    browser.until(lambda: browser.text("h1") == "Runs", "the page")
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+def test_a_server_without_runs_shows_how_the_first_is_made(browser: Browser) -> None:
+    given = {"/me": {"name": "a", "key_id": 1}, "/overview": {"counts": {"runs": 0}, "engines": [], "seats": []}}
+    given |= {"/runs": {"runs": []}, "/events": {"data": []}, "/machine": {}}
+    script = {"source": GIVEN % json.dumps(given)}
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
+    try:
+        browser.driver.get("about:blank")
+        browser.open("overview", "Overview")
+        browser.until(lambda: "export TINKER_BASE_URL=http://127.0.0.1" in browser.text("main"), "the lines")
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": added})
+
+
+def test_a_narrow_screen_has_a_menu_and_cards_and_no_barriers(alice: Site, browser: Browser) -> None:
+    emulated = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", emulated)
+    try:
+        pages = {**PAGES, **details_of(alice)}
+        for page, heading in pages.items():
+            browser.open(page, heading)
+            browser.until(lambda: browser.all("main table, main form, main figure, main .tokens"), "content")
+            wide = browser.driver.execute_script("return document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, page
+            assert not browser.one("#nav").is_displayed()
+        browser.open("checkpoints", "Checkpoints")
+        browser.until(lambda: rows(browser), "the checkpoints")
+        assert not Axe().run(browser.driver)["violations"]
+        browser.click("#menu")
+        assert browser.one("#nav").is_displayed()
+        browser.one("#menu").send_keys(Keys.ESCAPE)
+        assert not browser.one("#nav").is_displayed()
+        browser.click("#menu")
+        browser.click("nav#nav a", "Runs")
+        browser.until(lambda: browser.text("h1") == "Runs", "the page")
+        assert not browser.one("#nav").is_displayed()
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_narrow_screen_shows_it_all(browser: Browser) -> None:
@@ -262,7 +331,7 @@ def numbers_of_all_kinds() -> list[list[float]]:
 
 
 def modules(browser: Browser, names: str, body: str, *arguments: object) -> object:
-    """What a function of the dashboard's modules gives; `done` takes it."""
+    """Return the result of a function of the dashboard's modules; `done` receives it."""
     loads = ", ".join(f'import("/dashboard/{name}.js")' for name in names.split())
     head = f"const done = arguments[arguments.length - 1]; Promise.all([{loads}]).then(([{names.replace(' ', ', ')}])"
     script = head + " => {" + body + "}).catch((error) => done(String(error.stack)))"
@@ -438,6 +507,54 @@ def test_curves_grow_while_somebody_looks(alice: Site, browser: Browser) -> None
     browser.until(lambda: len(figure.find_elements("css selector", "tbody tr")) == steps + 2, "the numbers")
 
 
+def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, browser: Browser) -> None:
+    points = [{"step": step, "metrics": {"spread": [0.0, float(step), 9.0]}} for step in range(1, 21)]
+    alice.http.post("log_metrics", json={"model_id": alice.strange_run, "points": points}).raise_for_status()
+    browser.open(f"runs/{alice.strange_run}", "Run ")
+    named = "[...document.querySelectorAll('figure.curve .name')].map((one) => one.textContent)"
+    browser.until(lambda: "spread" in browser.driver.execute_script(f"return {named}"), "the curve")
+    assert not [name for name in browser.driver.execute_script(f"return {named}") if ":p" in name], "in its band"
+    for selector in ("#log", "#time"):
+        browser.one(selector).click()
+        browser.until(lambda: browser.all("figure.curve canvas") and not browser.all("main .warning"), "the curves")
+        browser.one(selector).click()
+    browser.driver.execute_script(
+        "const smooth = document.getElementById('smooth'); smooth.value = 0.9; smooth.dispatchEvent(new Event('input'))"
+    )
+    body = """
+    const even = metrics.csvOf([{ step: 1, source: "client", time: 0, metrics: { "a,b": 1, c: null } }]);
+    const hints = [["ppo_kl:mean"], ["ppo_kl:mean", "reward"], ["loss_per_token"]].map((names) =>
+      metrics.rewardless(names.map((name) => ({ name }))));
+    done([charts.smoothed([1, 1, null, 1], 0.9), charts.smoothed([0, 1], 0.5), even, hints])"""
+    flat, half, text, hints = modules(browser, "charts metrics", body)  # type: ignore[misc]
+    assert flat[2] is None and [one for one in flat if one] == pytest.approx([1, 1, 1])
+    assert half == pytest.approx([0, 2 / 3])
+    assert hints == [True, False, False], "only a run that learns from advantages is asked for its reward"
+    assert text == 'step,source,time,"a,b",c\n1,client,1970-01-01T00:00:00.000Z,1,\n'
+
+
+def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) -> None:
+    browser.open(f"runs/{alice.run}", "Run ")
+    browser.click("button", "Edit the name")
+    browser.one("#name").send_keys("lesson")
+    browser.one("#tags").send_keys("hello, short")
+    browser.click("dialog button", "Save")
+    browser.until(lambda: browser.text("h1") == "Run lesson", "the name")
+    try:
+        browser.open("runs", "Runs")
+        browser.until(lambda: [row for row in rows(browser) if row.startswith("lessonhelloshort")], "the tags")
+        browser.until(lambda: browser.all(".spark polyline"), "outlines")
+        for box in browser.all("tbody input[type=checkbox]")[:2]:
+            box.click()
+        browser.click("button", "Compare 2 runs")
+        browser.until(lambda: browser.text("h1") == "2 runs side by side", "both")
+        browser.until(lambda: "LoRA rank" in browser.text("table"), "what differs")
+        browser.until(lambda: browser.all("figure.curve canvas"), "the curves")
+        assert "lesson" in browser.text("figure.curve .legend") and not browser.all("main .warning")
+    finally:
+        alice.http.put(f"dashboard/runs/{alice.run}", json={"name": "", "tags": []}).raise_for_status()
+
+
 def test_what_a_tenant_wrote_is_shown_as_text(alice: Site, browser: Browser) -> None:
     browser.open("runs", "Runs")
     link = browser.until(lambda: [one for one in browser.all("tbody a") if one.text == STRANGE_NAME], "the name")
@@ -515,6 +632,50 @@ def test_the_queue_shows_what_was_packed(browser: Browser) -> None:
         assert word not in browser.text("main")
 
 
+def test_the_timeline_shows_snapshots_and_other_tenants_without_names(alice: Site, browser: Browser) -> None:
+    data_dir, moment = alice.server.data_dir, time.time()
+    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    steps = RecentSteps(database)
+    steps.add(BASE, [RecentStep(moment - 9, 3.0, 0, 0, 0, 0, {"alice": {alice.run: 0}})])
+    steps.add(BASE, [RecentStep(moment - 3, 2.0, 1, 0, 0, 600, {"carol": {"secret:train:0": 600}})])
+    try:
+        browser.open("queue", "Queue and packing")
+        bars = "figure.timeline svg.lanes rect"
+        browser.until(lambda: browser.all(f"{bars}.s8") and browser.all(f"{bars}.s6"), "a snapshot and other tenants")
+        legend = browser.text("figure.timeline .legend")
+        assert "snapshots" in legend and "other tenants" in legend and "publishing" in legend
+        assert "carol" not in browser.text("main") and "secret" not in browser.text("main")
+        browser.click("figure.timeline summary")
+        browser.until(lambda: "snapshot written in the background: 3" in browser.text("figure.timeline"), "the words")
+        assert "600 tokens of other tenants" in browser.text("figure.timeline")
+    finally:
+        with database.write() as connection:
+            theirs = RECENT_STEPS.c.ended_at.in_((moment - 9, moment - 3))
+            connection.execute(RECENT_STEPS.delete().where(theirs))
+        database.close()
+
+
+def test_the_machine_is_above_every_page_and_its_last_minutes_are_zoomed(alice: Site, browser: Browser) -> None:
+    alice.train(1)
+    browser.open("queue", "Queue and packing")
+    browser.until(lambda: "tokens/s" in browser.text("#strip") and BASE in browser.text("#strip"), "the strip")
+    bars = "figure.timeline svg.lanes rect"
+    browser.until(lambda: browser.all(f"{bars}.s1") and browser.all(f"{bars}.s2"), "training and sampling")
+    browser.until(lambda: re.search(r"CPU \d+ %|GPU", browser.text("#strip")), "the devices' utilisation")
+    everything = browser.text("figure.timeline .actions .quiet")
+    browser.click("figure.timeline button", "Zoom in")
+    browser.until(lambda: browser.text("figure.timeline .actions .quiet") != everything, "a part")
+    place = browser.one(".lanes-place")
+    place.send_keys(Keys.ARROW_LEFT, "+", "-", "0")
+    browser.until(lambda: browser.text("figure.timeline .actions .quiet").endswith("now"), "all")
+    browser.click("figure.timeline summary")
+    browser.until(lambda: browser.all("figure.timeline tbody tr"), "the numbers")
+    browser.open("overview", "Overview")
+    assert "waiting" in browser.text("#strip")
+    browser.click("#strip a")
+    browser.until(lambda: browser.text("h1") == "Queue and packing", "the queue")
+
+
 def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, browser: Browser) -> None:
     path = alice.model.save_state("doomed").result().path
     route = f"training_runs/{alice.run}/checkpoints"
@@ -563,7 +724,7 @@ def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, brows
     browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "deny"})
     name = alice.checkpoints[0].rpartition("/")[2]
     browser.click("button", f"Download {name}")
-    browser.until(lambda: "The download begins" in browser.text("#news"), "the news")
+    browser.until(lambda: "The download has started" in browser.text("#news"), "the news")
     run, kind, _ = alice.checkpoints[0].removeprefix("tinker://").split("/")
     link = alice.http.get(f"training_runs/{run}/checkpoints/{kind}/{name}/archive_link").json()["url"]
     assert httpx.get(link).headers["content-type"] == "application/x-tar"
@@ -605,7 +766,9 @@ def test_what_cannot_be_sampled_says_why(browser: Browser) -> None:
 
 def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browser: Browser) -> None:
     browser.open("samples", "Samples")
-    browser.until(lambda: [row for row in rows(browser) if row.startswith("hello user Say hello. assistant")], "words")
+    prompts = "article.group .prompt"
+    browser.until(lambda: "user\nSay hello.\nassistant" in [one.text for one in browser.all(prompts)], "the prompt")
+    assert [row for row in rows(browser) if row.startswith("hello")]
     browser.open(f"samples/{alice.sample}", "Sample ")
     browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
     assert len(browser.all(".turn.sampled")) == 2

@@ -3,20 +3,22 @@
 import os
 import tempfile
 
-URL, KEY, NANO = (os.environ[name] for name in ("SERVER_URL", "SERVER_KEY", "SERVER_NANO"))
+from checks import KEY, NANO, URL, check
+
 os.environ |= {"TINSMITH_API_KEY": KEY, "TINSMITH_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": KEY}
 
-from inspect_ai import Task, eval  # noqa: E402
-from inspect_ai.dataset import Sample  # noqa: E402
-from inspect_ai.model import get_model  # noqa: E402
-from inspect_ai.scorer import includes  # noqa: E402
+from inspect_ai import Task, eval
+from inspect_ai.dataset import Sample
+from inspect_ai.model import get_model
+from inspect_ai.scorer import includes
 
 task = Task(dataset=[Sample(input="Say hello.", target="hello")], scorer=includes(ignore_case=True))
-for model in (
-    get_model(f"openai-api/tinsmith/{NANO}"),
-    get_model(f"openai/{NANO}", base_url=f"{URL}/v1", api_key=KEY, responses_api=False),
-    get_model(f"openai/{NANO}", base_url=f"{URL}/v1", api_key=KEY, responses_api=True),
+OPENAI = {"base_url": f"{URL}/v1", "api_key": KEY}
+for name, model in (
+    ("openai-api", get_model(f"openai-api/tinsmith/{NANO}")),
+    ("openai by chat", get_model(f"openai/{NANO}", responses_api=False, **OPENAI)),
+    ("openai by responses", get_model(f"openai/{NANO}", responses_api=True, **OPENAI)),
 ):
-    with tempfile.TemporaryDirectory() as logs:
+    with check(name), tempfile.TemporaryDirectory() as logs:
         (log,) = eval(task, model=model, max_tokens=40, log_dir=logs, display="none")
-    assert log.status == "success", log.error
+        assert log.status == "success", log.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 import tinker
 from tinker import types
 
+from support import external_engines
 from support.cluster import BASE, Cluster, clustered
 from support.databases import POSTGRES, SQLITE
 from support.live import API_KEY, LiveServer, freeze, serving
@@ -74,7 +76,7 @@ def tokens_of(client: RawClient, request_id: str) -> list[list[int]]:
 
 
 def expected(weight: float, prompt: Sequence[int], seed: int = 7) -> list[list[int]]:
-    """What an engine's own sampler answers."""
+    """Return the result of an engine's own sampler."""
     sampler = FakeSampler(ModelShape(BASE, "", 512, 2048, "fake"), {"v": weight})
     sampler.submit(Sample("r", "v", np.array(prompt, np.int32), 2, SamplingParams(max_tokens=5, seed=seed)))
     ((_, result),) = sampler.step()
@@ -119,12 +121,11 @@ def executors(cluster: Cluster, request_ids: Sequence[str]) -> list[str | None]:
 
 
 def crash_in(cluster: Cluster) -> str:
-    """How a process ended that should not have."""
+    """Describe how a process ended unexpectedly."""
     _, mark, text = cluster.log().partition("Traceback")
     return mark + text[:3000]
 
 
-@pytest.mark.smoke
 def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
     prompts = [[number, number + 1] for number in range(30)]
@@ -200,6 +201,56 @@ def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> Non
     deleted = client.http.delete(f"training_runs/{training_run_id}/checkpoints/{name}")
     assert deleted.status_code in (200, 204), deleted.text
     assert "gone" in client.error(send(client, sampler, 0, [1, 2]))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_operators_have_a_sampler_sleep_and_wake_over_http(cluster: Cluster, client: RawClient, kind: str) -> None:
+    """On the engines' documented contract: the device is released once no sample runs, and taken back."""
+    fake = external_engines.Engine(vocab_size=512, context=2048)
+    release, resume = {
+        "vllm": ("/sleep?level=1", "/wake_up?tags=kv_cache"),
+        "sglang": ("/release_memory_occupation", "/resume_memory_occupation"),
+    }[kind]
+    outside = {"SAMPLER": kind, "SAMPLER_SHARES_DEVICE": "true"}
+    root = "operator/samplers"
+    others = [cluster.engines()[name].engine_id for name in SAMPLERS]
+    for other in others:
+        assert client.http.post(f"{root}/{other}/drain").json()["state"] == "draining"
+    with (
+        external_engines.running(kind, fake),
+        cluster.process(kind, "sampler", settings=outside | {"SAMPLER_URL": fake.url}),
+    ):
+        cluster.await_ready(kind)
+        name = cluster.engines()[kind].engine_id
+        numbers = itertools.count()
+
+        def shown() -> dict:
+            return client.http.get(f"{root}/{name}").json()
+
+        def sampled_by() -> str | None:
+            client.result(request_id := send(client, version, next(numbers), [7]))
+            return executors(cluster, [request_id])[0]
+
+        run = Run(client)
+        run.step()
+        version, _ = run.publish()
+        cluster.wait(lambda: sampled_by() == kind)
+        cluster.wait(lambda: [each["version"] for each in shown()["versions"]] == [version])
+        assert shown()["address"] == fake.url and shown()["engine"].lower() == kind and shown()["versions"][0]["bytes"]
+        assert client.http.post(f"{root}/{name}/sleep").json()["state"] == "sleeping"
+        cluster.wait(lambda: shown()["state"] == "asleep")
+        assert fake.paths()[-1] == release
+        cluster.wait(lambda: sampled_by() is None)
+        assert fake.paths()[-1] == release
+        assert client.http.post(f"{root}/{name}/wake").json()["state"] == "waking"
+        cluster.wait(lambda: shown()["state"] == "ready")
+        assert fake.paths()[-1] == resume
+        cluster.wait(lambda: sampled_by() == kind)
+    for other in others:
+        refused = client.http.post(f"{root}/{other}/sleep")
+        assert refused.status_code == 400 and "own sampler has no sleep mode" in refused.json()["detail"]
+        assert client.http.post(f"{root}/{other}/wake").json()["state"] == "ready"
+    assert crash_in(cluster) == ""
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])

@@ -1,4 +1,4 @@
-"""Four ranks, every family of docs/models.md on two, ranks that die or stand still, and the SDK on two.
+"""Four ranks, long sequences, every family of docs/models.md on two, ranks that die or stand still, and the SDK on two.
 
 `make test-ranks` does it. What `make test` does: test_ranks.py.
 """
@@ -22,6 +22,7 @@ from tinker import types
 from support import families, ranked, tiny_models
 from support.families import FAMILIES, Family
 from support.live import API_KEY, serving
+from support.random_data import random_data
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group
 from tinsmith.backends.torch import TorchBackend
@@ -32,13 +33,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 torch.set_num_threads(1)
 
-TWO = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True)}
+TWO = {
+    "dp2": Degrees(2),
+    "tp2": Degrees(1, 2),
+    "fsdp2": Degrees(2, 1, shard_base=True),
+    "cp2": Degrees(context=2),
+}
 
 FOUR = {
     "dp4": Degrees(4),
     "dp2-tp2": Degrees(2, 2),
     "fsdp4": Degrees(4, 1, shard_base=True),
     "fsdp2-tp2": Degrees(2, 2, shard_base=True),
+    "cp4": Degrees(context=4),
+    "dp2-cp2": Degrees(2, context=2),
+    "cp2-tp2": Degrees(1, 2, context=2),
+    "fsdp2-cp2": Degrees(2, shard_base=True, context=2),
+    "fsdp-cp4": Degrees(shard_base=True, context=4),
 }
 
 NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
@@ -78,7 +89,57 @@ def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degre
     ranked.sample_alike(one, many)
 
 
-@pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"]], ids=["dp4", "dp2-tp2"])
+LONG = 4096
+
+ATTENTION = {
+    "grouped keys": ("qwen3", {}),
+    "one key head": ("qwen3", {"num_key_value_heads": 1}),
+    "heads that 2 and 4 do not divide": (
+        "llama",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
+    "windows and soft caps": ("gemma2", {"sliding_window": 300, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "experts, windows and sinks": ("gpt_oss", {"sliding_window": 300, "num_attention_heads": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(2, TWO["cp2"]), (4, FOUR["cp4"])], indirect=["ranks"], ids=["cp2", "cp4"], scope="module"
+)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_a_long_sequence_over_context_ranks_is_that_of_one_process(
+    ranks: Group, tmp_path: Path, name: str, degrees: Degrees
+) -> None:
+    arch, overrides = ATTENTION[name]
+    shape = tiny_models.make(tmp_path, arch, max_position_embeddings=2 * LONG, **overrides)
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=2 * LONG)
+    ranked.create(one)
+    recompute = {2: "off", 4: "on"}[degrees.context]
+    many = ranked.load(shape, ranks, degrees, max_tokens_per_microbatch=str(2 * LONG), recompute=recompute)
+    rng = np.random.default_rng(0)
+    ranked.agree_on(one, many, [ranked.pass_of(rng, 0, [LONG])])
+    ranked.agree_on(one, many, [ranked.pass_of(rng, 1, [1])])  # most ranks have only padding
+    ragged = [
+        ranked.pass_of(rng, 0, [1500, 7, 3], "gspo"),
+        ranked.pass_of(rng, 1, [1301, 299], "ppo"),
+        ranked.pass_of(rng, 2, [1], "cispo"),
+        ranked.pass_of(rng, 3, [600, 2], "cross_entropy"),
+        ranked.pass_of(rng, 0, [31], forward_only=True),
+    ]
+    ranked.agree_on(one, many, ragged)
+    ranked.step_both(one, many)
+
+
+@on_two
+def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelShape) -> None:
+    pytest.importorskip("bitsandbytes")
+    one = TorchBackend(shape, device="cpu", quantize="int8", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, TWO["cp2"], quantize="int8")
+    ranked.train_alike(one, many, 2)
+
+
+@pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"]], ids=["dp4", "dp2-tp2", "cp4"])
 def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
     ranked.create(one)
@@ -95,15 +156,19 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: 
 
 
 @on_two
-@pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"]], ids=["tp2", "fsdp2"])
+@pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"], TWO["cp2"]], ids=["tp2", "fsdp2", "cp2"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_every_family_is_divided_exactly_or_refused(
     ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
 ) -> None:
     shape = families.make(tmp_path, family)
     if degrees.tensor > 1 and (family.experts or family.states or family.model_type in NO_PLAN):
-        reason = "experts of .* are not divided" if family.experts else "tensor_parallel is 2, and"
+        reason = "experts of .* cannot be split" if family.experts else "tensor_parallel is 2, and"
         with pytest.raises(SettingsError, match=reason):
+            ranked.load(shape, ranks, degrees)
+        return
+    if degrees.context > 1 and family.states:
+        with pytest.raises(SettingsError, match="context_parallel is 2, and layers of"):
             ranked.load(shape, ranks, degrees)
         return
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
@@ -141,8 +206,9 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
         group.close()
 
 
-def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_path: Path) -> None:
-    settings = {"DATA_PARALLEL": "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+@pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL"])
+def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_path: Path, degree: str) -> None:
+    settings = {degree: "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     with serving(tmp_path, settings=settings) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
@@ -164,12 +230,7 @@ def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_p
 
 
 def _step(model: tinker.TrainingClient) -> float:
-    rng = np.random.default_rng(0)
-    data = []
-    for length in (12, 30, 7):
-        tokens = rng.integers(0, 200, length + 1)
-        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
+    data = random_data(np.random.default_rng(0), (12, 30, 7), 200)
     passed = model.forward_backward(data, "cross_entropy")
     stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
     loss = passed.result().metrics["loss:sum"]

@@ -5,6 +5,7 @@ One group of two processes serves the whole module. Four ranks, families and dea
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,21 +32,23 @@ from support.ranked import (
     train_alike,
     weights,
 )
-from tinsmith.backends import run_to_end
+from tinsmith.backends import distributed, run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_degrees
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
+from tinsmith.settings import Settings
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
 pytestmark = pytest.mark.smoke
 
 torch.set_num_threads(1)
 
-DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True)}
+DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True), "cp2": Degrees(context=2)}
 
 
 class Lost:
-    """What the group said of ranks that were lost."""
+    """Return the group's message about lost ranks."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -92,6 +95,28 @@ def one(oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
 
 def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
     train_alike(one, many, 10)
+
+
+def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
+    shape: ModelShape, group: Group, oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this machine had two devices: the plan's choice, through the settings, to ranks that train."""
+    worlds: list[int] = []
+
+    def started(world: int, **_options: object) -> Group:
+        worlds.append(world)
+        return group
+
+    monkeypatch.setattr(distributed, "Group", started)
+    monkeypatch.setattr(engine_main, "_free_bytes", lambda _settings: [8 * 2**30] * 2)
+    settings = engine_main.choose_degrees(Settings(device="cpu", dtype="float32"), shape, "engine")
+    engine_main.check_fit(settings, shape)
+    backend = engine_main.open_backend(settings, shape, "here", engine_main._options(settings))
+    atexit.unregister(group.close)  # the fixture closes it
+    assert isinstance(backend, ShardedBackend) and worlds == [2]
+    create(oracle)
+    create(backend)
+    agree_on(oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
 
 
 def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
@@ -180,7 +205,7 @@ def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: S
         unknown = [sample for sample in samples() if sample.version_id]
         for version in ("v0", "v1"):
             backend.drop_version(version)
-        with pytest.raises(NotFoundError, match="no weights called"):
+        with pytest.raises(NotFoundError, match="do not exist"):
             backend.sampler.submit(unknown[0])
         assert not backend.sampler.has_work
         strange = Pass("r9", "m9", (), "cross_entropy", {}, False)
@@ -274,7 +299,7 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
     for sample in samples():
         if sample.version_id is None:
             backend.sampler.submit(sample)
-    places = [place.data_index for place in backend.sampler._places.values()]
+    places = [place.group_index for place in backend.sampler._places.values()]
     assert set(places) == {0, 1}
     finish(backend)
     assert backend.sampler._loads == [0, 0] and not backend.sampler._places
@@ -285,8 +310,9 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
     [
         ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, Degrees(1, 2), {}, "3 key and value heads"),
         ("qwen3", {"intermediate_size": 97}, Degrees(1, 2), {}, "width 97"),
-        ("gpt_oss", {}, Degrees(1, 2), {}, "experts of GptOssForCausalLM are not divided"),
-        ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be divided"),
+        ("gpt_oss", {}, Degrees(1, 2), {}, "experts of GptOssForCausalLM cannot be split"),
+        ("qwen3_5", {}, Degrees(context=2), {}, "context_parallel is 2, and layers of Qwen3_5ForCausalLM"),
+        ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be sharded"),
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
     ],
 )
@@ -309,11 +335,12 @@ def test_what_cannot_be_divided_is_refused_by_name(
     [
         (("0", "1", "off"), "data_parallel is '0'"),
         (("1", "x", "off"), "tensor_parallel is 'x'"),
-        (("1", "2", "on"), "shard_base divides"),
+        (("1", "2", "off", "0"), "context_parallel is '0'"),
+        (("1", "2", "on"), "shard_base shards"),
         (("2", "1", "yes"), "shard_base is 'yes'"),
     ],
 )
-def test_degrees_that_cannot_be_are_refused(given: tuple[str, str, str], reason: str) -> None:
+def test_degrees_that_cannot_be_are_refused(given: tuple[str, ...], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         read_degrees(*given)
 
@@ -331,9 +358,9 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost)
     trained = own(backend)._models["m0"]
     assert trained.gradient_P is not None
     trained.gradient_P[0] += 1.0
-    with pytest.raises(RanksLostError, match="different results of optim_step"):
+    with pytest.raises(RanksLostError, match="different results for optim_step"):
         step(backend)
-    with pytest.raises(RanksLostError, match="different results of digest"):
+    with pytest.raises(RanksLostError, match="different results for digest"):
         backend._call("digest", "m0")
     assert len(lost.reasons) == 2
     lost.reasons.clear()

@@ -73,7 +73,7 @@ class Fleet:
         return {seat.name: seat for seat in RayCluster().seats()}
 
     def running(self, *names: str) -> dict[str, RayProcess]:
-        """Once these, and no others, run."""
+        """Wait until exactly these processes run."""
 
         def found() -> dict[str, RayProcess]:
             seen = self.processes()

@@ -201,7 +201,7 @@ def engines(data_dir: Path) -> list[int]:
 
 
 def add_work(data_dir: Path, tokens: int) -> None:
-    """A request of a run that no engine knows: it waits until somebody settles it."""
+    """A request of a run that no engine has; it waits until the test settles it."""
     row = {"request_id": "r", "tenant_id": "t", "session_id": "s", "base_model": "tinsmith/nano", "kind": "forward"}
     more = {"state": "pending", "num_tokens": tokens, "created_at": now(), "model_id": "m", "seq_id": 5}
     with database_of(data_dir) as database, database.write() as connection:

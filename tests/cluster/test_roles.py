@@ -91,7 +91,7 @@ def test_an_engine_that_stood_still_is_replaced_and_writes_nothing(cluster: Clus
         os.kill(pid, signal.SIGCONT)
     trained(client, [run], 4)
     cluster.wait(lambda: engine_pid(cluster, victim) != pid)
-    cluster.wait(lambda: "this engine was taken for dead" in cluster.log())
+    cluster.wait(lambda: "this engine lost its lease" in cluster.log())
     assert "Traceback" not in cluster.log()
 
 

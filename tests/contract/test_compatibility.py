@@ -1,4 +1,4 @@
-"""docs/compatibility.md says what the tests say, and nothing that a client can ask for is missing from it."""
+"""docs/compatibility.md matches the tests' declarations and covers every method, command and endpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import tinker
 
 from recipes.table import ROWS
 from support.compatibility import (
+    AGAINST,
     DOCUMENT,
     ENDPOINTS,
     EXCEPTIONS,
+    LEDGER_ROWS,
+    MISSING,
+    TESTS,
     Witness,
     cli_commands,
     declared,
     known_names,
+    ledger,
     render,
     sdk_methods,
 )
@@ -48,8 +53,21 @@ def test_the_names_are_found_by_looking() -> None:
     assert {"tinker version", "tinker checkpoint push-hf", "tinker billing usage"} <= set(cli_commands())
 
 
+def test_every_row_of_the_ledger_has_tests_that_exist() -> None:
+    rows = ledger()
+    expected = {f"{letter}{number}" for letter, count in LEDGER_ROWS.items() for number in range(1, count + 1)}
+    assert sorted(each.row for each in rows) == sorted(expected | {"B46", "Z"})
+    for each in rows:
+        assert each.what and each.tests, f"{each.row} has no test"
+        assert each.against in (*AGAINST, MISSING), f"{each.row} runs against {each.against!r}"
+        assert each.lacks or each.against != MISSING, f"{each.row} does not say what is missing"
+        for test in each.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (TESTS / file).read_text(), f"{each.row} names {test}, which does not exist"
+
+
 def test_every_endpoint_is_in_the_reference() -> None:
-    rows = re.findall(r"^\| (GET|POST|PUT|DELETE) \| `(/[^`]*)` \|", ROUTES.read_text(), re.MULTILINE)
+    rows = re.findall(r"^- (GET|POST|PUT|DELETE) `(/[^`]*)`: ", ROUTES.read_text(), re.MULTILINE)
     documented = {f"{method} {path.removeprefix(PREFIX)}" for method, path in rows}
     assert set(ENDPOINTS) <= documented
 

@@ -88,7 +88,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def run(*command: str) -> str:
-    """What a tool says; it says nothing, or it fails."""
+    """Run a tool that prints nothing on success."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -15,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tinker
 import yaml
 
-from support.live import API_KEY, LiveServer
+from support.live import API_KEY, LiveServer, serving
+from tinsmith.exchange.metrics import RunMetrics
 from tinsmith.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +76,26 @@ def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Pa
     assert page.stem != "quickstart" or "Say hello. -> ahoy\n" in said
 
 
+def test_tinkerclouds_key_goes_to_a_server_as_the_page_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    page = DOCS / "howto" / "from-tinkercloud.md"
+    (prefixes,) = re.findall(r"^export TINSMITH_KEY_PREFIXES='(.*)'$", page.read_text(), re.MULTILINE)
+    (key,) = re.findall(r"TINKER_API_KEY=(\S+)$", page.read_text(), re.MULTILINE)
+    with serving(tmp_path / "data", "--backend", "fake", settings={"KEY_PREFIXES": prefixes}) as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        monkeypatch.setenv("TINKER_API_KEY", key)
+        script = tmp_path / "script.py"
+        script.write_text("\n".join(own_code(page)))
+        runpy.run_path(str(script), run_name="__main__")
+    assert key == "slime-dev-key" and capsys.readouterr().out.endswith(":train:0 16.0\n")
+
+
+def test_a_page_on_moving_is_short() -> None:
+    for name in ("skyrl", "tinkercloud", "sky-batch", "hosted-tinker"):
+        assert len((DOCS / "howto" / f"from-{name}.md").read_text().split()) <= 200, name
+
+
 def test_every_example_is_shown_and_tested() -> None:
     shown = {path for page in PAGES for path in SNIPPET.findall(page.read_text())}
     assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
@@ -81,6 +104,7 @@ def test_every_example_is_shown_and_tested() -> None:
         assert f"examples/{path.name}" in (ROOT / "README.md").read_text(), path.name
 
 
+@pytest.mark.extended
 def test_sft_and_evaluation(run: Run) -> None:
     said = run(EXAMPLES / "sft.py")
     losses = numbers(r"loss per token ([\d.]+)", said)
@@ -117,6 +141,76 @@ def test_distillation(run: Run) -> None:
 def test_multi_turn(run: Run) -> None:
     rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "multi_turn.py"))
     assert sum(rewards[-3:]) > 1.1 * sum(rewards[:3])
+
+
+@pytest.fixture
+def logged_run(nano_server: LiveServer) -> str:
+    """A run with a client's points."""
+    with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
+        run_id = service.create_lora_training_client("tinsmith/nano", rank=4).result().model_id
+    with RunMetrics(run_id, nano_server.url, API_KEY) as metrics:
+        for step in range(1, 6):
+            metrics.log({"reward": step / 10, "ppo_kl:mean": 0.5 * step}, step)
+    return run_id
+
+
+@pytest.mark.extended
+def test_metrics_are_copied_into_tensorboard(run: Run, logged_run: str, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    said = run(EXAMPLES / "export_metrics.py", logged_run, "tensorboard", str(tmp_path))
+    assert said.startswith("5 steps of ")
+    found = accumulator.EventAccumulator(str(tmp_path / logged_run.replace(":", "-"))).Reload()
+    assert [(each.step, round(each.value, 6)) for each in found.Scalars("reward")] == [
+        (step, step / 10) for step in range(1, 6)
+    ]
+    assert len(found.Scalars("ppo_kl:mean")) == 5
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore")  # mlflow's own
+def test_metrics_are_copied_into_mlflow(run: Run, logged_run: str, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="no mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run(EXAMPLES / "export_metrics.py", logged_run, "mlflow", uri)
+    client = mlflow.MlflowClient(uri)
+    (found,) = client.search_runs(["0"])
+    history = client.get_metric_history(found.info.run_id, "reward")
+    assert [(each.step, each.value) for each in history] == [(step, step / 10) for step in range(1, 6)]
+
+
+@pytest.mark.extended
+def test_metrics_are_copied_into_wandb(
+    run: Run, logged_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="no wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert "5 steps of " in run(EXAMPLES / "export_metrics.py", logged_run, "wandb", "tinsmith-test")
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.extended
+def test_the_notebook_runs_and_what_it_teaches_is_learned(nano_server: LiveServer, tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="no nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="no nbclient")
+    for name in ("ipykernel", "matplotlib"):
+        pytest.importorskip(name, reason=f"no {name}")
+    book = nbformat.read(EXAMPLES / "notebooks" / "sft_to_rl.ipynb", as_version=4)
+    assert len(book.cells) == 10
+    given = {"TINKER_BASE_URL": nano_server.url, "TINKER_API_KEY": API_KEY}
+    client = nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=os.environ | given)
+    said = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", ()))
+    before, taught, reinforced = numbers(r"right: ([\d.]+)%", said)
+    assert taught > before + 10 and reinforced > taught
+
+
+def test_the_notebook_was_run_and_names_no_machine() -> None:
+    text = (EXAMPLES / "notebooks" / "sft_to_rl.ipynb").read_text()
+    cells = json.loads(text)["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert sum('"image/png"' in json.dumps(cell["outputs"]) for cell in code) == 2
+    assert not re.search(r"/(home|root|tmp|work)/|tml-(?!local)", text) and len(text) < 200_000
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""What is one tenant's is, to every other, not there: on every route that takes an id, and through the real SDK.
+"""One tenant's objects do not exist for another: on every route that takes an id, and through the real SDK.
 
 The cases are those of the declarations (`access`, `example` and `filters`), so that every route has one.
 """
@@ -21,10 +21,12 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness,
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.openapi import body_schema
 from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX, Access, Operation
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.cluster.executors import Executors
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.store.history import KeptSequence, SampleContent, keep_sample, new_sample
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 from tinsmith.wire.fields import described
@@ -35,7 +37,7 @@ ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 
 @dataclass(frozen=True, slots=True)
 class Things:
-    """One of everything that alice has."""
+    """One object of every kind, owned by alice."""
 
     session_id: str
     model_id: str
@@ -49,6 +51,7 @@ class Things:
     response_id: str = ""
     trajectory_id: str = ""
     capture: str = ""  # the session of the trajectory
+    message_batch_id: str = ""  # of Anthropic's
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -66,6 +69,7 @@ class Things:
             checkpoint_id="one",
             file_id=self.file_id,
             batch_id=self.batch_id,
+            message_batch_id=self.message_batch_id,
             upload_id=self.upload_id,
             response_id=self.response_id,
             trajectory_id=self.trajectory_id,
@@ -115,10 +119,11 @@ def openai_batch(file_id: str) -> dict[str, object]:
 BODIES = {each.path: body_of(each) for each in OPERATIONS if isinstance(each.example, dict)}
 QUERIES = {each.path: each.example for each in OPERATIONS if isinstance(each.example, str)}
 LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
+OPERATOR = [each for each in OPERATIONS if each.access is Access.OPERATOR]
 LISTING_QUERIES = {"/audit": "?event_type=all&event_date=2020-01-01"}
 # Ids that a listing takes as a filter or a cursor: (path, query or body).
 FILTERS = [(each.path, given) for each in OPERATIONS for given in each.filters]
-NO_IDS = {"telemetry session_id"}
+NO_IDS = {"telemetry session_id", "batches custom_id"}
 """Fields that are named like ids of things, and are not looked at."""
 
 
@@ -129,7 +134,7 @@ def id_routes() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, batch_tenants=("alice", "bob"))
+    made = make_harness(tmp_path, batch_tenants=("alice", "bob"), operator_tenants=("alice",))
     yield made
     close(made)
 
@@ -137,7 +142,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 def things_of(harness: Harness, key: str = ALICE) -> Things:
     session_id = harness.session(key)
     model_id = harness.model(session_id, key=key)
-    keep_sample(harness, key.removeprefix("tml-"), session_id, f"{model_id}:0")
+    store_sample(harness, key.removeprefix("tml-"), session_id, f"{model_id}:0")
     return Things(
         session_id,
         model_id,
@@ -149,14 +154,15 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
         stored_response(harness, key.removeprefix("tml-")),
         *captured(harness, key.removeprefix("tml-")),
+        message_batch(harness, key),
     )
 
 
-def keep_sample(harness: Harness, tenant_id: str, session_id: str, request_id: str) -> None:
-    """As the engine does it with a sample of this name."""
+def store_sample(harness: Harness, tenant_id: str, session_id: str, request_id: str) -> None:
+    """Store a sample as the engine does."""
     content = SampleContent([1, 2], 0, {}, [KeptSequence([3], [-0.5], "stop")])
     with harness.services.models._db.write() as connection:
-        for statement in keeping(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
+        for statement in keep_sample(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
             execute(connection, statement)
 
 
@@ -186,8 +192,14 @@ def uploaded(harness: Harness, key: str) -> tuple[str, str]:
     return made["id"], batch["id"]
 
 
+def message_batch(harness: Harness, key: str) -> str:
+    params = {"model": BASE, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    body = {"requests": [{"custom_id": "one", "params": params}]}
+    return harness.client.post("/v1/messages/batches", headers={"X-API-Key": key}, json=body).json()["id"]
+
+
 def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
-    """A bulk job that can be read and resumed, and that nobody waits for."""
+    """A bulk job that can be read and resumed."""
     job_id = harness.ok("batch/jobs", bulk_job(name), key)["job_id"]
     jobs = harness.services.batch_jobs
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
@@ -227,7 +239,7 @@ def names_in(schema: object) -> set[str]:
 
 
 def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
-    """What has no case of its own below has neither a path, nor a query, nor a body with an id in it."""
+    """Every route without a case below has no id in path, query or body."""
     filtered = {path for path, _ in FILTERS}
     for operation in OPERATIONS:
         if operation.access in (Access.IDS, Access.LINK) or operation.path in filtered:
@@ -241,7 +253,7 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
 
 @pytest.mark.parametrize("number", range(len(FILTERS)), ids=lambda number: FILTERS[number][0])
 def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int) -> None:
-    """And says no more of it than of what is not there."""
+    """The response is the same as for an object that does not exist."""
     path, given = FILTERS[number]
     theirs = things_of(harness)
     seen = []
@@ -278,6 +290,30 @@ def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, method: str
     answer = harness.client.request(method, url, json=body, headers={"X-API-Key": BOB})
     assert answer.status_code == 200 or not path.startswith(ELSEWHERE)
     assert not [name for name in (things.session_id, things.file_id, things.batch_id, "alice") if name in answer.text]
+
+
+@pytest.mark.parametrize("operation", OPERATOR, ids=lambda each: each.name)
+def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Harness, operation: Operation) -> None:
+    engines, seat = Engines(harness.services.models._db, "here"), Seat(BASE, "sampler")
+    name = engines.take(seat, 60).engine_id
+    Executors(harness.services.models._db).report(name, {"cannot_sleep": ""})
+    engines.set_state(seat, "draining" if operation.path.endswith("wake") else "ready")
+
+    def answer(sampler: str, key: str) -> Response:
+        url = PREFIX + operation.path.replace("{sampler}", sampler)
+        return harness.client.request(operation.method, url, headers={"X-API-Key": key})  # type: ignore[return-value]
+
+    before = harness.services.dedicated_samplers.all()
+    refused = [answer(each, BOB) for each in (name, "sampler-0-unknown")]
+    assert [each.status_code for each in refused] == [403, 403] and refused[0].text == refused[1].text
+    assert "TINSMITH_OPERATOR_TENANTS" in refused[0].text and name not in refused[0].text
+    assert harness.services.dedicated_samplers.all() == before
+    allowed = answer(name, ALICE)
+    assert allowed.status_code == 200 and name in allowed.text
+    if operation.method == "POST":
+        assert (allowed.json()["state"] != before[0]["state"]) and answer(name, ALICE).status_code == 400
+    if "{" in operation.path:
+        assert answer("sampler-0-unknown", ALICE).status_code == 404
 
 
 def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
@@ -341,16 +377,18 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
 
 
 def nothing_like(things: Things) -> Things:
-    """Ids and paths of the same form, which nobody has."""
+    """Return ids and paths of the same form that do not exist."""
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
     others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    others |= {"message_batch_id": f"msgbatch_{uuid.uuid4().hex}"}
     others |= {"trajectory_id": f"{things.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
     others["response_id"] = f"resp_{uuid.uuid4().hex}"
     return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 
 def without_ids(text: str, things: Things) -> str:
+    text = text.replace(things.message_batch_id, "MESSAGES")
     text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
     text = text.replace(things.response_id, "RESPONSE").replace(things.trajectory_id, "TRAJECTORY")
     return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
@@ -358,7 +396,7 @@ def without_ids(text: str, things: Things) -> str:
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Harness, method: str, path: str) -> None:
-    """Neither by the status, nor by a word, nor by a header."""
+    """Status, body and headers are the same in both cases."""
     theirs = things_of(harness)
     nobodys = nothing_like(theirs)
     answers = [
@@ -371,7 +409,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
 
 
 PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id", "file_id", "batch_id")
-PARTS += ("response_id", "repo", "revision", "file", "directory", "checkpoint_id")
+PARTS += ("response_id", "message_batch_id", "repo", "revision", "file", "directory", "checkpoint_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",

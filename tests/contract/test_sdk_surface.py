@@ -341,7 +341,7 @@ def run(rest: tinker.RestClient, fake_service: tinker.ServiceClient, model: tink
 
 
 def both(client: object, method: str, *arguments: object) -> tuple[object, object]:
-    """What a method answers, and what its awaitable twin does."""
+    """Return the results of a method and of its async twin."""
     plain = getattr(client, method)(*arguments).result()
 
     async def awaited() -> object:
@@ -502,6 +502,7 @@ def test_what_was_done_and_used_can_be_read(rest: tinker.RestClient, admin: tink
     assert admin.get_telemetry() is None
 
 
+@pytest.mark.extended
 @pytest.mark.covers(
     "tinker version",
     "tinker auth status",

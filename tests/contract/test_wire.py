@@ -513,7 +513,7 @@ def test_the_default_adam_parameters_are_the_sdks() -> None:
         ),
         (
             {"model_id": "m", "adam_params": {}, "optimizer_params": {"type": "dimuon", "learning_rate": 1}},
-            "both there",
+            "both given",
         ),
         ({"model_id": "m", "adam_params": {"amsgrad": True}}, "adam_params.amsgrad is not supported"),
         ({"model_id": "m", "adam_params": {"beta1": "x"}}, "adam_params.beta1 is 'x'"),
@@ -540,8 +540,8 @@ def test_a_save_reads_back_as_it_was_asked_for() -> None:
     ("change", "words"),
     [
         ({"kind": "frozen"}, "kind is 'frozen'"),
-        ({"kind": "inflight"}, "go without it"),
-        ({"sampling_session_seq_id": 1}, "go without it"),
+        ({"kind": "inflight"}, "take no path"),
+        ({"sampling_session_seq_id": 1}, "take no path"),
         ({"user_metadata": {"a": 1}}, "user_metadata.a is 1; it must be a string"),
         ({"user_metadata": {"a": "x" * 70_000}}, "at most 65536"),
         ({"path": "a\x00b"}, "without NUL"),

@@ -92,7 +92,6 @@ def test_the_end_of_the_block_tells_how_the_session_ended(
     assert session.status.reason.type == wanted
 
 
-@pytest.mark.smoke
 def test_the_sdk_finds_sessions_and_pages_through_them(worked: str, rest: tinker.RestClient) -> None:
     found = search(rest, display_name="well worked", user_metadata={"run": "7"})
     (session,) = found.sessions

@@ -73,7 +73,7 @@ def keys_command(data_dir: Path, *arguments: str, status: int = 0) -> subprocess
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    """Its first key is made while it runs."""
+    """A server whose first key is created while it runs."""
     with serving(tmp_path_factory.mktemp("keyed") / "data", "--backend", "fake") as server:
         assert server.get("sessions").status_code == 200, "without keys, any will do"
         first = keys_command(server.data_dir, "create", "alice", "--name", "laptop")
@@ -143,8 +143,8 @@ def test_a_token_will_do_for_a_key(keyed: Keyed) -> None:
         train_once(service)
 
 
-def test_an_unknown_key_is_refused_in_words(keyed: Keyed) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="no key of this server"):
+def test_an_unknown_key_is_refused(keyed: Keyed) -> None:
+    with pytest.raises(tinker.AuthenticationError, match="does not know the API key"):
         tinker.RestClient(base_url=keyed.server.url, api_key="tml-unknown").get_server_capabilities().result()
 
 
@@ -227,7 +227,7 @@ def test_logging_in_working_and_logging_out(keyed: Keyed, run_tinker: Callable[.
 
 def test_a_wrong_key_cannot_log_in(keyed: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
     status, said = run_tinker("auth", "login", typed="tml-wrong\n")
-    assert status != 0 and "no key of this server" in said
+    assert status != 0 and "does not know the API key" in said
     status, said = run_tinker("auth", "status", key="tml-wrong")
     assert status != 0 and "Tinker accessible: no" in said
 
@@ -326,7 +326,7 @@ def all_rows(data_dir: Path) -> bytes:
 
 
 def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
-    """Not of a session that works, not of requests that fail, not of what a client reports."""
+    """No secret of a working session, a failed request or a client's report is stored."""
     key, other = keyed.alice, keyed.bob
     token = keyed.post("auth/token", {}, key).json()["jwt"]
     with keyed.service(key) as service:

@@ -69,7 +69,7 @@ def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
 
 
 def heed_interrupts() -> None:
-    """What runs in a shell's background inherits that interrupts are ignored."""
+    """Background processes of a shell ignore interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -100,7 +100,6 @@ def double(count: int, mark: str = "") -> list[dict[str, str]]:
 DOUBLE = ("submit", "mappers.py:double", "-i", "in.jsonl", "-o", "out.jsonl", "--batch-size", 3)
 
 
-@pytest.mark.smoke
 def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
     code, out, err = run(*DOUBLE, "--fn-kwargs", '{"mark": "!"}', "--name", "[red]first", "-o", "csv:out.txt")
     assert code == 0, err
@@ -131,6 +130,22 @@ def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) 
     code, _, err = run("export", job_id, "other.jsonl.gz")
     assert code == 2 and ".gz" in err and not (tmp_path / "other.jsonl.gz").exists()
     assert not (tmp_path / ".tinsmith_batch_tmp").exists()
+
+
+def test_options_without_a_flag_of_their_own(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    picky = ("submit", "mappers.py:picky", "-i", "in.jsonl", "-o", "out.jsonl", "--max-failed-rows", 2, "--json")
+    more = (
+        'retry_on=["ValueError"]',
+        "concurrency=1",
+        'limits={"max_retries": 1, "backoff_s": 0.01}',
+        "if_exists=error",
+    )
+    code, out, err = run(*picky, *(word for text in more for word in ("--option", text)))
+    assert code == 0 and json.loads(out)["rows_failed"] == 2, err
+    code, _, err = run(*picky, "--yes", "--option", "concurrency=none")
+    assert code == 2 and "concurrency" in err and "none" in err, err
+    code, _, err = run(*picky, "--yes", "--option", "output=x")
+    assert code == 2 and "NAME=VALUE" in err, err
 
 
 def test_logs_say_which_batch_printed_what(run: Any) -> None:  # noqa: ANN401
@@ -266,7 +281,7 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
 def test_what_is_refused_is_said_in_a_line(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
 ) -> None:
-    """In this process: what a command is told does not depend on whose it is."""
+    """Run a command in this process, which gives the same result."""
     (tmp_path / "mappers.py").write_text(MAPPERS)
     (tmp_path / "in.jsonl").write_text('{"text": "t0"}\n')
     monkeypatch.chdir(tmp_path)

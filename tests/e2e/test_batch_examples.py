@@ -1,4 +1,4 @@
-"""What a newcomer copies: the examples, and the code of docs/batch.md, each run as it stands on one live server."""
+"""The examples and the code of docs/batch.md run unchanged on one live server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from support.live import API_KEY, LiveServer
+from tinsmith import batch
 from tinsmith.batch.pools.specs import pool_from
 
 ROOT = Path(__file__).parents[2]
@@ -81,15 +82,25 @@ def test_evaluate(nano_server: LiveServer, tmp_path: Path) -> None:
     assert [row["answer"] for row in found] == [row["adapter"] for row in found]
 
 
+def test_synthetic(nano_server: LiveServer, tmp_path: Path) -> None:
+    said = example(nano_server, tmp_path, "synthetic")
+    before, after = (float(re.search(rf"{name}: ([\d.]+)", said)[1]) for name in ("right before", "after"))  # type: ignore[index]
+    assert after > before + 0.3, said
+    examples = lines(tmp_path / "out" / "training.jsonl")
+    assert f"kept {len(examples)} examples" in said and all(set(row) == {"prompt", "completion"} for row in examples)
+    graded = {row["prompt"]: row for row in lines(tmp_path / "out" / "after.jsonl")}
+    assert all(row["completion"] == graded[row["prompt"]]["answer"] for row in examples)
+
+
 def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_path: Path) -> None:
     """Each Python block is a file of the name that it begins with; each line of a shell block is a command."""
-    guide = (ROOT / "docs" / "batch.md").read_text().partition("## Functions")[0]
+    guide = (ROOT / "docs" / "batch.md").read_text().partition("## Operations")[0]
     said = ""
     for language, block in re.findall(r"```(python|bash)\n(.*?)```", guide, re.DOTALL):
         if language == "python":
             name = block.partition("\n")[0].removeprefix("# ")
             (tmp_path / name).write_text(block)
-            said = run(fake_server, tmp_path, sys.executable, name)
+            said += run(fake_server, tmp_path, sys.executable, name)
         else:
             last = json.loads(run(fake_server, tmp_path, "tinsmith", "batch", "list", "--json"))[0]["job_id"]
             commands = re.sub(r"\b3\b", str(last + 1), block)
@@ -99,6 +110,10 @@ def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_pa
     assert [row["count"] for row in lines(tmp_path / "copy.jsonl")] == [1, 0, 1, 1]
     assert "2 a bad one ValueError there is something bad in it" in said
     assert [row["length"] for row in lines(tmp_path / "strict.jsonl")] == [7, 5, 9, 13]
+    written = batch.read_parquet(f"{tmp_path}/words/").reader
+    found = written.download_batch(0, len(written) - 1, "")
+    assert [row["word"] for row in found] == ["one", "two", "three", "one", "four", "five", "six"]
+    assert found[2] == {"word": "three", "length": 5}
     assert len(lines(tmp_path / "most.jsonl")) == 3 and len(lines(tmp_path / "rest.jsonl")) == 1
 
 

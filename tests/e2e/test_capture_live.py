@@ -69,6 +69,40 @@ def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(
     assert inputs["advantages"].tolist() == [0.5 if each else 0.0 for each in found.sampled[1:]]
 
 
+def test_an_agent_of_a_model_that_thinks_has_one_trajectory(server: LiveServer, captured: Trajectories) -> None:
+    """nano's template drops the thoughts of earlier turns; captured, the answers keep the tokens that were sampled."""
+    for number, kind in enumerate(("chat", "messages", "responses")):
+        session = f"thinker {kind}"
+        key = session_key(API_KEY, session)
+        first, second = "12 + 7", f"and {number} + 6"
+        if kind == "messages":
+            with anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0) as claude:
+                asked: dict[str, Any] = {"model": NANO, "max_tokens": 40, "extra_body": {"temperature": 0}}
+                said: Any = claude.messages.create(messages=[{"role": "user", "content": first}], **asked)
+                turns = [{"role": "user", "content": first}, {"role": "assistant", "content": said.content}]
+                claude.messages.create(messages=[*turns, {"role": "user", "content": second}], **asked)  # type: ignore[list-item]
+        else:
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+                if kind == "chat":
+                    chat: list[Any] = [{"role": "user", "content": first}]
+                    said = client.chat.completions.create(model=NANO, messages=chat, max_tokens=40, temperature=0)
+                    assert said.usage.completion_tokens_details.reasoning_tokens > 0
+                    chat += [said.choices[0].message, {"role": "user", "content": second}]
+                    client.chat.completions.create(model=NANO, messages=chat, max_tokens=40, temperature=0)
+                else:
+                    made = client.responses.create(model=NANO, input=first, max_output_tokens=40, temperature=0)
+                    more: dict[str, Any] = {"previous_response_id": made.id, "temperature": 0}
+                    client.responses.create(model=NANO, input=second, max_output_tokens=40, **more)
+        (found,) = captured.of(session)
+        assert found.num_exchanges == 2, kind
+        assert 0 < sum(found.sampled) < len(found.tokens)
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            sampler = service.create_sampling_client(base_model=NANO).result()
+            scored = sampler.compute_logprobs(types.ModelInput.from_ints(found.tokens)).result()
+        sampled = np.array(found.sampled)
+        np.testing.assert_allclose(np.array(found.logprobs)[sampled], np.array(scored, float)[sampled], atol=1e-3)
+
+
 def test_every_endpoint_captures_by_the_header_and_none_without(server: LiveServer, captured: Trajectories) -> None:
     headers = {HEADER: "by header"}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, default_headers=headers, max_retries=0) as client:

@@ -106,7 +106,6 @@ def peft_logprobs(directory: Path) -> np.ndarray:
     return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
 
 
-@pytest.mark.smoke
 @pytest.mark.covers("tinker checkpoint download", "POST /save_weights_external")
 def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
     for path in (trained.training, trained.export):

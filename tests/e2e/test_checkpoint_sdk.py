@@ -77,7 +77,7 @@ def trained(tenant: Tenant, steps: int = 2, **more: object) -> tinker.TrainingCl
 
 
 def train(client: tinker.TrainingClient, steps: int) -> float:
-    """The optimizer's step count after so many more."""
+    """Take some optimizer steps and return the step count."""
     count = 0.0
     for _ in range(steps):
         client.forward_backward([DATUM], "cross_entropy").result()
@@ -249,7 +249,7 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
         lambda: service.create_training_client_from_state(path, weights_access_token=wrong),
         lambda: bob.rest.copy_weights(path, "mine", weights_access_token=wrong),
     ):
-        with refused("weights_access_token is no valid key"):
+        with refused("weights_access_token is not a valid key"):
             make().result()
     for file in (path for path in world.server.data_dir.rglob("*") if path.is_file()):
         content = file.read_bytes()

@@ -5,13 +5,16 @@ Round trips are judged by transformers and PEFT in this process, and by what the
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +74,13 @@ def train(client: tinker.TrainingClient, steps: int) -> float:
 
 
 def logprobs(client: tinker.TrainingClient) -> np.ndarray:
-    """What the service computes."""
+    """Return the service's logprobs."""
     (output,) = client.forward([datum()], "cross_entropy").result().loss_fn_outputs
     return np.asarray(output["logprobs"].to_numpy(), np.float32)
 
 
 def expected(base: Path, adapter: Path | None = None) -> np.ndarray:
-    """What transformers, and PEFT, compute."""
+    """Return the logprobs of transformers with PEFT."""
     logits = peft_adapters.logits(base, adapter, torch.tensor([TOKENS[:-1]])).double()
     return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
 
@@ -167,6 +170,53 @@ def test_the_commands_of_the_guide_run_as_they_stand(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
 
 
+def test_an_archive_of_adapter_files_goes_in_and_out(trained: Trained, tmp_path: Path) -> None:
+    """As SkyRL keeps sampler checkpoints: gzip without compression, two files and a hidden one."""
+    adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", r=6, lora_alpha=10)
+    theirs = tmp_path / "ckpt.tar.gz"
+    with tarfile.open(theirs, "w:gz", compresslevel=0) as tar:
+        for name in (*PULLED[:2], ".probe"):
+            content = b"" if name == ".probe" else (adapter / name).read_bytes()
+            tar.addfile(member_of(name, len(content)), io.BytesIO(content))
+    for command in ("import", "push"):
+        stored = trained.json(command, theirs, "--base", nano.MODEL_NAME)
+        client = trained.service.create_training_client_from_state(stored["tinker_path"]).result()
+        close(logprobs(client), expected(nano.path(), adapter))
+    trained.cli("pull", trained.state, tmp_path / "out" / "state.tar.gz")
+    with tarfile.open(tmp_path / "out" / "state.tar.gz", "r:gz") as tar:
+        assert tar.getnames() == PULLED
+    assert "exists already" in trained.cli("pull", trained.state, tmp_path / "out" / "state.tar.gz", status=2)
+    again = trained.json("push", tmp_path / "out" / "state.tar.gz")
+    client = trained.service.create_training_client_from_state_with_optimizer(again["tinker_path"]).result()
+    np.testing.assert_array_equal(logprobs(client), trained.scored)
+    assert train(client, 1) == trained.next_loss
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["state.tar.gz"]
+
+
+@pytest.mark.parametrize("name", ["from-skyrl", "from-hosted-tinker"])
+def test_the_commands_of_a_page_on_moving_run_as_they_stand(trained: Trained, tmp_path: Path, name: str) -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", (GUIDE.parent / "howto" / f"{name}.md").read_text(), re.DOTALL)
+    adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", r=6, lora_alpha=10)
+    transfer.pack(adapter, tmp_path / "theirs.tar.gz")
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TINKER_BASE_URL": trained.server.url,
+        "TINKER_API_KEY": API_KEY,
+        "ARCHIVE": str(tmp_path / "theirs.tar.gz"),
+        "CHECKPOINT": trained.state,
+    }
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = set(re.findall(r"tinker://\S+/weights/(?:from-skyrl|imported)", done.stdout))
+    client = trained.service.create_training_client_from_state(path).result()
+    if name == "from-skyrl":
+        close(logprobs(client), expected(nano.path(), adapter))
+        with tarfile.open(tmp_path / "back.tar.gz", "r:gz") as tar:
+            assert tar.getnames() == PULLED
+    else:
+        close(logprobs(client), trained.scored)
+
+
 def test_what_cannot_be_sent_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", use_dora=True)
     said = trained.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
@@ -184,7 +234,7 @@ def test_a_server_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     environment = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
     words = ["checkpoints", "pull", "tinker://a/weights/b", str(tmp_path / "x")]
     done = CliRunner().invoke(app, words, env=environment)
-    assert done.exit_code == 2 and "is it `tinsmith serve`?" in done.output
+    assert done.exit_code == 2 and "is `tinsmith serve` running?" in done.output
 
 
 CONVERTER = """
@@ -214,12 +264,17 @@ def test_gguf_is_left_to_llama_cpp(trained: Trained, tmp_path: Path) -> None:
 # What a server may send, whoever it is.
 
 
+def member_of(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member
+
+
 def archive(files: Mapping[str, bytes], *, link: str = "") -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
+            member = member_of(name, len(content))
             if link:
                 member.type, member.linkname, member.size = tarfile.SYMTYPE, link, 0
             tar.addfile(member, io.BytesIO(content))
@@ -267,6 +322,39 @@ def test_links_and_doubles_in_an_archive_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("packed", [gzip.compress, bytes], ids=["gzip", "plain"])
+def test_a_hostile_archive_of_ones_own_disk_is_refused_and_leaves_nothing(
+    tmp_path: Path, packed: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_UNPACKED_BYTES", 5000)
+    monkeypatch.setattr(transfer, "MAX_MEMBERS", 4)
+    device = tarfile.TarInfo("a")
+    device.type = tarfile.CHRTYPE
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, 1 << 40
+    whole = archive({"a": b"x" * 3000})
+    for content, words in (
+        (archive({"../a": b"x"}), "not a plain file"),
+        (archive({"/a": b"x"}), "not a plain file"),
+        (archive({"a": b""}, link="/etc/passwd"), "not a plain file"),
+        (device.tobuf() + bytes(1024), "not a plain file"),
+        (archive({"a": b"x" * 3000, ".b": b"x" * 3000}), "over 4 members or over 5000 bytes"),
+        (archive({f".{number}": b"" for number in range(5)}), "over 4 members or over 5000 bytes"),
+        (header.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "a header of 1099511627776 bytes"),
+        (archive({".hidden": b"x"}), "holds no files"),
+        (whole[:1000], "is not a whole archive"),
+        (b"", "is not a whole archive"),
+        (b"PK", "is not a whole archive"),
+    ):
+        (tmp_path / "it.tar.gz").write_bytes(packed(content))
+        with pytest.raises(UserError, match=words):
+            transfer.unpack(tmp_path / "it.tar.gz", tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["it.tar.gz"]
+    (tmp_path / "it.tar.gz").write_bytes(packed(whole)[: len(packed(whole)) // 4])
+    with pytest.raises(UserError, match="is not a whole archive"):
+        transfer.unpack(tmp_path / "it.tar.gz", tmp_path / "out")
+
+
 def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     whole = archive({"a": b"x" * 5000})
     for cut in (whole[:700], whole[:511], b""):
@@ -276,8 +364,6 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_commands_load_nothing_heavy_before_they_run() -> None:
-    import subprocess
-
     script = "import tinsmith.cli.checkpoints, sys; print('torch' in sys.modules, 'httpx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -6,18 +6,23 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 import typer.main
 from typer.testing import CliRunner, Result
 
+from support.live import environment
 from tinsmith import base_models
 from tinsmith.cli import main as cli
 from tinsmith.cli.doctor import Finding
+from tinsmith.cli.main import work_line
 from tinsmith.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -83,11 +88,11 @@ def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hi
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("mine=/no/such", "there is no directory /no/such"),
-        ("./no-such", "there is no directory no-such"),
+        ("mine=/no/such", "the directory /no/such does not exist"),
+        ("./no-such", "the directory no-such does not exist"),
         (
             "no/such",
-            "there is no such directory here, and the model hub did not send it; --model NAME=DIRECTORY",
+            "no such local directory, and the hub did not provide it; --model NAME=DIRECTORY",
         ),
         ("=x", "is not NAME=DIRECTORY_OR_HUB_ID"),
     ],
@@ -130,6 +135,45 @@ def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=60)
     assert rest == "" and process.returncode == 0
+
+
+def test_a_server_prints_its_work_and_what_it_waits_for(tmp_path: Path) -> None:
+    script = "import tinsmith.cli.main as cli; cli.WORK_LINE_S = 0.5; cli.main()"
+    words = ["serve", "--port", "0", "--backend", "fake", "--data-dir", str(tmp_path / "data")]
+    for quiet in (False, True):
+        command = [sys.executable, "-c", script, *words, *(["--quiet"] if quiet else [])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(tmp_path / "data"))
+        try:
+            assert process.stdout is not None
+            head = process.stdout.readline()
+            url = head.split()[-1]
+            with tinker.ServiceClient(base_url=url, api_key="tml-local") as service:
+                service.create_lora_training_client("tinsmith/nano", rank=4).result()
+            time.sleep(2)
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest, _ = process.communicate(timeout=60)
+        assert "Stopping: " in rest and "1 engine process(es) to save their runs" in rest
+        assert bool(re.search(r" requests, [\d.,]+ trained and [\d.,]+ sampled tokens/s", rest)) is not quiet, rest
+
+
+def test_a_line_of_work_has_rates_and_an_idle_minute_has_none() -> None:
+    done = {"requests": 1200.0, "trained": 6000.0, "sampled": 30.0}
+    assert work_line(done, 60.0) == "1,200 requests, 100.0 trained and 0.5 sampled tokens/s"
+    assert work_line(dict.fromkeys(done, 0.0), 60.0) == ""
+
+
+@pytest.mark.parametrize("command", ["up", "status", "down"])
+def test_a_cluster_that_is_not_there_is_refused_at_once(tmp_path: Path, command: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        began = time.monotonic()
+        words = [command, "--ray", f"127.0.0.1:{taken.getsockname()[1]}", "--data-dir", str(tmp_path)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tinsmith.cli", *words], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2 and "nothing responds" in done.stderr
+    assert time.monotonic() - began < 30, "the import of Ray included"
 
 
 TOLD_EARLY = """

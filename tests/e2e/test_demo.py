@@ -1,4 +1,4 @@
-"""The two things a newcomer runs first: the demo, and the README's script."""
+"""The demo and the README's script run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from support.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.smoke
 def test_the_demo_teaches_and_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tinsmith.cli", "demo", "--exit", "--data-dir", str(tmp_path / "data")],

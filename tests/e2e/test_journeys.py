@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,6 +68,49 @@ def test_train_and_sample_logprobs_of_the_same_tokens_agree(nano_service: tinker
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
         assert scored[0] is None
         np.testing.assert_allclose(np.array(scored[1:], np.float32), trained, atol=1e-4)
+
+
+def of_alpha(server: LiveServer, service: tinker.ServiceClient, alpha: float) -> tinker.TrainingClient:
+    """A model whose creation asks for an alpha, which the SDK has no way to send."""
+    session = server.post("create_session", {"tags": [], "sdk_version": "0"}).json()["session_id"]
+    lora = {"rank": 4, "seed": 7, "alpha": alpha}
+    body = {"session_id": session, "model_seq_id": 0, "base_model": NANO, "lora_config": lora}
+    created = server.post("create_model", body).json()
+    assert server.post("retrieve_future", {"request_id": created["request_id"]}).json()["type"] == "create_model"
+    info = types.GetInfoResponse.model_validate(server.post("get_info", {"model_id": created["model_id"]}).json())
+    return tinker.TrainingClient(service.holder, 0, created["model_id"], info=info)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_alpha_of_ones_own_holds_from_creation_to_resumption_and_export(
+    nano_server: LiveServer, nano_service: tinker.ServiceClient
+) -> None:
+    own, data = of_alpha(nano_server, nano_service, 8), [datum()]
+    usual = nano_service.create_lora_training_client(NANO, rank=4, seed=7).result()
+    for client in (own, usual):
+        train(client, data, 2)
+    assert loss(own, data) != pytest.approx(loss(usual, data), rel=1e-3)
+    path = own.save_state("state").result().path
+    assert nano_server.post("weights_info", {"tinker_path": path}).json()["lora_alpha"] == 8
+    resumed = nano_service.create_training_client_from_state_with_optimizer(path).result()
+    # The way of older clients: a model of the usual alpha, and then a load into it.
+    older = nano_service.create_lora_training_client(NANO, rank=4).result()
+    older.load_state_with_optimizer(path).result()
+    for client in (own, resumed, older):
+        assert nano_server.post("get_info", {"model_id": client.model_id}).json()["lora_alpha"] == 8
+    assert train(own, data, 2) == train(resumed, data, 2) == train(older, data, 2)
+
+    urls = older.save_weights_external("export", ttl_seconds=3600).result().path
+    found = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY).get_external_weights_urls(urls).result().urls
+    with urllib.request.urlopen(found["adapter_config.json"], timeout=60) as answer:
+        config = json.loads(answer.read())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+    sampler = older.save_weights_and_get_sampling_client().result()
+    trained = own.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    tokens = [*data[0].model_input.to_ints(), int(data[0].loss_fn_inputs["target_tokens"].to_numpy()[-1])]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    np.testing.assert_allclose(np.array(scored[1:], np.float32), trained, atol=1e-4)
 
 
 def test_a_batch_in_chunks_trains_as_the_same_batch_whole(nano_service: tinker.ServiceClient) -> None:
@@ -218,6 +263,7 @@ def test_a_name_is_not_taken_twice_without_overwrite(nano_service: tinker.Servic
     assert loss(nano_service.create_training_client_from_state(path).result(), data) == loss(client, data)
 
 
+@pytest.mark.extended
 def test_two_base_models_live_behind_one_address(tmp_path: Path, tiny_model_dir: Path) -> None:
     models = ("--model", NANO, "--model", f"local/tiny={tiny_model_dir}")
     with serving(tmp_path / "data", *models) as server:

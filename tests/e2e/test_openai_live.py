@@ -136,6 +136,7 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(place: Place, more: dict[st
             assert [t.logprob for t in told] == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-4)
 
 
+@pytest.mark.extended
 def test_tokens_come_while_the_rest_is_drawn(place: Place) -> None:
     chunks = iter(ask(place, max_tokens=1500, extra_body={"ignore_eos": True}, stream=True))
     next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content)
@@ -226,9 +227,9 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         ({"functions": []}, None, None),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "use 'medium'"),
-        ({"modalities": ["text", "audio"]}, "modalities", "text only"),
-        ({"store": True}, "store", "not kept"),
-        ({"tools": [WEATHER]}, "tools", "chat template knows no tools"),
+        ({"modalities": ["text", "audio"]}, "modalities", "only text"),
+        ({"store": True}, "store", "not stored"),
+        ({"tools": [WEATHER]}, "tools", "chat template does not support tools"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             None,
@@ -302,7 +303,7 @@ def test_one_address_serves_both_kinds_of_clients(place: Place) -> None:
 def test_a_client_that_goes_away_cancels_its_sample(place: Place, stream: bool) -> None:
     body = {"model": NANO, "messages": SAY, "ignore_eos": True, "stream": stream, "max_tokens": 1900, "n": 8}
     url, headers = f"{place.server.url}/v1/chat/completions", {"Authorization": f"Bearer {API_KEY}"}
-    before = place.server.count("futures WHERE error LIKE '%client went away%'")
+    before = place.server.count("futures WHERE error LIKE '%client disconnected%'")
     if stream:
         with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
             next(answer.iter_lines())
@@ -310,7 +311,7 @@ def test_a_client_that_goes_away_cancels_its_sample(place: Place, stream: bool) 
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json=body, headers=headers, timeout=1.0)
     deadline = time.monotonic() + 20
-    while place.server.count("futures WHERE error LIKE '%client went away%'") == before:
+    while place.server.count("futures WHERE error LIKE '%client disconnected%'") == before:
         assert time.monotonic() < deadline, "the sample runs on"
         time.sleep(0.1)
     assert place.server.count("futures WHERE state = 'pending'") == 0
@@ -360,6 +361,8 @@ def test_openais_client_gets_thoughts_apart(place: Place, thinker: str) -> None:
     told = [token.token for c in chunks for one in c.choices if one.logprobs for token in one.logprobs.content]
     assert told == spelled and "<think>" in spelled
     assert whole.usage == together.usage == chunks[-1].usage
+    thought = spelled[spelled.index("<think>") : spelled.index("</think>") + 1]
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len(thought) > 2
     cut = ask(place, thinker, temperature=0, max_tokens=4).choices[0]
     assert THOUGHT.startswith(cut.message.reasoning_content) and (cut.message.content, cut.finish_reason) == (
         "",
@@ -387,6 +390,8 @@ def test_anthropics_client_gets_thoughts_if_it_asks(place: Place, thinker: str, 
     found = said(enabled)
     assert [{name: block[name] for name in one} for block, one in zip(found, apart, strict=True)] == apart
     assert [block["type"] for block in said({"type": "adaptive"})] == ["thinking", "text"]
+    counted = place.claude.messages.create(model=thinker, max_tokens=60, messages=SAY, extra_body={"temperature": 0})
+    assert counted.usage.output_tokens_details and counted.usage.output_tokens_details.thinking_tokens > 2
     (text,) = said(None)
     assert text["text"] == ANSWER, "nobody asked for the thought"
     assert said(None, max_tokens=4) == [], "it was still thinking"
@@ -399,7 +404,7 @@ def test_anthropics_client_gets_thoughts_if_it_asks(place: Place, thinker: str, 
             said(enabled | {"budget_tokens": 10})
         with pytest.raises(anthropic.BadRequestError, match=r"together with output_config\.format"):
             said(enabled, output_config={"format": {"type": "json_schema", "schema": ROW}})
-        with pytest.raises(anthropic.BadRequestError, match="'sometimes'; known are enabled"):
+        with pytest.raises(anthropic.BadRequestError, match="'sometimes'; use enabled"):
             said({"type": "sometimes"})
 
 
@@ -468,10 +473,10 @@ def test_a_message_calls_tools(place: Place, stream: bool) -> None:
 def test_errors_have_anthropics_form(place: Place) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         place.claude.messages.create(model="nobody", max_tokens=2, messages=SAY)
-    with pytest.raises(anthropic.BadRequestError, match="mark no thoughts"):
+    with pytest.raises(anthropic.BadRequestError, match="no tags for reasoning"):
         place.claude.messages.create(
             model=TOOLS, max_tokens=2000, messages=SAY, thinking={"type": "enabled", "budget_tokens": 1024}
         )
-    with pytest.raises(anthropic.BadRequestError, match="begun already"):
+    with pytest.raises(anthropic.BadRequestError, match="a prefilled completion"):
         turns: Any = [*SAY, {"role": "assistant", "content": "he"}]
         place.claude.messages.create(model=NANO, max_tokens=2, messages=turns)

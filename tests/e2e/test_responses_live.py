@@ -34,7 +34,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
             yield made
 
 
-@pytest.mark.smoke
 def test_a_response_is_the_chat_completion_and_can_be_read_again(client: openai.OpenAI) -> None:
     response = client.responses.create(model=NANO, input="Say hello.", max_output_tokens=200, temperature=0)
     chat = client.chat.completions.create(
@@ -48,6 +47,9 @@ def test_a_response_is_the_chat_completion_and_can_be_read_again(client: openai.
     assert response.status == ("incomplete" if said.finish_reason == "length" else "completed")
     assert chat.usage is not None and response.usage is not None
     assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert chat.usage.completion_tokens_details is not None
+    reasoning = response.usage.output_tokens_details.reasoning_tokens
+    assert reasoning == chat.usage.completion_tokens_details.reasoning_tokens > 0
     again = client.responses.retrieve(response.id)
     assert again == response
     next_one = client.responses.create(

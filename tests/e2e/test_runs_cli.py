@@ -64,7 +64,8 @@ def test_a_list_has_the_newest_run_first_and_whole_ids(runs: Runs) -> None:
     assert isinstance(found, list)
     assert [run["model_id"] for run in found] == runs.ids[::-1]
     printed = runs.cli("runs", "list", columns=80)
-    assert all(run_id in printed for run_id in runs.ids)
+    assert all(f"{run_id} " in printed and "tinsmith/nano" in printed for run_id in runs.ids)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed, "no cell is cut, however narrow the terminal"
 
 
 def test_a_search_finds_one_run(runs: Runs) -> None:

@@ -240,7 +240,7 @@ def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: P
 
 
 def part_of(part: object, whole: object) -> bool:
-    """Whether whatever the fake says is what vLLM says there; vLLM may say more."""
+    """Whether vLLM's response contains everything that the fake's contains."""
     if isinstance(part, dict) and isinstance(whole, dict):
         return all(key in whole and part_of(value, whole[key]) for key, value in part.items())
     if isinstance(part, list) and isinstance(whole, list) and part and whole:

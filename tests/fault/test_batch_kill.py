@@ -167,7 +167,7 @@ def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
 
 @batch.remote_function
 def late(marker: str, gate: str) -> None:
-    """Whoever is first at a row waits for the gate; whoever is next does not."""
+    """The first attempt at a row waits for the gate; later ones do not."""
     import os
     import time
     from pathlib import Path
@@ -224,13 +224,12 @@ def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path
 
 
 def lease_s(jobs: BatchJobs, job_id: int) -> float:
-    """How long the job's owner has left."""
+    """Return the remaining time of the lease of the job's owner."""
     with jobs._db.read() as connection:
         left = sa.select(BATCH_JOBS.c.owner_lease_at - jobs._db.clock()).where(BATCH_JOBS.c.job_id == job_id)
         return float(connection.scalar(left) or 0)
 
 
-@pytest.mark.smoke
 def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, database_kind: str) -> None:
     """Without its data directory: what both have is the database and where the output goes."""
     directory, elsewhere = tmp_path / "one", tmp_path / "two"

@@ -25,6 +25,7 @@ from tinsmith.batch.coordinator import workers as worker_sets
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.coordinator.workers import RemoteWorker
+from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.types import AttemptOutcome, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
@@ -61,7 +62,7 @@ Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]:
-    """A coordinator with one slot; gives what waits until something is so."""
+    """Start a coordinator with one slot. Yields a function that waits for a condition."""
     coordinator = Coordinator(Settings(data_dir=directory, backend="fake", batch_workers=1), jobs, "here")
 
     async def until(done: Callable[[], bool]) -> None:
@@ -173,10 +174,11 @@ class Worker:
 
 @pytest.fixture
 def instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(_pool: LocalPool, worker_id: str, _slot: int | None) -> SimpleNamespace:
+    async def start(_pool: LocalPool, worker_id: str, _slot: int | None, _job: object = None) -> SimpleNamespace:
         return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
 
     monkeypatch.setattr(LocalPool, "start", start)
+    monkeypatch.setattr(local, "MAX_SPARES", 0)
     monkeypatch.setattr(worker_sets, "RemoteWorker", Worker)
 
 
@@ -223,6 +225,36 @@ def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
     assert jobs.find("local", good).status == "SUCCEEDED"
 
 
+@pytest.mark.usefixtures("instant")
+def test_a_rate_limit_outlives_the_coordinator(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the clock of the limits stands still, one batch begins; another coordinator goes on waiting."""
+    clock = [1000.0]
+    monkeypatch.setattr(runs, "now", lambda: clock[0])
+    asked: list[float] = []
+
+    class Spied(runs.RateLimits):
+        def wait_s(self) -> float:
+            asked.append(super().wait_s())
+            return asked[-1]
+
+    monkeypatch.setattr(runs, "RateLimits", Spied)
+    output = {"format": "json", "path": str(tmp_path / "out.jsonl")}
+    job_id = submit(jobs, tmp_path, keep, rows=4, batch_output_formats=[output], requests_per_minute=60)
+
+    def waits() -> bool:
+        return len(asked) > 5 and all(wait_s == 1.0 for wait_s in asked[-5:])
+
+    for _ in range(2):
+        asked.clear()
+        coordinate(jobs, tmp_path, waits)
+        assert jobs.find("local", job_id).completed_batches == 1
+    clock[0] += 1.0
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id))
+    assert jobs.find("local", job_id).status == "SUCCEEDED"
+
+
 STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
     "noting the intent": lambda jobs: (jobs, "intend_worker"),
     "making the directory of logs": lambda _: (Path, "mkdir"),
@@ -251,6 +283,7 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     """Each step fails always: the job fails, says why and leaves nothing, and the one slot is there for the next job.
     At last each step fails once: that job goes on."""
     error = OSError(28, "no space left on device")
+    monkeypatch.setattr(local, "MAX_SPARES", 0)  # every worker is started anew
 
     def spoil(patched: pytest.MonkeyPatch, step: str, times: float) -> None:
         owner, name = STARTING[step](jobs)

@@ -1,4 +1,4 @@
-"""What the engine keeps of its models whatever ends it: over a real database and the fake backend, turn by turn."""
+"""The engine restores its models after any end: with a real database and the fake backend, step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.engine_bench import BASE, Bench, saved
 from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.db.schema import BODIES, MODELS, SAMPLERS
 from tinsmith.engine.loop import QUIET_S
-from tinsmith.engine.quarantine import MOST_DEATHS
+from tinsmith.engine.quarantine import MAX_DEATHS
 from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
@@ -103,9 +103,9 @@ def test_a_snapshot_waits_until_the_steps_have_paid_for_the_last_one(bench: Benc
     next_seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS, next_seq_id)
     before = bench.scalar(sa.select(MODELS.c.snapshot_seq_id))
     snapshots._share = 1.0
-    snapshots.worked(0.9 * cost_s)
+    snapshots.add_training_time(0.9 * cost_s)
     assert snapshots._paid_s < 0
-    snapshots.worked(0.2 * cost_s)
+    snapshots.add_training_time(0.2 * cost_s)
     assert snapshots._paid_s == 0, "nothing is saved up"
     train_for(bench, model, 1, next_seq_id)
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) != before
@@ -577,7 +577,7 @@ def test_unloading_frees_the_log_and_both_snapshots(bench: Bench) -> None:
 
 def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ever(bench: Bench) -> None:
     class DeathError(BaseException):
-        """What a crash below Python would be."""
+        """Simulate a crash below Python."""
 
     model, other = bench.model(), bench.model("t:train:0")
     bench.train(model, 1)
@@ -588,14 +588,14 @@ def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ev
     def die(*_arguments: object) -> None:
         raise DeathError
 
-    for _ in range(MOST_DEATHS + 2):
+    for _ in range(MAX_DEATHS + 2):
         bench.restart()
         bench.engine._recovery._replay = die  # type: ignore[method-assign]
         try:
             bench.turns()
         except DeathError:
             deaths += 1
-    assert deaths == MOST_DEATHS
+    assert deaths == MAX_DEATHS
     assert "ended the engine's process" in bench.error(guilty)
     outcome = bench.outcome(innocent)
     assert outcome is not None and outcome.error is None

@@ -1,4 +1,4 @@
-"""Kills in the middle of training runs by the real SDK: the client notices a delay and nothing else."""
+"""Kills during training runs with the real SDK: the client sees only a delay."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from support.databases import fresh_url
-from support.live import LiveServer, free_port, freeze, serving
-from support.raw_client import RawClient, alive, connect, engine_of, wait_until_gone
+from support.live import API_KEY, LiveServer, free_port, freeze, serving
+from support.raw_client import BASE, RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engines import Engines, Seat, holder_of
-from tinsmith.cluster.supervisor import Supervisor
+from tinsmith.cluster.supervisor import Supervisor, last_error
 from tinsmith.db.database import Database
 from tinsmith.settings import Settings
 from tinsmith.types import ModelShape
@@ -147,6 +147,65 @@ def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: P
     finally:
         if alive(old):
             os.kill(old, signal.SIGKILL)
+
+
+@pytest.mark.timeout(400)
+def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_path: Path) -> None:
+    """The model's own code raises at import, and the engine is restarted in vain: its clients do not wait for ever."""
+    broken = tmp_path / "broken" / "torch"
+    broken.mkdir(parents=True)
+    secret = "postgresql://someone:hunter2@127.0.0.1/x"
+    (broken / "__init__.py").write_text(f"raise ImportError('no libcudart.so at {secret}')\n")
+    path = os.pathsep.join(filter(None, (str(broken.parent), os.environ.get("PYTHONPATH"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        with serving(tmp_path / "data", "--backend", "torch", settings={"HOLD_S": "0.5"}) as server:
+            client = connect(server)
+            session_id = client.session()
+            sampler = client.sampler(session_id)
+            body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+            created = client.ok("create_model", body)["request_id"]
+            sample = {"sampling_session_id": sampler, "seq_id": 1, "num_samples": 1}
+            sample |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {}}
+            asked = client.ok("asample", sample)["request_id"]
+            answer = client.post("retrieve_future", {"request_id": created})
+            deadline = time.monotonic() + 150  # five starts
+            while answer.status_code == 408:
+                assert time.monotonic() < deadline, answer.text
+                answer = client.post("retrieve_future", {"request_id": created})
+            answer = answer.json()
+            assert answer["category"] == "server" and "it cannot be started" in answer["error"]
+            assert "ImportError: no libcudart.so at postgresql://***127.0.0.1/x" in answer["error"]
+            assert "hunter2" not in answer["error"] and "Traceback" not in answer["error"]
+            target = {"type": "sampling_session", "sampling_session_id": sampler}
+            polled = client.ok("retrieve_futures", {"target": target, "timeout": 0.2})["completions"]
+            assert polled == [{"state": "failed", "request_id": asked}]
+            chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
+            said = httpx.post(
+                f"{server.url}/v1/chat/completions", json=chat, headers={"X-API-Key": API_KEY}, timeout=90
+            )
+            assert said.status_code >= 500 and "ImportError" in said.json()["error"]["message"]
+            health = httpx.get(f"{server.url}/healthz", timeout=20)
+            assert health.status_code == 503 and "ImportError" in health.json()["reason"]
+            assert "hunter2" not in health.text
+            broken.rename(tmp_path / "away")  # it is mended: the same requests are served
+            deadline = time.monotonic() + 150  # the next start, which loads torch
+            while "model_id" not in (said := client.post("retrieve_future", {"request_id": created})).json():
+                assert time.monotonic() < deadline, said.text
+                time.sleep(0.5)
+            client.result(asked)
+
+
+def test_the_error_that_is_shown_of_a_log_is_its_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    assert last_error(path) == ""
+    path.write_text("Traceback (most recent call last):\n  File x\nValueError: one\n2026 ready\n")
+    assert last_error(path) == "ValueError: one"
+    lines = ["a.b.OperationalError: (x) token=abc; password=p at s3://key:pw@host/x", "  raise KeyError: no"]
+    path.write_text("\n".join(lines))
+    assert last_error(path) == "a.b.OperationalError: (x) ***; *** at s3://***host/x"
+    path.write_text("RuntimeError: " + "x" * 1000)
+    assert len(last_error(path)) == 300
 
 
 # A server that cannot start.

@@ -107,7 +107,7 @@ def uploaded(harness: Harness) -> dict[str, str]:
 
 
 def parts_of(name: str, value: object) -> tuple[str, tuple[str | None, bytes]]:
-    """A part of a form, whatever was generated for it."""
+    """Return a part of a form for a generated value."""
     filename, content = value[:2] if isinstance(value, tuple) else (None, value)
     return name, (filename, content if isinstance(content, bytes) else str(content).encode(errors="replace"))
 
@@ -199,7 +199,7 @@ FORM = f"POST {PREFIX}/upload_weights"
 
 
 def words_of(answer: Response) -> str:
-    """Of a refusal, whichever client's form it has."""
+    """Return the message of a refusal in any client's format."""
     body = answer.json()
     return body["error"]["message"] if "error" in body else body["detail"]
 

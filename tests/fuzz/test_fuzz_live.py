@@ -42,7 +42,7 @@ def hidden(body: bytes) -> bytes:
 
 
 def kinds(client: RawClient, model: str, sampler: str) -> list[Callable[[int], httpx.Response]]:
-    """Bad requests, each other than the last of its kind: whatever is remembered of one is remembered of all."""
+    """Yield bad requests, each different from the last of its kind, so that any retained memory adds up."""
     rng = random.Random(0)
     bomb, sly = zstandard.ZstdCompressor().compress(b"\0" * 100 * MIB), hidden(b"\0" * 65 * MIB)
 

@@ -1,7 +1,7 @@
-"""Files that lie: adapters, optimizer states and manifests that a bad disk or a bad hand has left on this machine.
+"""Hostile files: adapters, optimizer states and manifests that are damaged or malicious.
 
-Whatever they hold, loading them ends in an error that names the file: nothing is run, nothing large is allocated, and
-the model that was to be loaded is not half there.
+Loading them raises an error that names the file. No code is run, no large memory is allocated, and
+no model is partially loaded.
 """
 
 from __future__ import annotations

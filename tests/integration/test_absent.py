@@ -63,7 +63,7 @@ def look(bench: Bench) -> None:
 
 
 def inside(bench: Bench) -> set[str]:
-    return set(bench.engine._sampling._inside)
+    return set(bench.engine._sampling._running)
 
 
 def draw(bench: Bench) -> None:

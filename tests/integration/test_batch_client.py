@@ -14,7 +14,7 @@ import pytest
 from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch import permissions
-from tinsmith.batch.client.dataset import JobRefusedError, Mapped
+from tinsmith.batch.client.dataset import Dataset, JobRefusedError
 from tinsmith.batch.client.functions import load_mapper
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import JobFailedError, progress_of
@@ -22,6 +22,7 @@ from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, Us
 from tinsmith.settings import Settings
 
 Rows = list[dict[str, Any]]
+MARK = "."
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_lazy_functions_of_rows_in_the_ways_of_others(client: Client, tmp_path: 
     mapped = batch.from_items(items(5)).map(
         length, with_indices=True, remove_columns="text", fn_kwargs={"offset": 10}, stream=False, client=client
     )
-    assert isinstance(mapped, Mapped)
+    assert isinstance(mapped, Dataset)
     job = mapped.write_csv(f"{tmp_path}/o.csv")
     assert job.wait()["status"] == "SUCCEEDED"
     assert all_rows(f"{tmp_path}/o.csv") == [{"length": "12", "index": str(index)} for index in range(5)]
@@ -98,6 +99,61 @@ def test_lazy_functions_of_rows_in_the_ways_of_others(client: Client, tmp_path: 
         Upper, batch_size=2, batch_format="columns", fn_constructor_kwargs={"mark": "!"}, client=client
     ).write_parquet(f"{tmp_path}/o/")
     assert all_rows(f"{tmp_path}/o/*.parquet") == [{"text": f"T{index}!"} for index in range(5)]
+
+
+@pytest.mark.extended
+def test_outputs_that_datasets_loads(client: Client, tmp_path: Path) -> None:
+    import datasets
+
+    data = batch.from_items([{"n": n, "tags": [str(n)] * (n % 3)} for n in range(50)])
+    job = data.map(lambda row: {"half": row["n"] / 2}, batch_size=8, client=client).write_huggingface(f"{tmp_path}/hf")
+    loaded = datasets.load_from_disk(f"{tmp_path}/hf")
+    wanted = [{"n": n, "tags": [str(n)] * (n % 3), "half": n / 2} for n in range(50)]
+    assert list(loaded) == wanted == list(job.stream()), "the rows, from the output and from the job"
+    again = batch.Dataset.from_hf(f"{tmp_path}/hf").filter(lambda row: row["n"] > 40, batch_size=4, client=client)
+    again.write_parquet(f"{tmp_path}/parquet/")
+    options: dict[str, Any] = {"split": "train", "cache_dir": f"{tmp_path}/cache"}
+    assert list(datasets.load_dataset(f"{tmp_path}/parquet", **options)) == wanted[41:]
+
+    report = job.report(per_million_in=1.0, per_million_out=2.0)
+    assert (report.rows_ok, report.rows_failed, report.batches, report.tries) == (50, 0, 7, 7)
+    assert report.seconds > 0 and report.cost == 0 == report.tokens_out
+    assert report.worker_hours > 0
+    assert job.report(per_worker_hour=2.0).cost == pytest.approx(2.0 * job.report().worker_hours, rel=1e-3)
+
+
+def test_a_job_that_no_worker_can_run_is_refused_when_it_is_submitted(client: Client, tmp_path: Path) -> None:
+    data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
+    for needs, said in {"num_gpus": (4, "num_gpus = 4"), "resources": ({"fpga": 1}, "fpga = 1")}.items():
+        with pytest.raises(JobRefusedError, match=said[1] + ", and a worker of the pool 'local' can have at most 0"):
+            data.map(lambda row: row, output=output, client=client, **{needs: said[0]})
+
+
+def test_a_job_has_as_many_workers_as_it_asks_for_and_says_what_they_do(client: Client, tmp_path: Path) -> None:
+    @batch.remote_function
+    def held(gate: str) -> None:
+        import os
+        import time
+
+        from tinsmith import batch
+
+        for rows in batch.load():
+            while not os.path.exists(gate):
+                time.sleep(0.02)
+            batch.save_results([{**row, "pid": os.getpid()} for row in rows])
+
+    gate, output = tmp_path / "gate", batch.JsonWriter(f"{tmp_path}/o.jsonl")
+    given: dict[str, Any] = {"fn_kwargs": {"gate": str(gate)}, "stream": False, "client": client}
+    job = batch.from_items(items(40)).map(held, batch_size=2, output=output, concurrency=1, **given)
+    for status in client.statuses(int(job)):
+        if any(worker["batches"] for worker in status["workers"]):
+            break
+    (worker,) = [worker for worker in job.status()["workers"] if worker["batches"]]
+    assert worker["first_row"] == 0 and worker["rows"] == 2 * worker["batches"] and worker["retried"] == 0
+    assert "RUNNING" in str(job.progress) and "worker" in str(job.progress)
+    gate.touch()
+    job.wait()
+    assert len({row["pid"] for row in all_rows(output.path)}) == 1 and len(all_rows(output.path)) == 40
 
 
 def test_failed_rows_are_listed_and_the_rest_can_be_read_and_resumed(client: Client, tmp_path: Path) -> None:
@@ -190,6 +246,7 @@ def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_
         batch.Job(10**6, client).wait()
 
 
+@pytest.mark.filterwarnings("ignore:this data set was mapped")
 def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
 
@@ -197,6 +254,9 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         return row
+
+    def yielding(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield row
 
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: data.map(nothing, output=output), ValueError, "Mapper function must be decorated"),
@@ -207,9 +267,18 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
         (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits.x is not supported"),
         (lambda: data.map(shout, output="o.jsonl"), ValueError, "must be a writer"),  # type: ignore[arg-type]
         (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "two names of one thing"),
-        (lambda: data.map(row_of, batch_format="rows"), ValueError, "batch_format is 'rows'"),
+        (
+            lambda: data.map(row_of, batch_format="list"),
+            ValueError,
+            "batch_format is 'list'; it must be one of .'rows'",
+        ),
         (lambda: data.map(shout, colour=1), NotSupportedError, "no option .'colour'."),  # type: ignore[call-arg]
-        (lambda: data.map(row_of).map(row_of), NotSupportedError, "mapped again"),  # type: ignore[union-attr]
+        (lambda: data.map(shout).map(row_of), ValueError, "cannot be one of several steps"),
+        (lambda: data.map(row_of, batch_size=2).map(row_of, batch_size=3), ValueError, "batch_size is 2 at one step"),
+        (lambda: data.flat_map(row_of).sample("m", prompt="p"), ValueError, "put the operation first"),
+        (lambda: data.sample("m", prompt="p", batched=True), NotSupportedError, "operations take no .'batched'."),
+        (lambda: data.map(yielding, output=output), ValueError, "a row has one result; flat_map takes one"),
+        (lambda: data.write_json("o.jsonl"), ValueError, "this data set has no step"),
         (lambda: data.map(row_of, fn_kwargs={"n": 1}), ValueError, "fn_kwargs"),
         (lambda: batch.Dataset("in.xml"), UserError, "ending of 'in.xml' names no format"),
         (lambda: batch.Dataset(5), UserError, "not of a int"),  # type: ignore[arg-type]
@@ -228,7 +297,44 @@ def test_a_data_set_says_what_it_is(tmp_path: Path) -> None:
     assert len(batch.Dataset({"n": index} for index in range(3))) == 3
     assert all(getattr(batch, name) is not None for name in batch.__all__)
     mapped = batch.from_items([]).map(shout)
-    assert isinstance(mapped, Mapped) and load_mapper(mapped._payload).kind == "loop"
+    assert isinstance(mapped, Dataset) and load_mapper(mapped._payload()).kind == "loop"
+    with pytest.warns(UserWarning, match="mapped but has no output"):
+        del mapped
+
+
+def test_a_data_set_without_an_output_is_no_job() -> None:
+    mapped = batch.from_items(items(2)).map(lambda row: row)
+    message = r"has no output: pass output=.*\.write_json\(PATH\)"
+    for name in ("wait", "progress", "stream", "errors"):
+        with pytest.raises(AttributeError, match=message):
+            getattr(mapped, name)
+    with pytest.raises(TypeError, match=message):
+        int(mapped)
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = mapped.colour
+    with pytest.warns(UserWarning, match="Nothing was run"):
+        del mapped
+
+
+def test_steps_with_helpers_of_their_module_are_one_job(client: Client, tmp_path: Path) -> None:
+    loud = {"t1": "!"}
+
+    def words(row: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"word": row["upper"] + mark} for mark in (loud.get(row["text"], "?"), MARK)]
+
+    job = (
+        batch.from_items(items(5))
+        .map(lambda row: {"upper": row["text"].upper()}, batch_size=2, client=client)
+        .filter(lambda row: row["text"] != "t3")
+        .flat_map(words)
+        .map_batches(lambda table: table.append_column("n", [list(range(len(table)))]), batch_format="pyarrow")
+        .write_json(f"{tmp_path}/o.jsonl")
+    )
+    assert [row["word"] for row in all_rows(f"{tmp_path}/o.jsonl")] == [
+        "T0?", "T0.", "T1!", "T1.", "T2?", "T2.", "T4?", "T4.",
+    ]  # fmt: skip
+    assert [row["n"] for row in all_rows(f"{tmp_path}/o.jsonl")] == [0, 1, 2, 3, 0, 1, 0, 1]
+    assert (job.progress.rows_ok, job.outputs[0].rows) == (5, 8)
 
 
 def test_progress_tells_rates_and_what_is_left() -> None:
@@ -272,13 +378,13 @@ def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch
     assert calls == ["POST"]
 
 
+@pytest.mark.filterwarnings("ignore:this data set was mapped")
 def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Settings(data_dir=tmp_path / "data")
     sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
-    assert isinstance(sent, Mapped)
     spec = sent._spec([batch.JsonWriter("o.jsonl")])
     assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
     trusted = permissions.admitted(spec, settings, "alice", keyless=True)

@@ -206,7 +206,7 @@ def test_a_mapper_that_cannot_start_fails_the_job_with_its_traceback(client: Cli
     job = start(client, tmp_path, broken)
     with pytest.raises(JobFailedError, match=r"(?s)setup_failed.*No module named 'no_such_module_anywhere'"):
         job.wait()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
     assert job.status()["batch_completed_batches"] == 0
     assert {state["attempt_id"] for state in job.batches()} <= {0, 1}, "an import fails on every worker alike"
 
@@ -232,7 +232,7 @@ def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(clie
         str(bare): "cannot import tinsmith (ModuleNotFoundError: No module named 'tinsmith'). Install it there: "
         f"{bare} -m pip install tinsmith",
         str(old): "is Python 3.8; a mapper needs 3.11 or newer",
-        str(broken_one): "is no Python interpreter: it ended with status 3",
+        str(broken_one): "is not a Python interpreter: it ended with status 3",
         f"{tmp_path}/none": "cannot be started (No such file or directory)",
     }
     for python, says in expected.items():
@@ -265,7 +265,7 @@ def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tm
     job.cancel()
     began = time.monotonic()
     kept = job.wait(check=False)
-    assert kept["status"] == "CANCELLED" and time.monotonic() - began < 5
+    assert kept["status"] == "CANCELLED" and time.monotonic() - began < 60
     time.sleep(0.3)
     assert job.status()["batch_completed_batches"] == kept["batch_completed_batches"], "nothing is dispatched any more"
     assert job.cancel()["status"] == "CANCELLED"
@@ -337,19 +337,12 @@ def test_an_output_that_exists_is_refused_without_a_question(client: Client, tmp
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
 
 
-def worker_pids(server: LiveServer) -> list[int]:
-    def is_worker(pid: int) -> bool:
-        return b"tinsmith.batch.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-    return [pid for pid in server.engine_pids() if is_worker(pid)]
-
-
 def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_count(
     server: LiveServer, client: Client, tmp_path: Path
 ) -> None:
     job = start(client, tmp_path, slow, rows=60, limits={**QUICK, "heartbeat_timeout_s": 1.5})
     until(lambda: job.status()["batch_completed_batches"] >= 2)
-    frozen = worker_pids(server)[0]
+    frozen = server.child_pids("tinsmith.batch.worker.worker")[0]
     freeze(frozen, server.data_dir)
     job.wait()
     assert lines(tmp_path / "out.jsonl") == doubled(60)

@@ -73,6 +73,7 @@ def stopped(client: Client, directory: Path, source: str, **options: Any) -> Job
 TEXTS = ["a", "bb", "bad", "dddd", "eeeee"]
 
 
+@pytest.mark.extended
 def test_an_input_that_has_changed_is_not_resumed_and_one_that_is_restored_is(client: Client, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)
@@ -221,6 +222,7 @@ class Racing(Client):
         return found
 
 
+@pytest.mark.extended
 def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_parts_meanwhile(
     client: Client, server: LiveServer, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import sqlalchemy as sa
 
 from support.databases import database_url
@@ -43,6 +44,7 @@ def until(reached: Callable[[], object], server: LiveServer) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.extended
 def test_a_sampler_is_killed_in_the_middle_of_a_bulk_job(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ("--backend", "fake", "--samplers", "2")

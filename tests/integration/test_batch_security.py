@@ -106,7 +106,7 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer,
     assert MARKER not in own
     assert "pickle.find_class" not in own
     imported = {line for line in own.splitlines() if line.startswith("import ")}
-    for module in ("client.adapters", "worker.runtime", "worker.feed", "worker.child"):
+    for module in ("worker.adapters", "worker.runtime", "worker.feed", "worker.child"):
         assert not [line for line in imported if f"'tinsmith.batch.{module}'" in line], module
     assert not [line for line in imported if "'cloudpickle'" in line]
 

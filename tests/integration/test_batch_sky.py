@@ -118,6 +118,7 @@ def run(server: LiveServer, directory: Path, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.extended
 def test_the_simple_example_runs_by_changing_its_import(server: LiveServer, tmp_path: Path) -> None:
     assert importlib.util.find_spec("sky") is None or "tinsmith" in str(sys.modules.get("sky"))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": f"t{index}"}) + "\n" for index in range(50)))
@@ -184,7 +185,29 @@ def test_a_job_is_gone_on_with_by_its_output(server: LiveServer, tmp_path: Path)
 
 
 def test_what_comes_by_position_comes_once() -> None:
-    with pytest.raises(TypeError, match="each of them once"):
-        batch.from_items([]).map(len, "local", 2, batch_size=3)
-    with pytest.raises(TypeError, match="by position"):
-        batch.from_items([]).map(len, "local", 2, batch.JsonWriter("o.jsonl"), None, True, 1)
+    with pytest.raises(TypeError, match="multiple values for argument 'batch_size'"):
+        batch.from_items([]).map(len, "local", 2, batch_size=3)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional arguments"):
+        batch.from_items([]).map(len, "local", 2, batch.JsonWriter("o.jsonl"), None, True, 1)  # type: ignore[misc]
+
+
+def test_the_names_for_the_states_of_batches(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinsmith.batch import sky
+    from tinsmith.errors import NotSupportedError
+
+    client = Client(server.url, API_KEY)
+    monkeypatch.setenv("TINKER_BASE_URL", client.base_url)
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    job = batch.from_items([{"n": n} for n in range(5)]).map(
+        lambda row: row, batch_size=2, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), client=client
+    )
+    assert sky.is_batch_job(int(job)) and not sky.is_batch_job(10**6)
+    states = sky.get_batch_states(int(job))
+    assert [(each["start_idx"], each["end_idx"], each["status"]) for each in states] == [
+        (0, 1, "COMPLETED"), (2, 3, "COMPLETED"), (4, 4, "COMPLETED"),
+    ]  # fmt: skip
+    for change in (sky.set_batch_status, sky.reset_dispatched_batches):
+        with pytest.raises(NotSupportedError, match=r"Job\(ID\)\.resume\(\)"):
+            change(int(job), 0, "PENDING")

@@ -266,6 +266,7 @@ def test_a_job_that_runs_is_not_resumed(client: Client, tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "out.jsonl")) == 200
 
 
+@pytest.mark.extended
 def test_progress_never_goes_back_when_the_server_is_killed(tmp_path: Path, database_kind: str) -> None:
     """Twice; what was committed before a kill is there after it, and is not done again."""
     url = fresh_url(tmp_path, database_kind)

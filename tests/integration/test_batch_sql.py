@@ -318,7 +318,7 @@ def test_from_table_to_table_with_a_worker_that_is_killed(server: LiveServer, ur
     assert [output.rows for output in job.outputs] == [90, 90]
     while names(url) != {"items", "results", "ids"}:
         pass
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         job.export(str(tmp_path / "o.jsonl"))
 
 

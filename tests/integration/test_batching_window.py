@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine_bench import Bench
-from tinsmith.engine.queues import LATE_S, MOST_S, SHARE, BatchingWindow, Lane, Rhythm
+from tinsmith.engine.queues import LATE_S, MAX_HOLD_S, MAX_HOLD_SHARE, BatchingWindow, Lane, Rhythm
 from tinsmith.types import Pending
 
 SECONDS = st.floats(0.0, 1.0, allow_nan=False)
@@ -49,7 +49,7 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
     gathering = BatchingWindow()
     for seconds in steps_s:
         gathering.ran(seconds)
-    most_s = min(MOST_S, SHARE * min(steps_s[-9:]))
+    most_s = min(MAX_HOLD_S, MAX_HOLD_SHARE * min(steps_s[-9:]))
     moment, began = 0.0, None
     for elapsed_s, beside_s, quick_s in turns:
         moment += elapsed_s
@@ -68,8 +68,8 @@ def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_exp
     gathering.ran(1.0)
     assert gathering.wait_s([], [], 0.0) == 0.0
     assert gathering.wait_s([], [0.001, 0.002, 7.0], 0.0) == 0.002
-    assert gathering.wait_s([], [0.6 * MOST_S], 0.0) == 0.0
-    assert gathering.wait_s([0.6 * MOST_S], [], 0.0) == 0.6 * MOST_S
+    assert gathering.wait_s([], [0.6 * MAX_HOLD_S], 0.0) == 0.0
+    assert gathering.wait_s([0.6 * MAX_HOLD_S], [], 0.0) == 0.6 * MAX_HOLD_S
 
 
 def test_of_those_who_came_together_before_all_are_waited_for_or_none() -> None:
@@ -116,7 +116,7 @@ def came(*moments: float) -> Rhythm:
     return rhythm
 
 
-LAGS = st.lists(st.floats(0.0, 0.99 * MOST_S), min_size=2, max_size=2)
+LAGS = st.lists(st.floats(0.0, 0.99 * MAX_HOLD_S), min_size=2, max_size=2)
 """Clearly of the same moment: what a sum rounds to never decides."""
 
 
@@ -137,7 +137,7 @@ def test_who_came_with_another_twice_is_expected_as_long_after_it_again(
     if abs(left) > 1e-9:
         assert due_s == (pytest.approx(left, abs=1e-9) if left > 0 else None)
     second.came(again)  # and then nobody is waited for
-    third = came(*(moment + 3 * MOST_S for moment in (0.0, pause_s)))
+    third = came(*(moment + 3 * MAX_HOLD_S for moment in (0.0, pause_s)))
     assert third.due_beside_s(first, again) is None
     assert came(pause_s).due_beside_s(first, again) is None
     assert second.due_beside_s(came(0.0, again), again) is None
@@ -216,7 +216,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
-    monkeypatch.setattr("tinsmith.engine.queues.MOST_S", 1000.0)  # however slow this machine is
+    monkeypatch.setattr("tinsmith.engine.queues.MAX_HOLD_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
     for seq_id in (1, 2):

@@ -240,7 +240,7 @@ def test_where_the_time_of_a_request_goes(run: Run) -> None:
 def test_where_the_time_of_a_step_goes(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
     monkeypatch.setattr(importlib.import_module("where"), "PROFILED", 2)
     printed = run("where", *flags, "--size", "tiny", "--inside")
-    assert re.search(r"^2 steps: [\d.]+ ms each", printed)
+    assert re.search(r"(?m)^2 steps: [\d.]+ ms each", printed)
     shares = [float(share) for share in re.findall(r"^ *([\d.]+)% .* [\w:]+$", printed, re.MULTILINE)]
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5
     assert re.search(r"(samplers|torch)/\w+\.py", printed)

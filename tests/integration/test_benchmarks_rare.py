@@ -30,6 +30,7 @@ SLOW = {
 }
 WITHOUT_JSON = {
     "batch": "--batches 4 --rows-in-database 1000",
+    "batch_scale": "--batches 2000 --workers 3 --hold 0.1 --seconds 1",
     "snapshots": "--only nano --rounds 1 --tokens 64",
 }
 

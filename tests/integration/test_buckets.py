@@ -27,10 +27,14 @@ from tinsmith.storage.stores import PIECE_BYTES, UnreachableError
 LARGE = os.urandom(PIECE_BYTES + 12345)
 
 
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[Bucket]:
-    with buckets.bucket() as found:
-        yield found
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.extended)])
+def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    if request.param == "s3":
+        with buckets.bucket() as found:
+            yield found
+    else:
+        with buckets.cloud_bucket() as (found, _):
+            yield found
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_pages_go_on_where_the_last_one_ended(harness: Harness) -> None:
 
 def test_pages_are_whole_where_many_were_made_at_one_moment(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.store.checkpoints.now", lambda: 1_700_000_000.25)
-    monkeypatch.setattr("tinsmith.store.checkpoints._SCANNED_AT_A_TIME", 3)
+    monkeypatch.setattr("tinsmith.store.checkpoints._SCAN_ROWS", 3)
     model_id = harness.model()
     made = {f"c{number}" for number in range(8)}
     for name in made:
@@ -79,7 +79,7 @@ def test_pages_are_whole_where_many_were_made_at_one_moment(harness: Harness, mo
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"project_ids": ["unlisted"]}, 404, "project_ids has 'unlisted', which is not a project of yours"),
+        ({"project_ids": ["unlisted"]}, 404, "project_ids has 'unlisted', which is not one of your projects"),
         ({"limit": 0}, 400, "limit is 0; it must lie between 1 and 200"),
         ({"limit": 201}, 400, "limit is 201"),
         ({"checkpoint_type": "all"}, 400, "checkpoint_type is 'all'; it must be one of training, sampler, external"),

@@ -229,7 +229,7 @@ def calling(target: str, *args: object, op: str = "call_function", **kwargs: obj
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (changed(inputs=[]), "inputs are []; there must be 1 to 16, 'logprobs' first"),
+    (changed(inputs=[]), "inputs are []; send 1 to 16 inputs, 'logprobs' first"),
     (changed(inputs=[{"name": "weights", "rank": 1}]), "'logprobs' first"),
     (changed(inputs=[{"name": "logprobs", "rank": 0}]), "inputs[0].rank is 0"),
     (changed(inputs=[{"name": "logprobs", "rank": 1}, {"name": "A", "rank": 1}]), "inputs[1].name is 'A'"),
@@ -245,9 +245,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (with_node(4, op="output"), "ends with its one output"),
     (with_node(4, op="get_attr", target="weight"), "graph.nodes[4]"),
     (with_node(4, op="call_module", target="linear"), "is a 'call_module' of 'linear'"),
-    (with_node(4, name="logprobs"), "no earlier node's"),
+    (with_node(4, name="logprobs"), "and be unique"),
     (with_node(4, name="__import__('os')"), "letters, digits and underscores"),
-    (with_node(4, args=[{"ref": "output"}, 0]), "refers to 'output', which is no earlier node"),
+    (with_node(4, args=[{"ref": "output"}, 0]), "refers to 'output', which is not an earlier node"),
     (with_node(4, args=[{"ref": "nowhere"}]), "refers to 'nowhere'"),
     (with_node(4, args=[{"eval": "1"}]), "has the argument {'eval': '1'}, which is not an encoded value"),
     (with_node(4, args=[[[[[[[[[{"tuple": [1]}]]]]]]]]]), "nested more than 8"),
@@ -263,8 +263,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (calling("getattr", "__class__"), "getattr takes a node and one of"),
     (calling("getattr", ["shape"]), "getattr takes a node and one of"),
     (calling("getattr", "grad_fn"), "not ('grad_fn',)"),
-    (calling("torch.exp", out={"ref": "logprobs"}), "has the keyword 'out', which no custom loss may use"),
-    (calling("torch.sum", "cuda"), "has the text 'cuda', which no custom loss may use"),
+    (calling("torch.exp", out={"ref": "logprobs"}), "has the keyword 'out', which is not allowed in a custom loss"),
+    (calling("torch.sum", "cuda"), "has the text 'cuda', which is not allowed in a custom loss"),
     (calling("to", {"device": "cuda"}, op="call_method"), "the device 'cuda' must be one of cpu"),
     (calling("to", {"dtype": "complex64"}, op="call_method"), "the dtype 'complex64' must be one of bool, float32"),
     (with_node(-1, args=[{"ref": "logprobs"}]), "must return (loss, metrics)"),
@@ -456,7 +456,7 @@ def test_a_loss_of_another_session_is_unknown(nano_service: tinker.ServiceClient
     data = [traced_losses.datum(np.random.default_rng(0), 5, 500, ranks)]
     with tinker.ServiceClient(base_url=nano_server.url, api_key="tml-test") as other:
         model = other.create_lora_training_client("tinsmith/nano", rank=4).result()
-        with pytest.raises(tinker.RequestFailedError, match="is no custom loss of session"):
+        with pytest.raises(tinker.RequestFailedError, match="is not a custom loss of session"):
             model.forward_backward(data, "custom", {"loss_id": str(handle.loss_id)}).result()
         with pytest.raises(tinker.RequestFailedError, match="takes one text, 'loss_id'"):
             model.forward_backward(data, "custom").result()

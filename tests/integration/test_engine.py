@@ -580,7 +580,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
     custom_pass(bench, model, 1, "s:loss:0")
     unknown = custom_pass(bench, model, 2, "s:loss:1")
     bench.turns()
-    assert "'s:loss:1' is no custom loss of session 's'" in bench.error(unknown)
+    assert "'s:loss:1' is not a custom loss of session 's'" in bench.error(unknown)
     ended = {"session_id": "s", "tenant_id": "alice", "state": "expired", "tags": [], "created_at": 0.0}
     with bench.db.write() as connection:
         connection.execute(SESSIONS.insert().values(**ended, last_heartbeat_at=0.0, closed_at=1.0))
@@ -595,7 +595,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
     with bench.db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
     assert losses.sweep(now()) == 1
-    with pytest.raises(UserError, match="is no custom loss"):
+    with pytest.raises(UserError, match="is not a custom loss"):
         losses.get("s", "s:loss:0")
 
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import cast
 
+import httpx
 import numpy as np
 import pytest
 import tinker
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from tinker import types
 
 from support import external_engines
@@ -29,7 +38,9 @@ from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
 from tinsmith.samplers.remote import attendant
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
+from tinsmith.samplers.remote.connection import EngineAccess
 from tinsmith.samplers.remote.dialect import seed_of
+from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import (
     EMPTY_LOGPROB,
@@ -405,7 +416,7 @@ def test_requests_in_an_engine_that_dies_begin_again_with_the_same_answers(kind:
     place = opened(kind)
     place.publish("v", 0.3)
     before = place.run(sample("a", "v", n=3), sample("b"))
-    place.fake.pause_s = 0.3
+    place.fake.pause_s = PATIENCE_S
     for request_id, version, n in (("a", "v", 3), ("b", None, 1)):
         place.sampler.submit(sample(request_id, version, n))
     until(lambda: place.fake.running == 4)
@@ -457,6 +468,7 @@ def test_a_request_that_ends_the_engine_three_times_fails_by_name_and_alone(
 
 def test_a_cancelled_request_leaves_the_engine(kind: str, opened: Open) -> None:
     place = opened(kind)
+    place.answer(sample("up"))  # the engine's own first questions run no more
     place.sampler.submit(sample("long", prompt=np.array([NEVER_ENDING, 4], np.int32)))
     until(lambda: place.fake.running == 1)
     assert place.sampler.cancel("long")
@@ -519,10 +531,11 @@ AWAKE = {
 def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened: Open) -> None:
     place = opened(kind, shares_device=True)
     place.answer(sample("up"))
-    place.fake.pause_s = 0.1
     place.publish("v", 0.1)
+    place.fake.pause_s = PATIENCE_S
     place.sampler.submit(sample("running", "v"))
     until(lambda: place.fake.running == 1)
+    threading.Timer(0.1, setattr, (place.fake, "pause_s", 0.0)).start()
     place.backend.optim_step([])
     # What ran has ended before, and nothing that was loaded is relied on afterwards.
     unload = "/v1/unload_lora_adapter" if kind == "vllm" else "/unload_lora_adapter"
@@ -548,14 +561,105 @@ def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened
 def test_a_trainer_with_a_device_of_its_own_does_not_wait(opened: Open) -> None:
     place = opened("vllm")
     place.answer(sample("up"))
-    place.fake.pause_s = 0.2
+    place.fake.pause_s = PATIENCE_S
     place.sampler.submit(sample("running"))
     until(lambda: place.fake.running == 1)
     place.backend.create_model("n", LoraSpec(rank=8))
     place.backend.optim_step([OptimStep("o", "n", AdamParams())])
     assert place.fake.running == 1
+    place.fake.pause_s = 0.0
     place.collect()
     assert "/sleep?level=1" not in place.fake.paths()
+
+
+HEADERS = {"authorization": "Bearer secret", "x-tenant": "blue"}
+
+
+def test_an_engine_behind_a_gateway_is_given_its_credentials(kind: str, opened: Open) -> None:
+    fake = Fake(headers=HEADERS)
+    place = opened(kind, fake, access=EngineAccess({"Authorization": "Bearer secret", "X-Tenant": "blue"}))
+    place.publish("v", 0.3)
+    place.answer(sample("r", "v"))
+    assert fake.names_ever and not fake.refused
+    assert "secret" not in repr(EngineAccess(HEADERS))
+
+
+def test_credentials_that_an_engine_refuses_fail_requests_by_name(kind: str, opened: Open) -> None:
+    fake = Fake(headers=HEADERS)
+    place = opened(kind, fake, access=EngineAccess({"Authorization": "Bearer wrong"}))
+    outcome = place.run(sample("r"))["r"]
+    assert isinstance(outcome, SettingsError) and "sampler_api_key" in str(outcome) and fake.refused
+    fake.headers = {}  # as if the gateway knew the key now
+    deadline = time.monotonic() + PATIENCE_S
+    while not isinstance(place.run(sample("s"))["s"], SampleResult):
+        assert time.monotonic() < deadline
+
+
+def test_an_engine_that_sends_nothing_for_too_long_has_failed_the_request(kind: str, opened: Open) -> None:
+    place = opened(kind, Fake(), access=EngineAccess(timeout_s=1.0))
+    outcome = place.run(sample("r", prompt=np.array([NEVER_ENDING, 4], np.int32)))["r"]
+    assert isinstance(outcome, EngineFailedError) and "sent nothing for 1 s (sampler_timeout_s)" in str(outcome)
+    place.answer(sample("s"))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of 127.0.0.1 that is its own authority, and its key, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "engine")])
+    moment, day = datetime.now(UTC), timedelta(days=1)
+    alternative = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(moment - day).not_valid_after(moment + day)
+    signed = made.add_extension(alternative, critical=False).sign(key, hashes.SHA256())
+    plain = serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    path = tmp_path_factory.mktemp("tls") / "engine.pem"
+    text = signed.public_bytes(serialization.Encoding.PEM)
+    path.write_bytes(text + key.private_bytes(serialization.Encoding.PEM, *plain))
+    return path
+
+
+def test_a_certificate_is_checked_as_the_settings_say(certificate: Path, tmp_path: Path) -> None:
+    with external_engines.running("vllm", Fake(), certificate) as fake:
+        for number, verify in enumerate((str(certificate), False)):
+            place = Place("vllm", fake, tmp_path / str(number), access=EngineAccess(verify=verify))
+            try:
+                place.answer(sample(f"r{number}"))
+            finally:
+                place.sampler.close()
+        place = Place("vllm", fake, tmp_path / "refused")
+        try:
+            place.sampler.submit(sample("r"))
+            connection = place.sampler._connection
+            assert not asyncio.run_coroutine_threadsafe(connection._healthy(), place.sampler._loop).result()
+            assert not connection.is_up(connection.era)
+        finally:
+            place.sampler.close()
+    with pytest.raises(SettingsError, match="which is not a file of certificates"):
+        EngineAccess(verify="/no/such/file").client("https://127.0.0.1")
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def test_an_engine_without_shared_files_pulls_adapters_over_http(kind: str, opened: Open) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    fake = Fake(endpoint=url)
+    place = opened(kind, fake, adapters_url=url)
+    for version, weight in (("v", 0.3), ("w", 0.7)):
+        place.publish(version, weight)
+        found = place.answer(sample(version, version)).sequences[0]
+        tokens = [*PROMPT.tolist(), *found.tokens_T.tolist()]
+        own = expected(fake, tokens, len(PROMPT), weight)[np.arange(len(found.tokens_T)), found.tokens_T]
+        np.testing.assert_allclose(found.logprobs_T, own, atol=1e-4)
+    assert len(set(fake.downloads)) == 2
+    for path in (f"api/models/{fake.downloads[0]}/revision/main", "api/models/adapters/x/revision/main", ""):
+        assert httpx.get(f"{url}/{path}").status_code == 404  # a link ends with its load, and there is no list
+    with pytest.raises(SettingsError, match=r"sampler_adapters_url .* cannot be listened on"):
+        AdapterLinks("127.0.0.1", url)
 
 
 def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
@@ -655,11 +759,16 @@ def test_what_was_started_ends_with_whoever_started_it(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.extended
 def test_a_training_loop_with_an_external_sampler(tmp_path: Path) -> None:
-    """The real SDK: each sampling client answers with its own version, under the base model's sampler."""
-    fake = Fake(vocab_size=512, context=2048)
+    """The real SDK: each sampling client answers with its own version, under the base model's sampler, which is
+    behind a gateway and sees no file of the engine.
+    """
+    url = f"http://127.0.0.1:{free_port()}"
+    fake = Fake(vocab_size=512, context=2048, headers=HEADERS, endpoint=url)
     with external_engines.running("vllm", fake):
-        settings = {"SAMPLER": "vllm", "SAMPLER_URL": fake.url}
+        settings = {"SAMPLER": "vllm", "SAMPLER_URL": fake.url, "SAMPLER_ADAPTERS_URL": url}
+        settings |= {"SAMPLER_API_KEY": "secret", "SAMPLER_HEADERS": '{"X-Tenant": "blue"}'}
         with serving(tmp_path / "data", "--backend", "fake", settings=settings) as server:
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 client = service.create_lora_training_client(nano.MODEL_NAME, rank=8).result()
@@ -683,3 +792,4 @@ def test_a_training_loop_with_an_external_sampler(tmp_path: Path) -> None:
                 refused = types.SamplingParams(max_tokens=4, temperature=0.7, top_p=0.5)
                 with pytest.raises(tinker.RequestFailedError, match="vLLM has no logprobs"):
                     clients[0][1].sample(prompt, 1, refused).result()
+    assert len(set(fake.downloads)) >= 3 and not fake.refused

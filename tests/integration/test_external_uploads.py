@@ -97,8 +97,9 @@ LYING = WEIGHTS[:8] + WEIGHTS[8:].replace(b"[2,3]", b"[9,3]")
             LORA,
             "has rank 2, and adapter_config.json says 3",
         ),
-        ({}, LORA | {"rank": 4}, "lora_config is rank 4 of attn, and the files hold rank 2 of attn"),
+        ({}, LORA | {"rank": 4}, "lora_config is rank 4 of attn, but the files hold rank 2 of attn"),
         ({}, {"rank": 2}, "lora_config is rank 2 of attn, mlp, unembed"),
+        ({}, LORA | {"alpha": 64}, "rank 2 of attn with alpha 64, but the files hold rank 2 of attn"),
     ],
 )
 def test_files_that_are_no_such_adapter_are_refused(
@@ -158,5 +159,5 @@ def test_what_is_abandoned_is_swept(harness: Harness) -> None:
     waiting = kept(harness)
     assert len(waiting) == 2
     os.utime(waiting[0], (0, 0))
-    assert harness.services.files.sweep_unnamed(3600) == [waiting[0].name]
+    assert harness.services.files.sweep_unreferenced(3600) == [waiting[0].name]
     assert kept(harness) == waiting[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,15 @@ def test_it_measures_without_a_gpu(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "found.json").read_text())["tiny"]
     trained = figures["training, 1 x 32, 8 clients"]
     assert trained["Tinsmith"]["tokens_per_s"] > 0 and trained["PEFT"]["tokens_per_s"] > 0
-    assert figures["sampling, 2 at once, 8 adapters"].keys() == {"graphs", "eager"}
-    assert figures["captures"] > 0
+    assert figures["sampling, 2 at once, 0 adapters"].keys() == {"Tinsmith", "generate"}
+    assert figures["sampling, 2 at once, 8 adapters"].keys() == {"Tinsmith"}
+    assert figures["publish and first token, ms"] > 0
     assert figures["sampled logprobs from trained ones, mean"] < 0.05
     assert "| training, 1 x 32, 8 clients | PEFT |" in found.stdout
+    assert re.fullmatch(
+        r"passed: tiny: logprobs 0\.0\d+ apart, at least \d+\.\d\d x PEFT, at least \d+\.\d\d x generate",
+        found.stdout.splitlines()[-1],
+    )
 
 
 def test_a_page_is_of_a_gpu_only(tmp_path: Path) -> None:

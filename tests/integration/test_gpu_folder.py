@@ -13,6 +13,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "gpu"
 
 
+@pytest.mark.extended
 def test_all_are_collected_when_a_device_is_named_and_some_run_here() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER), "-k", "files_of_a_version"]
     there = {**os.environ, "TEST_DEVICE": "cpu"}

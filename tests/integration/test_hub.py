@@ -260,6 +260,7 @@ print(json.dumps({"alone": alone.tolist(), "adapted": adapted.tolist(), "at_once
 """
 
 
+@pytest.mark.extended
 def test_a_machine_without_internet_loads_tokenizer_model_and_adapter(
     server: LiveServer, uploaded: str, adapter: Path, tmp_path: Path
 ) -> None:

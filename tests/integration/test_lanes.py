@@ -103,14 +103,14 @@ def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
 def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     session_id = harness.session()
     held = Held()
-    harness.services.tenants._remembered.clear()
+    harness.services.tenants._cache.clear()
     monkeypatch.setattr(harness.services.batch_jobs.__class__, "listing", lambda *_args: held() and ([], 0))
     with ThreadPoolExecutor(MANY) as pool:
         try:
             slow = [pool.submit(harness.get, "batch/jobs") for _ in range(MANY)]
             held.wait_for(6)  # as many threads as two processors had for everything
             for _ in range(5):
-                harness.services.tenants._remembered.clear()  # so that the database is asked who calls
+                harness.services.tenants._cache.clear()  # so that the database is asked who calls
                 harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
                 assert harness.get("get_server_capabilities").status_code == 200
         finally:
@@ -140,7 +140,7 @@ def test_authentication_and_heartbeats_need_no_thread_of_other_work(
     request_id = f"{session_id}:sample:0:0"
     monkeypatch.setattr(services.sessions, "is_sign_due", lambda _session_id: True)
     polled: list[str] = []
-    monkeypatch.setattr(services.sessions, "polled", lambda _tenant_id, name: polled.append(name))
+    monkeypatch.setattr(services.sessions, "record_poll", lambda _tenant_id, name: polled.append(name))
     threads = services.threads
     with full(threads.handlers, threads.transfers, threads.results, threads.sweeps):
         for path, body in (
@@ -150,7 +150,7 @@ def test_authentication_and_heartbeats_need_no_thread_of_other_work(
             ("create_session", {"tags": [], "type": "create_session"}),
             ("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"}),
         ):
-            services.tenants._remembered.clear()  # so that the database is asked who calls
+            services.tenants._cache.clear()  # so that the database is asked who calls
             services.tenants._open_until = 0.0
             harness.ok(path, body)
         assert harness.get("get_server_capabilities").status_code == 200

@@ -29,6 +29,18 @@ def datum(**changes: object) -> dict[str, object]:
     return {"model_input": {"tokens": TOKENS}, "loss_fn_inputs": inputs} | changes
 
 
+HINTS = {
+    "debug_train_only": True,
+    "checkpoint_path": None,
+    "parallelism_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "num_gpus": 4},
+    "max_batch_size": 4096,
+    "max_seq_len": 2048,
+    "rlve_config": {"enabled": False, "environment_list": []},
+    "wandb_config": {"project": "x"},
+}
+"""Fields of tinkercloud's create_model that change no result here."""
+
+
 def training(model_id: str, **changes: object) -> dict[str, object]:
     return {"model_id": model_id, "data": [datum()], "loss_fn": "cross_entropy"} | changes
 
@@ -66,10 +78,12 @@ def test_a_client_of_the_dialect_trains_samples_saves_and_resumes(nano_server: L
     base = client.http.get("get_server_capabilities").json()["supported_models"][0]["model_name"]
     session_id = client.ok("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"})["session_id"]
     assert session_id in client.http.get("list_sessions").json()["sessions"]
-    creation = {"session_id": session_id, "model_seq_id": 0, "base_model": base, "lora_config": {"rank": 4}}
+    lora = {"rank": 4, "alpha": 8, "dropout": 0.0, "seed": None, "train_unembed": True}
+    creation = {"session_id": session_id, "model_seq_id": 0, "base_model": base, "lora_config": lora, **HINTS}
     created = client.ok("create_model", creation)
     model_id = created["model_id"]
     assert client.result(created["request_id"])["model_id"] == model_id
+    assert client.ok("get_info", {"model_id": model_id})["lora_alpha"] == 8
     tokenizer = client.http.get("get_tokenizer", params={"model_id": model_id}).json()
     assert tokenizer["vocab_size"] == 512 and tokenizer["special_tokens"]["eos_token"] == "<|im_end|>"
     assert isinstance(tokenizer["eos_token_id"], int)

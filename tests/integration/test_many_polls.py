@@ -24,7 +24,7 @@ from support.raw_client import RawClient, connect
 from tinsmith.db.database import Database
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import UserError
-from tinsmith.server.process import FEW_FILES, look_for_lost
+from tinsmith.server.process import FEW_FILES, wake_missed
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 
@@ -54,7 +54,7 @@ def test_a_lost_wake_up_is_made_good_for_the_settled_and_for_nobody_else(db: Dat
 
             async def woken() -> list[str]:
                 nonlocal orders
-                orders = await look_for_lost(waiters, futures, samplers, orders)
+                orders = await wake_missed(waiters, futures, samplers, orders)
                 found = [name for name in names if single[name].is_set()]
                 found += [f"all of {name}" for name in names if whole[name].is_set()]
                 for one in (*single.values(), *whole.values()):
@@ -83,7 +83,7 @@ def test_ten_thousand_held_polls_are_looked_after_with_a_few_questions(tmp_path:
             for number in range(10_000):
                 polls.enter_context(waiters.watch(f"{SAMPLER}:{number}"))
             started = time.process_time()
-            await look_for_lost(waiters, futures, samplers, {})
+            await wake_missed(waiters, futures, samplers, {})
             return time.process_time() - started
 
     spent_s = asyncio.run(run())
@@ -173,6 +173,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
     return met
 
 
+@pytest.mark.extended
 def test_a_thousand_clients_that_vanish_leave_nothing_and_the_next_is_answered_at_once(
     server: LiveServer, client: RawClient
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_thousand_clients_that_vanish_leave_nothing_and_the_next_is_answered_a
     assert client.steps_taken(waiting) == 2
 
 
+@pytest.mark.extended
 def test_a_server_that_may_open_few_files_says_so() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "

@@ -22,7 +22,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness,
 from support.live import LiveServer, serving
 from tinsmith.cluster.engines import EngineRow, Engines
 from tinsmith.db.database import Database
-from tinsmith.telemetry.metrics import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
+from tinsmith.telemetry.metrics import METERS, OTHER, ServerMeters, TenantLabels, counter, reset_metrics_directory
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "scrape-me"
@@ -125,9 +125,9 @@ def test_only_so_many_tenants_have_names_of_their_own(harness: Harness) -> None:
 
 
 def test_the_counters_of_an_earlier_server_are_forgotten(tmp_path: Path) -> None:
-    directory = emptied_directory(tmp_path)
+    directory = reset_metrics_directory(tmp_path)
     (directory / "counter_1.db").write_bytes(b"old")
-    assert list(emptied_directory(tmp_path).iterdir()) == []
+    assert list(reset_metrics_directory(tmp_path).iterdir()) == []
     assert (tmp_path / "metrics").stat().st_mode & 0o777 == 0o700
     ServerMeters(directory, 1).text()
 
@@ -165,6 +165,7 @@ def server_engines(server: LiveServer) -> list[EngineRow]:
         database.close()
 
 
+@pytest.mark.extended
 def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         nano = "tinsmith/nano"

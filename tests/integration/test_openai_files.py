@@ -248,7 +248,7 @@ def test_bytes_without_a_row_are_swept_once_they_are_old(files: Files) -> None:
     for path in (files.path(kept.file_id), files.path(stored.file_id), cut_short):
         os.utime(path, (1, 1))
     fresh = files.store(new_id(), [b"x"])
-    assert sorted(files.sweep_unnamed(60)) == sorted([stored.file_id, cut_short.name])
+    assert sorted(files.sweep_unreferenced(60)) == sorted([stored.file_id, cut_short.name])
     assert sorted(os.listdir(files.path("."))) == sorted([kept.file_id, fresh.file_id])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
-from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, seated
+from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, submitted_samples
 from tinsmith.api.openai.streaming import News, follow
 from tinsmith.api.operation import Services
 from tinsmith.auth.quotas import QuotaLimits
@@ -232,7 +232,7 @@ def stream(
     async def collect(services: Services) -> list[News]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
         results: list[SampleResult] = []
-        async with seated(services, "alice", prepared, stream=True) as seats:
+        async with submitted_samples(services, "alice", prepared, stream=True) as seats:
             news: list[News] = []
             source: AsyncIterator[News] = follow(services, prepared, seats, results)
 
@@ -293,7 +293,7 @@ def test_what_a_model_thinks_is_told_as_it_comes(harness: Harness) -> None:
 
 
 def test_a_result_that_contradicts_what_was_shown_is_an_error(harness: Harness) -> None:
-    with pytest.raises(EngineFailedError, match="drew another one"):
+    with pytest.raises(EngineFailedError, match="its tokens differ"):
         stream(harness, lambda name: partials_of(name, "hello"), result("goodbye"))
 
 

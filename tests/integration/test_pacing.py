@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from support.engine_bench import BASE, Bench
 from tinsmith.backends import MicroBatches
-from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, CostModel, Pace
+from tinsmith.engine.pacing import ACTIVE_S, COLD_TOKENS, SINGLE_TENANT_FACTOR, CostModel, Pace
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import Partial, Pass, Sample, SampleResult
 
@@ -47,7 +47,7 @@ def test_a_tenant_that_is_alone_has_long_steps_and_decodes_for_as_long_as_one(
         pace.saw(["alice"], float(moment))
     assert not pace.is_shared
     tokens = pace.step_tokens(BUDGET, token_s, samples=True)
-    assert tokens == BUDGET or tokens == 1 or (tokens + 1) * token_s >= ALONE * (1 - 1e-9)
+    assert tokens == BUDGET or tokens == 1 or (tokens + 1) * token_s >= SINGLE_TENANT_FACTOR * (1 - 1e-9)
     assert tokens >= shared().step_tokens(BUDGET, token_s, samples=False)
     assert pace.decode_s(trained_s, decoded_s) == trained_s + decoded_s
     assert pace.decode_between_s(trained_s) == 0.0
@@ -65,9 +65,9 @@ def test_decoding_among_tenants_takes_half_of_the_bound_at_most_with_what_was_de
 
 def test_a_tenant_counts_for_a_minute_after_its_last_work() -> None:
     pace = shared()
-    pace.saw(["alice"], LATELY_S)
+    pace.saw(["alice"], ACTIVE_S)
     assert pace.is_shared
-    pace.saw(["alice"], LATELY_S + 1)
+    pace.saw(["alice"], ACTIVE_S + 1)
     assert not pace.is_shared
 
 
@@ -132,7 +132,7 @@ def tokens_of_steps(bench: Bench) -> list[int]:
     return [60 * len(step) for step in bench.backend.steps]
 
 
-@pytest.mark.parametrize(("others", "most"), [(0, ALONE * 600), (1, 600)])
+@pytest.mark.parametrize(("others", "most"), [(0, SINGLE_TENANT_FACTOR * 600), (1, 600)])
 def test_a_flood_has_steps_of_the_predicted_bound_only_where_another_tenant_is(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, others: int, most: int
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_sample_whose_weights_are_not_in_memory_waits_for_the_end_of_the_step(
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
     bench.turns()
-    bench.engine._versions.keep_all()
+    bench.engine._versions.write_all()
     (version,) = bench.backend._versions
     bench.backend.drop_version(version)
     found: list[bool] = []
@@ -250,6 +250,7 @@ class _SlowSampler:
     """A sampler whose steps take as long as they have tenants' sequences, and never end a request."""
 
     runs_by_itself = False
+    inference_server = None
     has_work = True
 
     def __init__(self) -> None:

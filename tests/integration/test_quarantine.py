@@ -20,7 +20,7 @@ from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
 from tinsmith.db.schema import BODIES, MODELS
-from tinsmith.engine.quarantine import MOST_DEATHS, Quarantine
+from tinsmith.engine.quarantine import MAX_DEATHS, Quarantine
 from tinsmith.engine.settling import TurnFailedError
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
@@ -59,14 +59,14 @@ def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Pat
 
 def test_deaths_count_only_while_alone_and_over_engines_that_had_other_work(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    for running in (["a", "b"], ["a"], ["b"], *[["a"]] * (MOST_DEATHS - 1)):
+    for running in (["a", "b"], ["a"], ["b"], *[["a"]] * (MAX_DEATHS - 1)):
         quarantine = Quarantine(path)
         assert quarantine.verdict("a") is None and quarantine.verdict("b") is None
         quarantine.keep({"a", "b"})
         with pytest.raises(DeathError), quarantine.running(running):
             raise DeathError
     last = Quarantine(path)
-    assert f"'a' ended the engine's process {MOST_DEATHS} times" in str(last.verdict("a"))
+    assert f"'a' ended the engine's process {MAX_DEATHS} times" in str(last.verdict("a"))
     assert last.verdict("b") is None
 
 
@@ -93,7 +93,7 @@ def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Pa
 
 def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_is(tmp_path: Path) -> None:
     notes: list[str] = []
-    for number in range(MOST_DEATHS):
+    for number in range(MAX_DEATHS):
         path = tmp_path / str(number)
         quarantine = Quarantine(path)
         quarantine.adopt(notes, {"poison", "innocent"})
@@ -103,7 +103,7 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
         notes.append(left_behind(path) or "")
     last = Quarantine(tmp_path / "last")
     last.adopt(notes, {"poison", "innocent"})
-    assert f"ended the engine's process {MOST_DEATHS} times" in str(last.verdict("poison"))
+    assert f"ended the engine's process {MAX_DEATHS} times" in str(last.verdict("poison"))
     assert last.verdict("innocent") is None
 
 
@@ -126,8 +126,8 @@ def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) 
     request_id = bench.step(model, 1)
     bench.turns()
     assert bench.outcome(request_id) is None, "it is another's"
-    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MOST_DEATHS)}).text().decode())
-    bench.engine._look_at_everything()
+    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode())
+    bench.engine._slow_poll()
     bench.turns()
     outcome = bench.outcome(request_id)
     assert outcome is not None and "ended the engine's process" in str(outcome.error)
@@ -246,8 +246,8 @@ def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -
     models = [bench.model(f"s{number}:train:0") for number in range(4)]
     ids = [bench.train(model, 1, (1, POISON) if model == models[2] else (1, 2)) for model in models]
     after = [bench.step(model, 2) for model in models]
-    assert work(bench) == 1 + MOST_DEATHS
-    assert f"ended the engine's process {MOST_DEATHS} times" in bench.error(ids[2])
+    assert work(bench) == 1 + MAX_DEATHS
+    assert f"ended the engine's process {MAX_DEATHS} times" in bench.error(ids[2])
     outcome = bench.outcome(ids[2])
     assert outcome is not None and outcome.category == "server"
     norms = [bench.result(request_id)["metrics"]["grad_norm"] for request_id in after]  # type: ignore[index]
@@ -303,7 +303,7 @@ def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench:
     poisoned = poison_sample(bench, 40)
     ids += [bench.sample(SAMPLER, seq_id) for seq_id in range(41, 60)]
     deaths = work(bench)
-    assert deaths == 2 + MOST_DEATHS, "sixty, then seven, then alone"
+    assert deaths == 2 + MAX_DEATHS, "sixty, then seven, then alone"
     assert "ended the engine's process" in bench.error(poisoned)
     outcomes = [bench.outcome(request_id) for request_id in ids]
     assert all(outcome is not None and outcome.error is None for outcome in outcomes)
@@ -328,7 +328,7 @@ def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, mo
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    for _ in range(2 * MOST_DEATHS):
+    for _ in range(2 * MAX_DEATHS):
         with monkeypatch.context() as broken:
             broken.setattr(bench.futures, "settle", full)
             with pytest.raises(TurnFailedError) as raised:
@@ -359,6 +359,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.extended
 def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         bench = Bench(tmp_path, Path(sockets))
@@ -374,7 +375,7 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
         while bench.outcome(guilty) is None:
             assert len(statuses) < MOST_STARTS, "the engines die for ever"
             statuses.append(run_engine(bench, spec, guilty))
-        assert statuses[: 1 + MOST_DEATHS] == [99] * (1 + MOST_DEATHS)
+        assert statuses[: 1 + MAX_DEATHS] == [99] * (1 + MAX_DEATHS)
         assert "ended the engine's process" in bench.error(guilty)
         outcome = bench.outcome(innocent)
         assert outcome is not None and outcome.error is None

@@ -185,7 +185,7 @@ def test_what_was_sampled_and_recorded_can_be_trained_on(
 
 def test_what_was_not_recorded_cannot_but_other_losses_do_not_care(fake_service: tinker.ServiceClient) -> None:
     model, datum = rollout(fake_service, record=False)
-    with pytest.raises(tinker.RequestFailedError, match="must be sampled there with record_stability_info"):
+    with pytest.raises(tinker.RequestFailedError, match="sample it there with record_stability_info"):
         model.forward_backward([datum], "stable_reinforce").result()
     model.forward_backward([datum], "importance_sampling").result()
     nonsense = [tinker.SampledProvenanceSpan(sequence_id="nobody's", offset=9, length=10**6)]

@@ -120,7 +120,7 @@ def test_a_request_is_the_chat_in_other_words() -> None:
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"max_tool_calls": 3}, "max_tool_calls is not supported"),
         ({"include": ["file_search_call.results"]}, "include[0] is not supported"),
-        ({"previous_response_id": "resp_no"}, "there is no response 'resp_no'"),
+        ({"previous_response_id": "resp_no"}, "response 'resp_no' does not exist"),
         ({"conversation": "x"}, "conversation is not supported"),
     ],
 )

@@ -291,7 +291,7 @@ def test_stored_checkpoints_are_listed_by_project(harness: Harness) -> None:
         ("starting_on=2026-07-13T00:00:00Z", "ending_before is missing"),
         ("starting_on=2026-07-13&ending_before=2026-07-14T00:00:00Z", "starting_on is '2026-07-13'"),
         ("starting_on=2026-07-13T00:30:00Z&ending_before=2026-07-14T00:00:00Z", "must be a full hour"),
-        ("starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-13T00:00:00Z", "must lie after"),
+        ("starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-13T00:00:00Z", "must be after"),
         ("starting_on=2026-07-13T00:00:00Z&ending_before=2026-07-27T01:00:00Z", "at most 14 days"),
         ("starting_on=2226-07-13T00:00:00Z&ending_before=2226-07-14T00:00:00Z", "in the future"),
         ("starting_on=0001-01-01T00:00:00Z&ending_before=9999-12-31T23:00:00Z", "at most 14 days"),

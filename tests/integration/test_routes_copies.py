@@ -103,7 +103,7 @@ def test_another_tenants_checkpoint_is_copied_if_published_or_opened_by_token(ha
 @pytest.mark.parametrize("token", ["tml-carol", "", "x" * 9000, "eyJhbGciOiJub25lIn0.e30."])
 def test_a_wrong_token_is_the_users_error_and_not_a_401(harness: Harness, source: str, token: str) -> None:
     answer = copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": token})
-    assert "no valid key of this server" in detail(answer)
+    assert "not a valid key of this server" in detail(answer)
     assert not token or token not in answer.text
 
 
@@ -160,7 +160,7 @@ def test_into_a_session_the_slot_is_the_key(harness: Harness, source: str) -> No
     [
         ({"destination_project_id": None}, "either destination_project_id, or session_id"),
         ({"session_id": "s", "destination_project_id": "p"}, "either destination_project_id, or session_id"),
-        ({"model_seq_id": 1}, "model_seq_id goes with session_id"),
+        ({"model_seq_id": 1}, "model_seq_id cannot be combined"),
         ({"ttl_seconds": 5}, "ttl_seconds is 5"),
         ({"source_path": "weights/x"}, "not a checkpoint path"),
         ({"destination_project_id": "p" * 200}, "destination_project_id"),
@@ -229,7 +229,7 @@ def test_a_wrong_token_uses_up_the_number_and_is_not_repeated(
     body |= {"path": source, "optimizer": False, "weights_access_token": token}
     outcome = harness.result(harness.ok("load_weights", body, BOB)["request_id"], BOB)
     assert outcome["category"] == "user"
-    words = "does not exist" if token is None else "weights_access_token is no valid key"
+    words = "does not exist" if token is None else "weights_access_token is not a valid key"
     assert words in outcome["error"]
     assert "carol" not in json.dumps(outcome)
 

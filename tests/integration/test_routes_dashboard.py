@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith.api.dashboard import routes
+from tinsmith.api.dashboard.machine import Utilisation
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.db.schema import BATCH_JOBS, MODELS
+from tinsmith.db.schema import BATCH_JOBS, FUTURES, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.history import Curves, KeptSequence, RecentStep, SampleContent, keeping, new_sample
-from tinsmith.store.overview import Census
+from tinsmith.store.history import (
+    Curves,
+    KeptSequence,
+    RecentStep,
+    SampleContent,
+    TrainedAnswer,
+    keep_sample,
+    new_sample,
+)
+from tinsmith.store.overview import DatabaseCounts
+from tinsmith.types import tokens_digest
 
 FILES = Path(routes.__file__).parent / "static"
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
@@ -29,7 +43,7 @@ VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
 def test_metrics_of_a_client_are_read_back_with_the_servers(harness: Harness) -> None:
     model_id = harness.model()
     with harness.services.models._db.write() as connection:
-        execute(connection, Curves(harness.services.models._db).recording(model_id, 1, {"loss_per_token": 2.5}))
+        execute(connection, Curves(harness.services.models._db).step_statement(model_id, 1, {"loss_per_token": 2.5}))
     assert harness.ok("log_metrics", {"model_id": model_id, "metrics": {"reward": 1}}) == {
         "model_id": model_id,
         "step": 1,
@@ -86,6 +100,40 @@ def test_a_cursor_that_is_none_is_refused(harness: Harness, after: str) -> None:
     assert harness.get(f"training_runs/{harness.model()}/metrics?after={after}").status_code == 400
 
 
+def test_a_batch_of_points_is_logged_once_however_often_it_is_sent(harness: Harness) -> None:
+    model_id = harness.model()
+    points = [{"step": step, "metrics": {"reward": [0.0, 1.0, 2.0, 3.0, 4.0], "kl": step}} for step in (3, 1)]
+    for _ in range(2):
+        assert harness.ok("log_metrics", {"model_id": model_id, "points": points})["step"] == 1
+    found = harness.get(f"training_runs/{model_id}/metrics").json()["points"]
+    levels = {"": 2.0, ":min": 0.0, ":p10": 0.4, ":p50": 2.0, ":p90": 3.6, ":max": 4.0}
+    reward = {f"reward{suffix}": pytest.approx(value) for suffix, value in levels.items()}
+    assert [(point["step"], point["metrics"]) for point in found] == [(1, reward | {"kl": 1}), (3, reward | {"kl": 3})]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"points": []}, "points is []"),
+        ({"points": [{"metrics": {"a": 1}}] * 257}, "1 to 256 objects"),
+        ({"points": [{"step": 1}]}, "points[0].metrics is missing"),
+        ({"points": [{"metrics": {"a": 1}}], "metrics": {"a": 1}}, "points cannot be combined with metrics"),
+        ({"points": [{"metrics": {"a": 1}}], "step": 1}, "points cannot be combined with metrics"),
+        ({"metrics": {"reward": []}}, "metrics.reward is []"),
+        ({"metrics": {"reward": [1, "x"]}}, "metrics.reward[1] is 'x'"),
+        ({"metrics": {"x" * 62: [1]}}, "1 to 60 printable"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_and_nothing_of_it_is_kept(
+    harness: Harness, body: dict[str, object], words: str
+) -> None:
+    model_id = harness.model()
+    answer = harness.post("log_metrics", {"model_id": model_id} | body)
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+    assert harness.get(f"training_runs/{model_id}/metrics").json()["points"] == []
+
+
 # Runs.
 
 
@@ -128,12 +176,12 @@ def test_a_run_is_shown_with_its_last_metrics(harness: Harness) -> None:
     db = harness.services.models._db
     with db.write() as connection:
         for step in (1, 2):
-            execute(connection, Curves(db).recording(model_id, step, {"loss_per_token": 1 / step}))
+            execute(connection, Curves(db).step_statement(model_id, step, {"loss_per_token": 1 / step}))
     harness.ok("log_metrics", {"model_id": model_id, "step": 9, "metrics": {"reward": 1}})
     run = harness.get(f"dashboard/runs/{model_id}").json()
     assert (run["step"], run["metrics"]) == (2, {"loss_per_token": 0.5})
     assert (run["display_name"], run["project_id"], run["state"], run["owner"]) == ("mine", "of mine", "ready", "alice")
-    assert harness.get("dashboard/runs").json()["runs"] == [run]
+    assert harness.get("dashboard/runs").json()["runs"] == [run | {"outline": None}]
 
 
 def test_a_page_of_a_thousand_runs_is_a_page(harness: Harness) -> None:
@@ -145,6 +193,59 @@ def test_a_page_of_a_thousand_runs_is_a_page(harness: Harness) -> None:
     page = harness.get("dashboard/runs?limit=50&offset=500").json()
     assert page["cursor"] == {"offset": 500, "limit": 50, "total_count": 1001}
     assert [run["model_id"] for run in page["runs"]] == [f"s:train:{number}" for number in range(501, 451, -1)]
+
+
+def test_a_run_is_named_and_tagged_and_found_by_both(harness: Harness) -> None:
+    model_id = harness.model(user_metadata={"dataset": "gsm8k"})
+    harness.model()
+    changed = harness.send(
+        "PUT", f"dashboard/runs/{model_id}", {"name": "First try", "tags": ["zig zag", "zip", "zig zag"]}
+    )
+    assert changed.json()["user_metadata"] == {"dataset": "gsm8k", "name": "First try", "tags": "zig zag,zip"}
+    for search in ("first", "gsm8k", "zag+try"):
+        assert ids(harness, f"?search={search}") == [model_id]
+    harness.send("PUT", f"dashboard/runs/{model_id}", {"tags": []}).raise_for_status()
+    assert harness.get(f"dashboard/runs/{model_id}").json()["user_metadata"] == {
+        "dataset": "gsm8k",
+        "name": "First try",
+    }
+    for body in ({"name": "x" * 129}, {"tags": ["a,b"]}, {"tags": [" "]}, {"tags": ["x"] * 17}, {"tags": ["x" * 33]}):
+        assert harness.send("PUT", f"dashboard/runs/{model_id}", body).status_code == 400, body
+
+
+def test_checkpoints_lead_from_run_to_run(harness: Harness) -> None:
+    names = ("grandparent", "parent", "run", "child", "other")
+    runs = dict(zip(names, (harness.model() for _ in names), strict=True))
+    links = [("grandparent", "parent"), ("parent", "run"), ("run", "child"), ("parent", "other")]
+    for parent, child in (*links, *links[:1]):
+        loaded = {"model_id": runs[child], "tinker_path": f"tinker://{runs[parent]}/weights/one"}
+        harness.services.audit.record("alice", "checkpoint_loaded", loaded)
+
+    def lineage(name: str) -> set[tuple[str, str]]:
+        found = harness.get(f"dashboard/runs/{runs[name]}/lineage").json()["links"]
+        known = {model_id: name for name, model_id in runs.items()}
+        assert all(link["path"] == f"tinker://{link['parent']}/weights/one" for link in found)
+        return {(known[link["parent"]], known[link["child"]]) for link in found}
+
+    assert lineage("run") == {("grandparent", "parent"), ("parent", "run"), ("run", "child")}
+    assert lineage("grandparent") == set(links)
+    assert lineage("other") == {("grandparent", "parent"), ("parent", "other")}
+
+
+def test_the_list_of_runs_has_outlines_of_their_curves(harness: Harness) -> None:
+    session_id = harness.session()
+    rewarded, trained, empty = (harness.model(session_id, number) for number in range(3))
+    db = harness.services.models._db
+    with db.write() as connection:
+        for step in range(1, 101):
+            for model_id in (rewarded, trained):
+                execute(connection, Curves(db).step_statement(model_id, step, {"loss_per_token": float(step)}))
+    harness.services.curves.log_points(rewarded, [(step, {"reward": step / 2}) for step in range(5)])
+    found = {run["model_id"]: run["outline"] for run in harness.get("dashboard/runs?outlines=true").json()["runs"]}
+    assert found[rewarded] == {"name": "reward", "values": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    assert found[trained] == {"name": "loss_per_token", "values": [float(step) for step in range(4, 101, 4)]}
+    assert found[empty] is None
+    assert {run["outline"] for run in harness.get("dashboard/runs").json()["runs"]} == {None}
 
 
 # The queue.
@@ -176,6 +277,117 @@ def test_a_step_shows_ones_own_runs_and_of_others_only_how_much(harness: Harness
     assert step["own_runs"] == [{"model_id": "s:train:0", "tokens": 10}, {"model_id": "s:train:1", "tokens": 5}]
     assert "secret" not in harness.get("dashboard/queue").text and "bob" not in harness.get("dashboard/queue").text
     assert harness.get("dashboard/queue", BOB).json()["engines"][0]["steps"][0]["own_tokens"] == 25
+
+
+def test_the_machine_has_rates_of_the_last_minute_and_its_queue(harness: Harness) -> None:
+    moment = time.time()
+    shares = {"bob": {"secret:train:0": 600}}
+    steps = [RecentStep(moment - age, 2.0, 1, 0, 0, 600, shares) for age in (300.0, 38.0, 8.0)]
+    harness.services.recent_steps.add(BASE, steps)
+    idle = harness.get("dashboard/machine").json()
+    assert idle["rates"]["training_tokens"] == pytest.approx(1200 / 40, rel=0.1)
+    assert idle["engines"][0]["busy"] == pytest.approx(4 / 40, rel=0.1)
+    assert idle["queue"] == {"requests": 0, "oldest_s": None} and idle["rates"]["sampling_tokens"] == 0
+    model_id = harness.model()
+    harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    busy = harness.get("dashboard/machine").json()["queue"]
+    assert busy["requests"] == 1 and 0 <= busy["oldest_s"] < 60
+    other = harness.get("dashboard/machine", BOB)
+    assert other.json()["queue"]["requests"] == 0
+    seen = harness.get("dashboard/timeline").json()
+    assert [step["others_tokens"] for step in seen["steps"]] == [600, 600, 600]
+    assert [one["kind"] for one in seen["requests"]] == ["create_model"]
+    assert [one["kind"] for one in seen["waiting"]] == ["optim_step"]
+    theirs = harness.get("dashboard/timeline?minutes=1", BOB).json()
+    assert theirs["requests"] == theirs["waiting"] == theirs["steps"] == []
+    assert "secret" not in harness.get("dashboard/timeline").text
+
+
+def test_the_timeline_has_snapshots_of_the_caller_and_when_others_sampled(harness: Harness) -> None:
+    moment = time.time()
+    spans = [RecentStep(moment - 5, 2.0, 0, 0, 0, 0, {"bob": {"secret:train:0": 0}})]
+    spans.append(RecentStep(moment - 1, 0.5, 0, 0, 0, 0, {"alice": {"mine:train:0": 0}}))
+    harness.services.recent_steps.add(BASE, spans)
+    rows = [(30, 20), (25, 15), (9, 8)]
+    sampled = [
+        {"request_id": f"bob:{index}", "tenant_id": "bob", "session_id": "secret", "kind": "sample", "state": "done"}
+        | {
+            "base_model": BASE,
+            "num_tokens": 1,
+            "created_at": moment - began,
+            "started_at": moment - began,
+            "ran_at": moment - ended,
+            "settled_at": moment - ended,
+        }
+        for index, (began, ended) in enumerate(rows)
+    ]
+    with harness.services.models._db.write() as connection:
+        connection.execute(FUTURES.insert(), sampled)
+    seen = harness.get("dashboard/timeline").json()
+    assert [(one["lane"], one["ended"] - one["began"]) for one in seen["snapshots"]] == [("mine:train:0", 0.5)]
+    assert [(round(moment - one["began"]), round(moment - one["ended"])) for one in seen["others_sampling"]] == [
+        (30, 15),
+        (9, 8),
+    ]
+    assert (
+        "secret" not in harness.get("dashboard/timeline").text and "bob" not in harness.get("dashboard/timeline").text
+    )
+    assert harness.get("dashboard/timeline", BOB).json()["others_sampling"] == []
+    assert harness.get("dashboard/queue").json()["engines"][0]["steps"] == []
+
+
+def test_utilisation_is_that_of_gpus_or_of_cpus_since_the_last_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 100 700 100 0 0 0 0 0\ncpu0 1 1 1 1\n")
+    used = Utilisation(stat)
+    assert used.read() == {"cpu": pytest.approx(0.2)}
+    stat.write_text("cpu  160 0 120 710 110 0 0 0 0 0\n")
+    assert used.read() == {"cpu": pytest.approx(0.8)}
+    assert used.read() == {"cpu": pytest.approx(0.8)}  # no time has passed
+    assert Utilisation(tmp_path / "absent").read() == {"cpu": None}
+    nvml = ModuleType("pynvml")
+    facts = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+    }
+    facts["nvmlDeviceGetUtilizationRates"] = lambda index: SimpleNamespace(gpu=(37, 100)[index])
+    for name, value in facts.items():
+        monkeypatch.setattr(nvml, name, value, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert used.read() == {"gpus": [0.37, 1.0]}
+
+
+@pytest.mark.parametrize("minutes", ["x", "0", "-1", "nan", "121"])
+def test_a_timeline_that_cannot_be_is_refused(harness: Harness, minutes: str) -> None:
+    assert harness.get(f"dashboard/timeline?minutes={minutes}").status_code == 400
+
+
+def test_why_a_request_waits_is_said(harness: Harness) -> None:
+    session_id = harness.session()
+    model_id, sampler = harness.model(session_id), harness.sampler(session_id)
+    harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    harness.ok("save_weights", {"model_id": model_id, "seq_id": 2, "path": "later"})
+    harness.ok("asample", sample_request(sampler))
+
+    def whys() -> list[str]:
+        return [row["why"] for row in harness.get("dashboard/queue").json()["waiting"]]
+
+    step, save, sample = whys()
+    assert step == "It runs in the current or the next step."
+    assert save == "A run's requests run in order: an earlier optim step of the same run comes first."
+    assert sample == "It is being sampled, or waits for a free slot in the sampler."
+    harness.services.recent_steps.add(BASE, [RecentStep(time.time(), 0.25, 1, 0, 0, 1200, {"a": {}, "b": {}})])
+    assert whys()[0].endswith("The last step took 0.25 s for 1,200 tokens, shared by 2 tenants.")
+    engines = Engines(harness.services.models._db, "here")
+    lease = engines.take(Seat(BASE), 0.0)
+    engines.set_state(Seat(BASE), "ready")
+    assert whys()[0] == f"No engine of {BASE} is ready: {lease.engine_id} is silent."
+    harness.queue[BASE] = ("paused_capacity", "it is loading")
+    assert set(whys()) == {"The engine accepts no work: it is loading."}
 
 
 def test_an_engine_that_does_not_work_says_why(harness: Harness) -> None:
@@ -222,7 +434,7 @@ def test_a_session_is_active_in_every_place_until_its_client_says_farewell(harne
     harness.post(f"sessions/{ended}/finish", {"reason": {"type": "success"}}).raise_for_status()
     counts = harness.get("dashboard/overview").json()["counts"]
     listed = harness.post("sessions/search", {"statuses": [{"type": "active"}]}).json()["sessions"]
-    census = {one.meter: one.value for one in Census(harness.services.models._db, "server").counts()}
+    census = {one.meter: one.value for one in DatabaseCounts(harness.services.models._db, "server").counts()}
     assert [one["session_id"] for one in listed] == [kept]
     assert (counts["active_sessions"], counts["sessions"]) == (1, 2)
     assert census["tinsmith_sessions_open"] == 1
@@ -274,17 +486,84 @@ def test_without_keys_the_tenant_is_local(tmp_path: Path) -> None:
 def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
     content = SampleContent([1, 2], 0, {"temperature": 0.5}, [KeptSequence([3], [-0.25], "stop")])
     with harness.services.models._db.write() as connection:
-        for statement in keeping(new_sample("s:sample:0:0", "alice", "s", BASE, None), content, 10):
+        for statement in keep_sample(new_sample("s:sample:0:0", "alice", "s", BASE, None), content, 10):
             execute(connection, statement)
     (listed,) = harness.get("dashboard/samples").json()["samples"]
     assert listed["request_id"] == "s:sample:0:0" and listed["answer_begins"] is None
     found = harness.get("dashboard/samples/s:sample:0:0").json()
     assert found["prompt"] == {"tokens": [1, 2], "pieces": None, "text": None}
-    assert found["sequences"] == [
-        {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
-    ]
+    shown = {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
+    unknown = dict.fromkeys(("reward", "run", "step", "advantage", "training_logprobs"))
+    assert found["sequences"] == [shown | unknown]
     assert found["params"] == {"temperature": 0.5} and found["turns_before"] == []
     assert harness.get("dashboard/samples?search=" + "x" * 201).status_code == 400
+
+
+def keep_group(harness: Harness, request_id: str, prompt: list[int], answers: list[list[int]]) -> list[str]:
+    """A kept sample with these answers, and their digests."""
+    digests = [tokens_digest(prompt, answer) for answer in answers]
+    sequences = [
+        KeptSequence(answer, [-0.5] * len(answer), "stop", digest, len(answer))
+        for answer, digest in zip(answers, digests, strict=True)
+    ]
+    with harness.services.models._db.write() as connection:
+        sample = new_sample(request_id, "alice", "s", BASE, "s:train:0/sampler/1")
+        for statement in keep_sample(sample, SampleContent(prompt, 0, {}, sequences), 10):
+            execute(connection, statement)
+    return digests
+
+
+def found_groups(harness: Harness, query: str = "", key: str = ALICE) -> list[list[str]]:
+    answer = harness.get(f"dashboard/groups{query}", key)
+    assert answer.status_code == 200, answer.text
+    return [[f"{one['request_id']}/{one['number']}" for one in group["answers"]] for group in answer.json()["groups"]]
+
+
+def test_answers_to_one_prompt_are_a_group_with_what_became_of_them(harness: Harness) -> None:
+    first, second = keep_group(harness, "a", [1, 2], [[3], [4, 5]])
+    (third,) = keep_group(harness, "b", [1, 2], [[6]])
+    (other,) = keep_group(harness, "c", [9], [[3]])
+    given = {first: 0.0, second: 1.0, third: 0.5, other: 3.0, "0" * 32: 9.0}
+    body = {"rewards": [{"digest": digest, "reward": reward} for digest, reward in given.items()]}
+    assert harness.ok("dashboard/samples/rewards", body, BOB) == {"updated": 0}
+    for _ in range(2):
+        assert harness.ok("dashboard/samples/rewards", body) == {"updated": 4}
+    logprobs = np.array([-0.25, -0.75], np.float32)
+    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 7, 0.5, logprobs)])
+    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 8, 0.1, logprobs)])
+    assert found_groups(harness) == [["c/0"], ["b/0", "a/0", "a/1"]]
+    assert found_groups(harness, "?sort=spread") == [["b/0", "a/0", "a/1"], ["c/0"]]
+    assert found_groups(harness, "?sort=reward&order=asc&limit=1") == [["b/0", "a/0", "a/1"]]
+    assert found_groups(harness, "?least=2") == [["c/0"]] and found_groups(harness, "?most=-1") == []
+    assert found_groups(harness, "?run=r:train:0") == found_groups(harness, "?step=7") == [["b/0", "a/0", "a/1"]]
+    assert found_groups(harness, "?run=s:train:0&step=8") == [] and found_groups(harness, "?text=4+5") != []
+    assert found_groups(harness, key=BOB) == []
+    row = harness.get("dashboard/groups?step=7").json()["groups"][0]["answers"][2]
+    assert (row["reward"], row["advantage"], row["run"], row["tokens"]) == (1.0, 0.5, "r:train:0", 2)
+    one = harness.get("dashboard/samples/a").json()["sequences"][1]
+    assert (one["reward"], one["step"], one["training_logprobs"]) == (1.0, 7, [-0.25, -0.75])
+
+
+@pytest.mark.parametrize("query", ["sort=none", "order=up", "least=x", "step=nan", "text=" + "x" * 201])
+def test_groups_that_cannot_be_asked_for_are_refused(harness: Harness, query: str) -> None:
+    keep_group(harness, "a", [1, 2], [[3]])
+    assert harness.get(f"dashboard/groups?{query}").status_code == 400
+
+
+@pytest.mark.parametrize("body", [{}, {"rewards": []}, {"rewards": [{"digest": "x" * 32, "reward": 1}]}])
+def test_rewards_that_are_none_are_refused(harness: Harness, body: object) -> None:
+    assert harness.post("dashboard/samples/rewards", body).status_code == 400
+
+
+def test_notes_of_answers_go_with_their_samples(harness: Harness) -> None:
+    kept = harness.services.kept_samples
+    (digest,) = keep_group(harness, "old", [1], [[2]])
+    for number in range(10):
+        keep_group(harness, f"new{number}", [number], [[3]])
+    assert kept.set_rewards("alice", {digest: 1.0}) == 0, "its sample is not kept any more"
+    assert len(kept.notes("alice", [f"new{number}" for number in range(10)])) == 10
+    kept.sweep(1e12)
+    assert kept.notes("alice", ["new1"]) == {}
 
 
 def test_a_link_to_an_archive_leads_to_it(harness: Harness) -> None:

@@ -56,6 +56,33 @@ def test_a_models_id_and_first_future_follow_from_its_session(harness: Harness) 
     assert harness.woken == [BASE]
 
 
+@pytest.mark.parametrize(("given", "alpha"), [({}, 32.0), ({"alpha": None}, 32.0), ({"alpha": 64}, 64.0)])
+def test_alpha_is_that_of_the_request_or_the_usual_one(
+    harness: Harness, given: dict[str, object], alpha: float
+) -> None:
+    session_id = harness.session()
+    model_id = harness.ok("create_model", creation(session_id, lora_config={"rank": 4, "seed": 9, **given}))["model_id"]
+    assert harness.services.models.get("alice", model_id).lora == LoraSpec(4, 9, alpha=alpha)
+    assert harness.ok("get_info", {"model_id": model_id})["lora_alpha"] == alpha
+    path = harness.checkpoint(model_id)
+    assert harness.ok("weights_info", {"tinker_path": path})["lora_alpha"] == alpha
+    load = {"session_id": session_id, "model_seq_id": 1, "path": path}
+    resumed = harness.ok("load_weights", load)["model_id"]
+    assert harness.services.models.get("alice", resumed).lora == LoraSpec(4, None, alpha=alpha)
+
+
+def test_a_model_of_the_usual_alpha_takes_that_of_what_it_loads_first(harness: Harness) -> None:
+    session_id = harness.session()
+    source = harness.ok("create_model", creation(session_id, lora_config={"rank": 4, "alpha": 64}))["model_id"]
+    path = harness.checkpoint(source)
+    usual = harness.ok("create_model", creation(session_id, 1, lora_config={"rank": 4}))["model_id"]
+    loading = harness.ok("load_weights", {"model_id": usual, "path": path, "seq_id": 1})
+    assert {row.request_id: row.state for row in harness.pending()}[loading["request_id"]] == "pending"
+    other = harness.ok("create_model", creation(session_id, 2, lora_config={"rank": 4, "alpha": 8}))["model_id"]
+    words = refused(harness, harness.ok("load_weights", {"model_id": other, "path": path, "seq_id": 1}))
+    assert "alpha=64.0" in words and "alpha=8.0" in words
+
+
 def test_creating_a_model_twice_makes_one(harness: Harness) -> None:
     session_id = harness.session()
     first = harness.ok("create_model", creation(session_id))
@@ -72,6 +99,15 @@ def test_creating_a_model_twice_makes_one(harness: Harness) -> None:
         ({"lora_config": {"rank": 0}}, "rank is 0"),
         ({"lora_config": {"rank": 300}}, "rank is 300"),
         ({"lora_config": {"rank": 8, "dropout": 0.1}}, "lora_config.dropout is not supported"),
+        ({"lora_config": {"dropout": 0.1}}, "adapters are trained without dropout"),
+        ({"checkpoint_path": "/data/x"}, "checkpoint_path is not supported by this server: send its tinker:// path to"),
+        ({"rlve_config": {"enabled": True}}, "rlve_config is not supported by this server: environments run in the"),
+        ({"wandb_config": {"enabled": True}}, "wandb_config is not supported by this server: log from the client"),
+        ({"lora_config": {"alpha": 0}}, "lora_config.alpha is 0; it must be above 0 and below 1e+30"),
+        ({"lora_config": {"alpha": -3.5}}, "lora_config.alpha is -3.5"),
+        ({"lora_config": {"alpha": 1e30}}, "lora_config.alpha is 1e+30"),
+        ({"lora_config": {"alpha": True}}, "lora_config.alpha is True; it must be a number"),
+        ({"lora_config": {"alpha": "64"}}, "lora_config.alpha is '64'; it must be a number"),
         ({"lora_config": {"train_attn": False, "train_mlp": False, "train_unembed": False}}, "trains nothing"),
         ({"optimizer_config": {"type": "sgd"}}, "optimizer_config.type is 'sgd'; it must be one of adamw, dimuon"),
         ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version is 2"),
@@ -374,7 +410,7 @@ def test_a_model_made_from_a_checkpoint_takes_its_adapter(harness: Harness) -> N
         (lambda h, m: "weights/x", {}, "not a checkpoint path"),
         (lambda h, m: h.checkpoint(m, "sampler_weights"), {}, "no optimizer state"),
         (lambda h, m: h.checkpoint(m), {"base_model": "local/other"}, "was trained on"),
-        (lambda h, m: h.checkpoint(m), {"weights_access_token": "t"}, "no valid key of this server"),
+        (lambda h, m: h.checkpoint(m), {"weights_access_token": "t"}, "not a valid key of this server"),
         (lambda h, m: h.checkpoint(m, base_model="gone/base"), {}, "'gone/base' is not served"),
         (lambda h, m: h.checkpoint(h.model(key=BOB)), {}, "does not exist"),
     ],
@@ -479,7 +515,7 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
 )
 def test_what_a_request_asks_for_in_vain_is_refused_by_name(harness: Harness, path: str, body: dict) -> None:
     whose = {"session_id": harness.session()} if "model_seq_id" in body else {"model_id": harness.model()}
-    sent = harness.ok(path, body | whose | {"parallelism_config": {"data": 8}, "empty": None})
+    sent = harness.ok(path, body | whose | {"placement_config": {"data": 8}, "empty": None})
     refusal = harness.result(sent["request_id"])
     assert refusal["category"] == "user"
-    assert "parallelism_config is not supported" in refusal["error"]
+    assert "placement_config is not supported" in refusal["error"]

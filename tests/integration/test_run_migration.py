@@ -22,7 +22,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, MODELS
 from tinsmith.engine import queues
 from tinsmith.engine.loop import Engine, Stores
-from tinsmith.engine.snapshots import PATIENCE
+from tinsmith.engine.snapshots import MAX_LOOKS
 from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -234,7 +234,7 @@ class Pair(Bench):
 @pytest.fixture(params=["fake", "torch"])
 def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Passes held for others run in steps that depend on how fast this machine is, and so do their last bits.
-    monkeypatch.setattr(queues, "MOST_S", 0.0)
+    monkeypatch.setattr(queues, "MAX_HOLD_S", 0.0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
         yield made
@@ -355,7 +355,7 @@ def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkey
 
     monkeypatch.setattr(fakes.backends[0], "capture", capture)
     fakes.join()
-    for _ in range(PATIENCE):
+    for _ in range(MAX_LOOKS):
         fakes.look()
     assert [fakes.owner(run) for run in runs] == [0, 0]
     for _ in range(3):

@@ -95,24 +95,26 @@ def outcomes(sampler: LocalSampler) -> dict[str, SampleResult]:
 Make = Callable[[BaseModel, Mapping[str, Adapter]], LocalSampler]
 
 
-def small(*, deterministic: bool = False) -> Make:
-    options = SamplerOptions(block_size=4, max_tokens_per_step=64, deterministic=deterministic)
+def small(*, deterministic: bool = False, reads_late: bool = False) -> Make:
+    options = SamplerOptions(block_size=4, max_tokens_per_step=64, deterministic=deterministic, reads_late=reads_late)
     return lambda base, versions: LocalSampler(base, versions, options=options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("num", [1, 2])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "reads_late"), [(False, False), (False, True), (True, False)])
 def test_results_are_those_of_an_undisturbed_run_wherever_memory_runs_out(
-    base: BaseModel, versions: dict[str, Adapter], deterministic: bool, num: int
+    base: BaseModel, versions: dict[str, Adapter], deterministic: bool, reads_late: bool, num: int
 ) -> None:
+    make = small(deterministic=deterministic, reads_late=reads_late)
     with pytest.MonkeyPatch.context() as patch:
-        sampler = small(deterministic=deterministic)(base, versions)
+        sampler = make(base, versions)
         counted = Shortage(sampler, patch, MemoryError)
         expected = outcomes(sampler)
     assert counted.calls > 50
     for index, first in enumerate(range(0, counted.calls, max(1, counted.calls // 12))):
         with pytest.MonkeyPatch.context() as patch:
-            sampler = small(deterministic=deterministic)(base, versions)
+            sampler = make(base, versions)
             shortage = Shortage(sampler, patch, ERRORS[index % len(ERRORS)])
             shortage.first, shortage.num = first, num
             found = outcomes(sampler)

@@ -198,19 +198,20 @@ def test_a_held_poll_is_woken_by_the_next_settlement(tmp_path: Path, how: str) -
 
     answer, delay_s = in_app(harness, work)
     assert [one["request_id"] for one in answer.json()["completions"]] == [request_id]
-    assert delay_s < 5 and len(harness.services.waiters) == 0
+    assert delay_s < 15 and len(harness.services.waiters) == 0
     close(harness)
 
 
 def test_a_poll_without_news_ends_with_nothing_after_its_time(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, hold_s=1.0)
-    sampler = harness.sampler()
-    for timeout, least, most in ((None, 1.0, 5), (100, 1.0, 5), (0.1, 0.1, 0.95), (0, 0, 0.9)):
+    for hold_s, timeout, least_s in ((1.0, None, 1.0), (1.0, 100, 1.0), (30.0, 0.1, 0.1), (30.0, 0, 0)):
+        directory = tmp_path / f"{timeout}"
+        directory.mkdir()
+        harness = make_harness(directory, hold_s=hold_s)
         started = time.monotonic()
-        body = {"target": target(sampler), "prev_cursor": 7, "timeout": timeout}
+        body = {"target": target(harness.sampler()), "prev_cursor": 7, "timeout": timeout}
         assert harness.ok("retrieve_futures", body) == {"completions": [], "cursor": 7}
-        assert least <= time.monotonic() - started < most
-    close(harness)
+        assert least_s <= time.monotonic() - started < 25
+        close(harness)
 
 
 def test_a_server_that_stops_answers_its_polls(tmp_path: Path) -> None:

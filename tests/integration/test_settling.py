@@ -17,9 +17,9 @@ from support.engine_bench import BASE, ENGINE, SHAPE, Bench
 from support.faulty_database import WRITING, Fails, FaultyDatabase, Moment, lost, never
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.executors import DedicatedSamplers, Executors
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, ENGINES, FUTURES
 from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
 from tinsmith.engine.__main__ import open_stores
@@ -164,7 +164,7 @@ def test_what_is_finished_is_settled_once_without_a_restart(bench: FaultyBench, 
     if kind != "create":
         bench.model(ONE)
     if kind == "far":  # files that are sent away are settled when they have arrived
-        bench.engine._operations._checkpoints.files.is_far = True
+        bench.engine._operations._checkpoints.files.is_remote = True
     requests: dict[str, Callable[[], str]] = {
         "pass": lambda: bench.train(ONE, 1),
         "optim_step": lambda: bench.step(ONE, 1),
@@ -467,3 +467,37 @@ def test_one_error_at_any_transaction_of_a_dedicated_sampler_changes_no_result(
     assert number > 1
     for nth in range(number):
         assert work(f"work{nth:03}", nth)[0] == expected, f"{moment} {nth} of {number}"
+
+
+class RefusingServer:
+    """An inference server that neither sleeps nor wakes."""
+
+    name, address, cannot_sleep = "vLLM", "http://127.0.0.1:1", ""
+
+    def sleep(self) -> None:
+        raise UserError("no sleep mode")
+
+    wake_up = sleep
+
+
+def test_a_sampler_whose_server_refuses_to_sleep_is_ready_again_with_the_reason(sampler_bench: SamplerBench) -> None:
+    bench = sampler_bench
+    bench.backend.sampler.inference_server = RefusingServer()  # type: ignore[assignment]
+    seat = {
+        "engine_id": ENGINE,
+        "base_model": BASE,
+        "kind": "sampler",
+        "pid": 1,
+        "state": "sleeping",
+        "started_at": 1.0,
+    }
+    with bench.db.engine.begin() as connection:
+        connection.execute(ENGINES.insert(), seat | {"lease_expires_at": 1e12})
+    samplers = DedicatedSamplers(bench.db)
+    for before, after in (("sleeping", "ready"), ("waking", "asleep")):
+        with bench.db.engine.begin() as connection:
+            connection.execute(ENGINES.update().values(state=before))
+        bench.engine._next_check = 0.0
+        bench.engine.turn(0.0)
+        row = samplers.find(ENGINE)
+        assert (row["state"], row["reason"], row["address"]) == (after, "no sleep mode", RefusingServer.address)

@@ -17,10 +17,12 @@ from tinker.types import LossFnType
 
 from support.engine_bench import BASE, Bench
 from support.live import API_KEY, LiveServer
+from tinsmith.db.database import now
 from tinsmith.db.schema import KEPT_SAMPLES
 from tinsmith.db.statements import execute
 from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
+from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
@@ -29,6 +31,7 @@ from tinsmith.types import (
     AdamParams,
     Array,
     Datum,
+    Image,
     OptimStep,
     Pass,
     PassResult,
@@ -225,6 +228,61 @@ def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_ser
     assert [point["metrics"]["tokens:sum"] for point in found] == [5, 5]
 
 
+def policy_pass(*advantages: float) -> Pass:
+    """One datum: the prompt 1, 2 and the answer 3, 4, 5, sampled with logprobs of -1, -2 and -3."""
+    inputs: dict[str, Array] = {
+        "target_tokens": np.array([2, 3, 4, 5]),
+        "logprobs": np.array([0, -1, -2, -3], np.float32),
+        "advantages": np.array([0, *advantages], np.float32),
+    }
+    data = (Datum(np.array([1, 2, 3, 4], np.int32), inputs),)
+    return Pass("r", RUN, data, "importance_sampling", {}, False)
+
+
+def test_a_point_has_the_lengths_and_the_entropy_of_what_was_trained_on(bench: Bench) -> None:
+    recorder = Recorder(BASE, Records(bench.db, 1))
+    for advantages in ((1.0, 1.0, 1.0), (0.0, -0.5, 0.0), (0.0, 0.0, 0.0)):
+        result = PassResult((np.zeros(4, np.float32),), {"loss:sum": 1.0})
+        recorder.record_pass(pending("forward_backward"), policy_pass(*advantages), result)
+    with bench.db.write() as connection:
+        for statement in recorder.record_step(pending("optim_step"), optim_step(), {}):
+            execute(connection, statement)
+    (point,) = points(bench)
+    assert point.metrics["response_tokens"] == 2.0 and point.metrics["advantage"] == 0.25
+    assert point.metrics["response_tokens:p10"] == pytest.approx(1.2)
+    assert point.metrics["advantage:p90"] == pytest.approx(0.85)
+    assert point.metrics["entropy"] == pytest.approx((1 + 2 + 3 + 2) / 4)
+
+
+def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Bench) -> None:
+    records = Records(bench.db, 9)
+    keeper, recorder = SampleKeeper(records), Recorder(BASE, records)
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    asked = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
+    begun = keeper.begin(pending("sample", None), session, asked)
+    assert begun is not None
+    answer = SampledSequence(np.array([3, 4, 5], np.int32), np.array([-1, -2, -3], np.float32), "stop")
+    with bench.db.write() as connection:
+        for statement in keeper.record(begun, SampleResult("r", (answer,))):
+            execute(connection, statement)
+    logprobs = np.array([-9, -1.5, -2.5, -3.5], np.float32)
+    recorder.record_pass(pending("forward"), policy_pass(1, 1, 1), PassResult((logprobs,), {}))
+    recorder.flush()
+    ((_, before),) = records.samples.notes("alice", ["None:1"]).items()
+    assert before.model_id is None, "a forward pass trains nothing"
+    recorder.record_pass(pending("forward_backward"), policy_pass(0, 1, 3), PassResult((logprobs,), {}))
+    recorder.flush()
+    ((_, found),) = records.samples.notes("alice", ["None:1"]).items()
+    assert (found.model_id, found.step, found.advantage) == (RUN, 1, 2.0)
+    assert found.logprobs == [-2.5, -3.5]
+    _, content = records.samples.get("alice", "None:1")
+    assert [(image.start, image.width, image.data) for image in content.images] == [(0, 2, "aW1n"), (1, 3, "")]
+
+
+SMALL = Image("chunks[0]", b"img", "png", 2, 1, 0, 1, b"")
+LARGE = Image("chunks[1]", bytes(2 << 20), "png", 3, 1, 1, 1, b"")
+
+
 class NoDatabase:
     """Of an engine whose reads fail."""
 
@@ -235,13 +293,27 @@ class NoDatabase:
         raise OperationalError("", None, Exception())
 
 
+def test_a_snapshot_is_recorded_with_its_run_and_its_time(bench: Bench) -> None:
+    records = bench.engine._recorder._records = Records(bench.db, 0)
+    model, began = bench.model(), now()
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
+        bench.step(model, seq_id)
+    bench.turns(200)
+    bench.engine.flush()
+    bench.engine._recorder.flush()
+    ((_, snapshot),) = records.recent_steps.newest(BASE, snapshots=True)
+    assert list(snapshot.shares.values()) == [{model: 0}] and snapshot.num_tokens == 0
+    assert began <= snapshot.ended_at - snapshot.duration_s < snapshot.ended_at <= now()
+    assert all(step.num_optim_steps for _, step in records.recent_steps.newest(BASE) if not step.num_singles)
+
+
 def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
     records = Records(bench.db, 1)
     records.curves = records.recent_steps = NoDatabase()  # type: ignore[assignment]
     recorder = Recorder(BASE, records)
-    recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), {"loss:sum": 1.0}))
-    assert recorder.stepped(pending("optim_step"), optim_step(), {}) == []
-    recorder.ran(Step(passes=(pending("forward"),)), 0.1)
+    recorder.record_pass(pending("forward_backward"), pass_of("custom"), PassResult((), {"loss:sum": 1.0}))
+    assert recorder.record_step(pending("optim_step"), optim_step(), {}) == []
+    recorder.record_duration(Step(passes=(pending("forward"),)), 0.1)
     recorder.flush()
 
 
@@ -253,9 +325,11 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     most = 0
     for number in range(1, 101):
         metrics = {"loss:sum": float(number), "tokens:sum": 1.0}
-        recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
+        recorder.record_pass(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
         with bench.db.write() as connection:
-            for statement in recorder.stepped(pending("optim_step", number=number), optim_step(), {"norm": math.nan}):
+            for statement in recorder.record_step(
+                pending("optim_step", number=number), optim_step(), {"norm": math.nan}
+            ):
                 execute(connection, statement)
         most = max(most, len(points(bench)))
     found = points(bench)
@@ -283,7 +357,7 @@ def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
     many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MOST_NAMED_MODELS + 5)]
-    recorder.ran(Step(passes=tuple(many)), 0.1)
+    recorder.record_duration(Step(passes=tuple(many)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
     (shares,) = step.shares.values()
@@ -337,7 +411,7 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     assert begun is not None
     sequence = SampledSequence(np.arange(5000, dtype=np.int32), np.full(5000, -np.inf, np.float32), "length")
     with bench.db.write() as connection:
-        for statement in keeper.kept(begun, SampleResult("r", (sequence,) * 20)):
+        for statement in keeper.record(begun, SampleResult("r", (sequence,) * 20)):
             execute(connection, statement)
         size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
     assert size is not None and len(size) < 200_000

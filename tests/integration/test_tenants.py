@@ -20,7 +20,7 @@ from tinsmith.auth import Caller
 from tinsmith.auth import tenants as stored_tenants
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.signing import Signer
-from tinsmith.auth.tenants import REMEMBERED_S, StoredTenants
+from tinsmith.auth.tenants import CACHE_S, StoredTenants
 from tinsmith.auth.tokens import LIFETIME_S, Tokens
 from tinsmith.db.database import Database
 from tinsmith.db.schema import AUDIT, KEYS, TENANTS
@@ -65,6 +65,20 @@ def local(tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path, local=True)
     yield made
     close(made)
+
+
+def test_a_server_takes_keys_of_other_prefixes_by_a_setting(tmp_path: Path, keys: Keys) -> None:
+    made = make_harness(tmp_path, local=True, key_prefixes=("slime-", "tml-"))
+    for key, status in (("slime-dev-key", 200), ("tml-x", 200), ("sk-x", 401)):
+        assert made.post("create_session", {"tags": [], "sdk_version": "0"}, key=key).status_code == status
+    close(made)
+    secret = keys.create("alice", prefix="slime-")[1]
+    assert secret.startswith("slime-")
+    closed = StoredTenants(keys, Tokens(SIGNER), prefixes=("slime-",))
+    assert closed.authenticate(secret).tenant_id == "alice"
+    for other in ("slime-dev-key", "tml-x"):
+        with pytest.raises(NotAuthenticatedError):
+            closed.authenticate(other)
 
 
 # Keys as rows.
@@ -123,7 +137,7 @@ def test_only_known_keys_are_taken_and_each_names_its_tenant(tenants: StoredTena
     _, other = keys.create("bob")
     assert tenants.authenticate(secret) == Caller("alice", key.key_id, "laptop")
     assert tenants.authenticate(other).tenant_id == "bob"
-    with pytest.raises(NotAuthenticatedError, match="no key of this server") as refusal:
+    with pytest.raises(NotAuthenticatedError, match="does not know the API key") as refusal:
         tenants.authenticate(secret + "x")
     assert secret[4:] not in str(refusal.value)
 
@@ -132,9 +146,9 @@ def test_a_known_key_costs_no_query_until_it_is_forgotten(tenants: StoredTenants
     _, secret = keys.create("alice")
     assert tenants.known(secret) is None
     tenants.authenticate(secret)
-    clock.moment += REMEMBERED_S - 0.01
+    clock.moment += CACHE_S - 0.01
     assert tenants.known(secret) == tenants.authenticate(secret)
-    clock.moment += REMEMBERED_S
+    clock.moment += CACHE_S
     assert tenants.known(secret) is None
 
 
@@ -144,7 +158,7 @@ def test_a_revocation_by_another_process_counts_within_the_promised_time(
     key, secret = keys.create("alice")
     tenants.authenticate(secret)
     keys.revoke(key.key_id)
-    clock.moment += REMEMBERED_S
+    clock.moment += CACHE_S
     assert tenants.known(secret) is None
     with pytest.raises(NotAuthenticatedError, match="revoked"):
         tenants.authenticate(secret)
@@ -155,10 +169,10 @@ def test_anyone_is_local_until_there_is_a_key(tenants: StoredTenants, keys: Keys
         assert tenants.authenticate(credential) == Caller("local")
     token = tenants.issue_token(tenants.authenticate("tml-x"))
     assert tenants.authenticate(token) == Caller("local")
-    clock.moment += REMEMBERED_S / 2
+    clock.moment += CACHE_S / 2
     tenants.authenticate("tml-late")
     _, secret = keys.create("alice")
-    clock.moment += REMEMBERED_S / 2
+    clock.moment += CACHE_S / 2
     for credential in ("tml-x", "tml-late", "eyJx", token):
         assert tenants.known(credential) is None
         with pytest.raises(NotAuthenticatedError):
@@ -171,25 +185,25 @@ def test_a_server_that_had_a_key_never_opens_again(tenants: StoredTenants, keys:
     keys.revoke(key.key_id)
     for _ in range(3):
         assert not tenants.accepts_anyone()
-        clock.moment += REMEMBERED_S
+        clock.moment += CACHE_S
     with pytest.raises(NotAuthenticatedError):
         tenants.authenticate("tml-x")
 
 
 def test_invented_keys_do_not_fill_the_memory(tenants: StoredTenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_tenants, "MOST_REMEMBERED", 10)
+    monkeypatch.setattr(stored_tenants, "MAX_CACHED", 10)
     for number in range(100):
         tenants.authenticate(f"tml-{number}")
-        assert len(tenants._remembered) <= 10
+        assert len(tenants._cache) <= 10
 
 
 def test_memory_holds_no_credential(tenants: StoredTenants, keys: Keys) -> None:
     _, secret = keys.create("alice")
     token = tenants.issue_token(tenants.authenticate(secret))
     tenants.authenticate(token)
-    assert len(tenants._remembered) == 2
-    assert secret[4:] not in repr(tenants._remembered)
-    assert token[4:] not in repr(tenants._remembered)
+    assert len(tenants._cache) == 2
+    assert secret[4:] not in repr(tenants._cache)
+    assert token[4:] not in repr(tenants._cache)
 
 
 # Tokens.
@@ -213,7 +227,7 @@ def test_a_token_dies_of_age(tenants: StoredTenants, keys: Keys, clock: Clock) -
     token = tenants.issue_token(tenants.authenticate(keys.create("alice")[1]))
     clock.moment += LIFETIME_S - 1
     tenants.authenticate(token)
-    clock.moment += 1 + REMEMBERED_S
+    clock.moment += 1 + CACHE_S
     assert tenants.known(token) is None
     with pytest.raises(InvalidTokenError, match="expired"):
         tenants.authenticate(token)
@@ -225,7 +239,7 @@ def test_a_token_dies_with_its_key(tenants: StoredTenants, keys: Keys, clock: Cl
     token, spared = (tenants.issue_token(tenants.authenticate(one)) for one in (secret, other))
     tenants.authenticate(token)
     keys.revoke(key.key_id)
-    clock.moment += REMEMBERED_S
+    clock.moment += CACHE_S
     with pytest.raises(InvalidTokenError, match="revoked"):
         tenants.authenticate(token)
     assert tenants.authenticate(spared).tenant_id == "alice"
@@ -322,9 +336,9 @@ def test_a_server_answers_to_any_name_from_its_first_key_on(local: Harness, monk
         return local.client.get("/api/v1/healthz", headers={"Host": "tinker.example"}).status_code
 
     assert status() == 403
-    clock = Clock(local.services.tenants._clock() + REMEMBERED_S)
+    clock = Clock(local.services.tenants._clock() + CACHE_S)
     monkeypatch.setattr(local.services.tenants, "_clock", clock)
     assert status() == 403
     local.services.tenants._keys.create("alice")
-    clock.moment += REMEMBERED_S
+    clock.moment += CACHE_S
     assert status() == 200

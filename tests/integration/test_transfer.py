@@ -121,7 +121,7 @@ def test_a_peer_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
     with socket.socket() as taken_port:
         taken_port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken_port.getsockname()[1]}"
-    with pytest.raises(NotHereError, match="could not give"):
+    with pytest.raises(NotHereError, match="fetching version"):
         fetch(address, "v", KEY, tmp_path, MOST)
 
 
@@ -164,10 +164,10 @@ FILE = {"name": "weights", "size_bytes": 1, "sha256": DIGEST}
     ("key", "manifest", "body", "told"),
     [
         (b"other" * 8, [FILE], b"x", "not signed with our key"),
-        (KEY, [FILE], b"y", "changed on its way"),
-        (KEY, [FILE], b"", "cut short"),
-        (KEY, [FILE | {"name": "../weights"}], b"x", "no name of a file"),
-        (KEY, [FILE | {"name": ""}], b"x", "no name of a file"),
+        (KEY, [FILE], b"y", "truncated or changed"),
+        (KEY, [FILE], b"", "truncated or changed"),
+        (KEY, [FILE | {"name": "../weights"}], b"x", "not a valid file name"),
+        (KEY, [FILE | {"name": ""}], b"x", "not a valid file name"),
         (KEY, [FILE | {"name": f"{number}"} for number in range(100)], b"x" * 100, "more than"),
     ],
 )

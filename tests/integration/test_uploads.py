@@ -118,7 +118,7 @@ def test_a_request_that_is_sent_again_finds_what_it_made(harness: Harness) -> No
 REFUSED = {
     "an unknown base": ({"base_model": "x/y"}, 404, "served: 'local/tiny'"),
     "a wrong name": ({"name": "../x"}, 400, "checkpoint name"),
-    "an unknown field": ({"colour": "blue"}, 400, "has a field 'colour'"),
+    "an unknown field": ({"colour": "blue"}, 400, "has an unknown field 'colour'"),
     "a ttl that is no number": ({"ttl_seconds": "soon"}, 400, "ttl_seconds is 'soon'"),
     "a short ttl": ({"ttl_seconds": "1"}, 400, "ttl_seconds"),
     "metadata that are none": ({"user_metadata": "[]"}, 400, "must be a JSON object"),
@@ -132,10 +132,10 @@ REFUSED = {
         "not PEFT's own",
     ),
     "no tensors": ({"weights": b"x" * 100}, 400, "has a header of"),
-    "a cut file": ({"weights": save(matrices())[:-1]}, 400, "is not a whole safetensors file"),
-    "a pickle": ({"files": {"adapter_model.bin": b"x"}}, 400, "has a field 'adapter_model.bin'"),
-    "a path": ({"files": {"../../x": b"x"}}, 400, "has a field '../../x'"),
-    "another optimizer": ({"files": {"optimizer.safetensors": optimizer("q")}}, 400, "holds q, which no optimizer"),
+    "a cut file": ({"weights": save(matrices())[:-1]}, 400, "is not a complete safetensors file"),
+    "a pickle": ({"files": {"adapter_model.bin": b"x"}}, 400, "has an unknown field 'adapter_model.bin'"),
+    "a path": ({"files": {"../../x": b"x"}}, 400, "has an unknown field '../../x'"),
+    "another optimizer": ({"files": {"optimizer.safetensors": optimizer("q")}}, 400, "which no supported optimizer"),
     "too much": ({"files": {"optimizer.safetensors": b"x" * 2_000_000}}, 413, "larger than 50000 bytes"),
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support.live import API_KEY, LiveServer
 
-TIMEOUT_S = 280
+TIMEOUT_S = 1200
 # Where recipes without a `log_path` argument write, below the working directory.
 RUNS = "runs"
 

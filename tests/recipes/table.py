@@ -33,6 +33,7 @@ GAME = ("Qwen/Qwen3.5-4B",)
 GAMES = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B")
 LANGUAGES = ("Qwen/Qwen3.6-35B-A3B",)
 IMAGES = ("Qwen/Qwen3-VL-30B-A3B-Instruct",)
+HYBRID = ("Qwen/Qwen3.5-27B",)
 
 REWARD = "env/all/reward/total"
 
@@ -72,6 +73,7 @@ ARITHMETIC = f"env=arithmetic {M} groups_per_batch=4 group_size=8 max_tokens=5 m
 BOXED = "model_name=Qwen/Qwen3-8B-Base renderer_name=role_colon groups_per_batch=4 group_size=8 max_tokens=16"
 RL_LOOP = "model_name=Qwen/Qwen3-8B-Base batch_size=2 group_size=16 max_tokens=16 max_steps=2"
 SDFT = "model_name=Qwen/Qwen3-8B groups_per_batch=2 max_tokens=8 topk=3 max_steps=2 eval_every=0"
+HYBRID_MODEL = "model_name=Qwen/Qwen3.5-27B renderer_name=qwen3_5_disable_thinking"
 GAME_SIZES = "model_name=Qwen/Qwen3.5-4B renderer_name=role_colon max_tokens=8 max_steps=1 eval_every=0"
 
 # Groups are large enough that chance does not make all of them alike.
@@ -166,6 +168,15 @@ SUPERVISED = (
         "the NLL evaluator on a test set, step by step",
         (logs("test/nll", 4), falls("test/nll"), falls("test/bpb"), checkpoints("final")),
     ),
+    Row(
+        "31",
+        "recipes.chat_sl.train",
+        f"{HYBRID_MODEL} dataset=no_robots batch_size=8 max_steps=4 eval_every=2 learning_rate=3e-3",
+        HYBRID,
+        "gated delta nets, the renderer of Qwen3.5",
+        (logs("train_mean_nll", 4), above("grad_norm", 0), falls("test/nll"), checkpoints("final")),
+        quick=False,
+    ),
 )
 
 REINFORCEMENT = (
@@ -176,6 +187,16 @@ REINFORCEMENT = (
         TINY,
         "stable_reinforce, provenance spans",
         (*LEARNS_FROM_SUMS, checkpoints("final")),
+    ),
+    Row(
+        "32",
+        "recipes.math_rl.train",
+        f"env=arithmetic {HYBRID_MODEL} groups_per_batch=2 group_size=4 max_tokens=6 max_steps=2 eval_every=0",
+        HYBRID,
+        "trainer and sampler agree on gated delta nets",
+        # A random model is never right, so nothing is learned; it samples what it would train on.
+        (logs(REWARD, 2), on_policy, checkpoints("final")),
+        quick=False,
     ),
     Row(
         "4a",

@@ -11,7 +11,7 @@ from recipes.runner import run
 from recipes.table import ARITHMETIC, REWARD
 from support.live import API_KEY, LiveServer
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(1500, func_only=True)]
 
 
 def test_a_recipe_runs_from_an_empty_directory(

@@ -11,7 +11,7 @@ from recipes.runner import run
 from recipes.table import ROWS, Row
 from support.live import LiveServer
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.recipes, pytest.mark.timeout(1500, func_only=True)]
 
 EVALUATION = Path(__file__).with_name("evaluate.py")
 PARAMETERS = [pytest.param(row, id=row.name, marks=[] if row.quick else [pytest.mark.slow]) for row in ROWS]

@@ -30,11 +30,14 @@ MODELS = (
     "Qwen/Qwen3-8B-Base",
     "Qwen/Qwen3.5-4B",
     "Qwen/Qwen3.5-9B",
+    "Qwen/Qwen3.5-27B",
     "Qwen/Qwen3.6-35B-A3B",
     "Qwen/Qwen3-VL-30B-A3B-Instruct",
 )
-# The one that takes images.
+# The one whose pictures are trained on.
 VISION = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+# Random models with vision towers, by their architectures; all others are the embedded one.
+RANDOM = {VISION: "qwen3_vl_moe", "Qwen/Qwen3.5-27B": "qwen3_5"}
 # The one whose recipes reward a boxed answer.
 BOXING = "Qwen/Qwen3-8B-Base"
 
@@ -45,8 +48,9 @@ def make_workplace(directory: Path, models: Iterable[str]) -> None:
     """Write `models`, each below its own name with its tokenizer, and all data sets into `directory`."""
     for name in models:
         if name == VISION:
-            make_vision_model(directory / name)
             _write_pictures(directory / "dpdl-benchmark" / "caltech101")
+        if name in RANDOM:
+            make_random_model(directory / name, RANDOM[name])
             continue
         make_model(directory / name)
         if name == BOXING:
@@ -70,11 +74,11 @@ def make_model(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def make_vision_model(directory: Path) -> None:
-    """A random model with a vision tower and experts, over the embedded model's tokens and those around images."""
+def make_random_model(directory: Path, model_type: str) -> None:
+    """A random model with a vision tower, over the embedded model's tokens and those around images."""
     tokenizer = AutoTokenizer.from_pretrained(str(nano.path()))
     tokenizer.add_special_tokens({"additional_special_tokens": list(vision_models.NAMES.values())})
-    given = vision_models.configuration("qwen3_vl_moe")
+    given = vision_models.configuration(model_type)
     names = {vision_models.IMAGE: "image", vision_models.VIDEO: "video"}
     names |= {vision_models.START: "vision_start", vision_models.END: "vision_end"}
     given |= {
@@ -84,7 +88,7 @@ def make_vision_model(directory: Path) -> None:
     own = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT_LENGTH}
     given["text_config"] = given["text_config"] | own | {"eos_token_id": tokenizer.eos_token_id}
     directory.mkdir(parents=True)
-    vision_models.write(directory, AutoConfig.for_model("qwen3_vl_moe", **given), tokenizer)
+    vision_models.write(directory, AutoConfig.for_model(model_type, **given), tokenizer)
 
 
 def _write_pictures(directory: Path) -> None:

@@ -9,8 +9,8 @@ from tinsmith.types import Pending
 
 def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:
     """What came after a row, is nobody's, and is to be worked on or skipped."""
-    return [one.request for one in Ownership(db, base_model, "engine-of-nobody").incoming(after_arrival)]
+    return [one.request for one in Ownership(db, base_model, "engine-without-runs").incoming(after_arrival)]
 
 
-def waiting_ids(db: Database, base_model: str) -> set[str]:
-    return Ownership(db, base_model, "engine-of-nobody").waiting_ids()
+def pending_ids(db: Database, base_model: str) -> set[str]:
+    return Ownership(db, base_model, "engine-without-runs").pending_ids()

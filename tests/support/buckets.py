@@ -1,15 +1,26 @@
-"""A real S3 API on loopback, for tests of what is kept in a bucket."""
+"""S3 and Google Cloud Storage on loopback, for tests of what is kept in a bucket.
+
+S3 is moto's server. The client of `gs://` speaks Cloud Storage's XML API, which emulators of Cloud Storage lack beyond
+reading (gcp-storage-emulator 2026.7.19, fake-gcs-server). That API is S3's with headers of its own, by its
+documentation, so `CloudStorage` translates these and passes the rest on to moto. It refuses headers of Amazon's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+
+PATIENCE_S = 120.0
+SIGNATURE = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+"""A form that moto takes for a signed request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +28,11 @@ class Bucket:
     name: str
     client: Any
     """boto3's, which is not what Tinsmith reads and writes with."""
+    scheme: str = "s3"
 
     @property
     def url(self) -> str:
-        return f"s3://{self.name}"
+        return f"{self.scheme}://{self.name}"
 
     def keys(self, prefix: str = "") -> list[str]:
         found = self.client.list_objects_v2(Bucket=self.name, Prefix=prefix)
@@ -60,3 +72,58 @@ def bucket() -> Iterator[Bucket]:
         finally:
             found.client.close()
             server.stop()
+
+
+class CloudStorage:
+    """A WSGI application. `refusals` are answered in place of the next requests: a status with its XML, or None to
+    answer nothing until `released` is set.
+    """
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+
+        self._s3 = DomainDispatcherApplication(create_backend_app)
+        self.refusals: list[tuple[str, str] | None] = []
+        self.released = threading.Event()
+        self.lists = 0
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        foreign = [name for name in environ if name.startswith("HTTP_X_AMZ_")]
+        refusal = ("400 Bad Request", f"<Error>not headers of Cloud Storage: {foreign}</Error>") if foreign else None
+        if self.refusals:
+            refusal = self.refusals.pop(0)
+            if refusal is None:
+                self.released.wait(PATIENCE_S)
+                refusal = ("503 Service Unavailable", "<Error/>")
+        if refusal is not None:
+            start(refusal[0], [("Content-Type", "application/xml")])
+            return [refusal[1].encode()]
+        self.lists += "list-type=2" in environ.get("QUERY_STRING", "")
+        environ["HTTP_AUTHORIZATION"] = SIGNATURE  # in place of an OAuth token
+        for name in ("RAW_URI", "REQUEST_URI"):
+            environ[name] = unquote(environ[name])
+        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":  # only if there is no such object
+            environ["HTTP_IF_NONE_MATCH"] = "*"
+        if source := environ.pop("HTTP_X_GOOG_COPY_SOURCE", None):
+            environ["HTTP_X_AMZ_COPY_SOURCE"] = source
+        return self._s3(environ, start)
+
+
+@contextlib.contextmanager
+def cloud_bucket() -> Iterator[tuple[Bucket, CloudStorage]]:
+    """The same on Cloud Storage, with its server."""
+    from werkzeug.serving import make_server
+
+    with bucket() as found, pytest.MonkeyPatch.context() as environment:
+        cloud = CloudStorage()
+        server = make_server("127.0.0.1", 0, cloud, threaded=True)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        environment.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{server.port}")
+        try:
+            yield replace(found, scheme="gs"), cloud
+        finally:
+            cloud.released.set()
+            server.shutdown()
+            thread.join()
+            server.server_close()

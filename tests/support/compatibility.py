@@ -9,11 +9,14 @@ endpoints are the list below. What nothing drives stands in EXCEPTIONS, with the
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import inspect
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -26,6 +29,18 @@ from recipes.table import ROWS, Row
 
 TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "compatibility.md"
+CLIENT_RESULTS = TESTS / "clients" / "results.json"
+"""What scripts/test-clients found, by suite."""
+LEDGER = DOCUMENT.with_name("ledger.csv")
+"""Each promise of Tinsmith with its tests and what these run against, edited by hand."""
+LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
+"""The number of rows of each letter; B46 and Z stand alone."""
+AGAINST = {
+    "real": "what users run",
+    "contract": "a documented interface",
+    "fake": "the fake backend",
+}
+MISSING = "missing"
 RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_does_what_it_is_for"
 
 CLIENTS = (
@@ -95,6 +110,37 @@ EXCEPTIONS: dict[str, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ClientResult:
+    """`failed` names checks; `reason` says why a suite could not be installed or run."""
+
+    package: str
+    version: str
+    date: str
+    passed: int
+    failed: list[str]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """`against` is of AGAINST, or MISSING; `lacks` is what does not work, or was not proven. Tests are `file::test`."""
+
+    row: str
+    what: str
+    against: str
+    lacks: str
+    tests: tuple[str, ...]
+
+
+def ledger() -> list[LedgerRow]:
+    with LEDGER.open(newline="") as file:
+        return [
+            LedgerRow(**each | {"tests": tuple(each["tests"].split("; ") if each["tests"] else ())})
+            for each in csv.DictReader(file)
+        ]
+
+
 def sdk_methods() -> list[str]:
     """Every public method of every public client class."""
     return [
@@ -150,10 +196,13 @@ def render() -> str:
         [
             "# Compatibility",
             "",
-            "Made by `scripts/write-compatibility` from the tests and the installed",
-            f"`tinker=={tinker.__version__}`. Everything works except what is marked *not driven*. Each line names the",
-            "tests below `tests/` that drive it with the unmodified SDK or its command line. `(_async)` stands for the",
-            "same method with that ending.",
+            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive it with the",
+            f"unmodified `tinker=={tinker.__version__}`, or says *not driven*. `(_async)` is the same method with that",
+            "ending.",
+            "",
+            "## Ledger",
+            "",
+            *_ledger_lines(),
             "",
             "## Methods of the SDK",
             *(line for name in clients for line in ("", f"### {name}", "", *_section(methods[name], tests))),
@@ -166,6 +215,12 @@ def render() -> str:
             "",
             *_section(list(ENDPOINTS), tests),
             "",
+            "## Clients of others",
+            "",
+            "`make test-clients` runs these against a live server, with the newest packages. What it found last:",
+            "",
+            *_client_lines(),
+            "",
             "## Recipes",
             "",
             "Recipes of `tinker-cookbook`, unmodified, with generated data. `make test-recipes` runs all,",
@@ -176,6 +231,25 @@ def render() -> str:
             "",
         ]
     )
+
+
+def _ledger_lines() -> Iterator[str]:
+    rows = ledger()
+    counts = {kind: sum(each.against == kind for each in rows) for kind in AGAINST}
+    proven = ", ".join(f"{counts[kind]} {words}" for kind, words in AGAINST.items())
+    yield f"[ledger.csv](ledger.csv) has {len(rows)} promises with tests against: {proven}."
+    yield f"In part: {', '.join(each.row for each in rows if each.lacks and each.against != MISSING)}."
+    yield f"Missing: {', '.join(each.row for each in rows if each.against == MISSING)}."
+
+
+def _client_lines() -> Iterator[str]:
+    """A row for each suite, from the results that are kept in the tree."""
+    yield "| suite | version | date | passed | failed |"
+    yield "|---|---|---|---|---|"
+    for name, each in json.loads(CLIENT_RESULTS.read_text()).items():
+        result = ClientResult(**each)
+        failed = result.reason or ", ".join(result.failed) or "none"
+        yield f"| {name} | {result.package} {result.version} | {result.date} | {result.passed} | {failed} |"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:

@@ -15,7 +15,9 @@ import contextlib
 import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,9 +29,11 @@ import numpy as np
 import numpy.typing as npt
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 Logits = npt.NDArray[np.float64]
 Json = dict[str, Any]
@@ -60,6 +64,12 @@ class Engine:
     deterministic: bool = True
     most_adapters: int = 1000
     url: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    """What every request must have; without, it is answered with 401."""
+    endpoint: str = ""
+    """The hub that adapters are downloaded from, HF_ENDPOINT of a real engine."""
+    refused: int = 0
+    downloads: list[str] = field(default_factory=list)
 
     def logits(self, tokens: list[int], weight: float) -> Logits:
         mark = sum((place + 2) * token for place, token in enumerate(tokens[-3:])) + 1
@@ -184,8 +194,8 @@ async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Respon
     if tokens and tokens[0] == DEADLY:
         engine.die()
         return error(500, "EngineCore encountered an issue", "InternalServerError")
-    deadline = time.monotonic() + (1e9 if tokens and tokens[0] == NEVER_ENDING else engine.pause_s)
-    while time.monotonic() < deadline:
+    begun, endless = time.monotonic(), bool(tokens) and tokens[0] == NEVER_ENDING
+    while endless or time.monotonic() < begun + engine.pause_s:  # read each time: a test may end the pause
         await asyncio.sleep(0.01)
         if engine.dead:
             return error(500, "EngineCore encountered an issue", "InternalServerError")
@@ -202,7 +212,17 @@ async def body_of(engine: Engine, request: Request) -> Json:
     return body
 
 
-def weight_in(directory: str) -> float:
+def weight_in(directory: str, engine: Engine) -> float:
+    if engine.endpoint and not Path(directory).is_absolute():
+        engine.downloads.append(directory)
+        with tempfile.TemporaryDirectory() as home:
+            script = "import sys, huggingface_hub as hub; print(hub.snapshot_download(sys.argv[1]))"
+            environment = os.environ | {"HF_ENDPOINT": engine.endpoint, "HF_HOME": home, "HF_HUB_OFFLINE": "0"}
+            words = [sys.executable, "-c", script, directory]
+            done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(done.stderr)
+            return float(json.loads((Path(done.stdout.strip()) / "fake_adapter.json").read_text())["weight"])
     path = Path(directory) / "fake_adapter.json"
     return float(json.loads(path.read_text())["weight"])
 
@@ -241,7 +261,7 @@ def vllm_app(engine: Engine) -> Starlette:
         if name in engine.names_ever:
             return error(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
         try:
-            engine.adapters[name] = weight_in(body["lora_path"])
+            engine.adapters[name] = await asyncio.to_thread(weight_in, body["lora_path"], engine)
         except OSError:
             return error(404, f"Loading lora {name} failed: No adapter found for {body['lora_path']}", "NotFoundError")
         engine.names_ever.append(name)
@@ -348,7 +368,7 @@ def sglang_app(engine: Engine) -> Starlette:
         body = await body_of(engine, request)
         if len(engine.adapters) >= engine.most_adapters or body["lora_name"] in engine.names_ever:
             return JSONResponse({"success": False, "error_message": "no room", "loaded_adapters": {}}, 400)
-        engine.adapters[body["lora_name"]] = weight_in(body["lora_path"])
+        engine.adapters[body["lora_name"]] = await asyncio.to_thread(weight_in, body["lora_path"], engine)
         engine.names_ever.append(body["lora_name"])
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
 
@@ -412,15 +432,33 @@ def sglang_answer(engine: Engine, body: Json) -> Json:
 APPS = {"vllm": vllm_app, "sglang": sglang_app}
 
 
+def guarded(engine: Engine, app: Starlette) -> ASGIApp:
+    """As behind a gateway: requests without the engine's headers are answered with 401."""
+
+    async def check(scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope)
+        if any(given.get(name) != value for name, value in engine.headers.items()):
+            engine.refused += 1
+            await error(401, "Unauthorized", "AuthenticationError")(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return check
+
+
 @contextlib.contextmanager
-def running(kind: str, engine: Engine) -> Iterator[Engine]:
-    """The engine on a free port of this process, until the end of the block."""
-    server = uvicorn.Server(uvicorn.Config(APPS[kind](engine), port=0, log_level="error", lifespan="off"))
+def running(kind: str, engine: Engine, certificate: Path | None = None) -> Iterator[Engine]:
+    """The engine on a free port of this process, until the end of the block; with TLS if there is a certificate, whose
+    file has its key, too.
+    """
+    app = guarded(engine, APPS[kind](engine))
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ssl_certfile=certificate)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.005)
-    engine.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    engine.url = f"http{'s' if certificate else ''}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
         yield engine
     finally:

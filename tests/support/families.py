@@ -82,6 +82,8 @@ GATED_DELTA = {
 }
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "conv_L_cache": 3}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "chunk_size": 8}
+INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 8}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 24}
 AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1}
 
@@ -131,9 +133,8 @@ FAMILIES = (
            {**MAMBA2, **STATES_FIRST, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
             "logits_scaling": 4.0, "attention_multiplier": 0.2}, experts=True, states=True, core=True),
     Family("nemotron_h", "Nemotron-H", "Mamba-2, layers with an MLP alone",
-           {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
-            "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2,
-            "chunk_size": 8}, states=True),
+           {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4}, states=True),
     Family("bamba", "Bamba", "Mamba-2", {**MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [2]}, states=True),
     Family("falcon_h1", "Falcon-H1", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 64}, states=True),
     Family("jamba", "Jamba", "Mamba-1, experts",
@@ -218,6 +219,21 @@ FAMILIES = (
     Family("gemma4_text", "Gemma 4 (text)", "embeddings for each layer",
            {"sliding_window": WINDOW, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300,
             "num_kv_shared_layers": 0}),
+    Family("nemotron_h", "Nemotron-H with experts", "Mamba-2, experts without a gate in a smaller space",
+           {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "num_hidden_layers": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "moe_latent_size": 20},
+           experts=True, states=True),
+    Family("deepseek_v32", "DeepSeek-V3.2 up to index_topk tokens", "latent attention, experts, shared experts",
+           {**EXPERTS, **LATENT, **INDEXER, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"]}, experts=True),
+    Family("glm_moe_dsa", "GLM-5 up to index_topk tokens", "latent attention, experts, shared experts",
+           {**EXPERTS, **LATENT, **INDEXER, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}, experts=True),
+    Family("mamba2", "Mamba-2", "Mamba-2 alone",
+           {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 6, "n_groups": 2, "chunk_size": 8}, states=True),
+    Family("mamba", "Mamba", "Mamba-1 alone", {"state_size": 6, "time_step_rank": 4}, states=True),
+    Family("falcon_mamba", "Falcon Mamba", "Mamba-1 alone", {"state_size": 6, "time_step_rank": 4}, states=True),
 )  # fmt: skip
 
 
@@ -228,41 +244,46 @@ VISION = tuple(
         ("qwen3_vl_moe", "Qwen3-VL-MoE", "M-RoPE, deepstack, experts"),
         ("qwen3_5", "Qwen3.5", "M-RoPE"),
         ("qwen3_5_moe", "Qwen3.5-MoE", "M-RoPE, experts"),
+        ("gemma3", "Gemma 3", "images seen both ways"),
     )
 )
-"""Those that take images: tests/unit/test_vision.py and test_vision_sampling.py."""
+"""Those that take images: tests/unit/test_vision.py, test_vision_sampling.py and test_vision_gemma3.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` is part of what the server says when it starts."""
+    """`reason` is part of what the server says when it starts; `lift` is what would have to be there to serve it."""
 
     model_type: str
     title: str
     reason: str
     config: Mapping[str, object] = field(default_factory=dict)
+    lift: str = ""
 
 
 LAYERS_OF = "has layers of kind "
-UNKNOWN_STATE = "whose state is not one that is known here"
+UNKNOWN_STATE = "whose state is not supported"
 NOT_ATTENDING = "layer 0 does not attend through our attention"
-ONE_DECODER = "only models that are one decoder are served"
-OWN_MASK = "does not hand on the attention plan or builds its own mask"
+ONE_DECODER = "only decoder-only models are supported"
+OWN_MASK = "does not pass on the attention plan or builds its own mask"
 NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
 REFUSED = (
-    Refusal("mamba", "Mamba", UNKNOWN_STATE),
-    Refusal("mamba2", "Mamba-2", UNKNOWN_STATE, {"num_heads": 8, "head_dim": 8}),
-    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
+    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]},
+            lift="adapters on one linear that several layers share, each with low-rank weights of its own"),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
-    Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4}),
-    Refusal("deepseek_v32", "DeepSeek-V3.2", LAYERS_OF + "indexed_attention",
-            {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE,
+            lift="a state in transformers' cache; its layers keep it in themselves"),
+    Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4},
+            lift="masks by chunks, the positions of packed rows in the scale of its queries, and PEFT's form of "
+            "experts that are stored transposed"),
+    Refusal("deepseek_v32", "DeepSeek-V3.2 beyond index_topk tokens", "tokens that an indexer selects",
+            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+            lift="keys of the indexer in the cache"),
     Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
     Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
-    Refusal("bert", "BERT", "attends to later tokens, too"),
+    Refusal("bert", "BERT", "attends to later tokens"),
     Refusal("bloom", "BLOOM", NOT_ATTENDING, {"n_head": 4, "n_layer": 2}),
     Refusal("mpt", "MPT", "cannot be served", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
     Refusal("gpt2", "GPT-2", NO_LINEARS, {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}),
@@ -329,13 +350,20 @@ Trained and sampled with images; `--no-vision` serves text alone:
 BETWEEN = """
 Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
 window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
-model with a vision tower the text part is served. `train_attn` trains layers with a state, too; `train_mlp` experts,
-shared experts and dense layers, never the router. Saved adapters are PEFT's (`target_parameters`, `rank_pattern`); an
-export (`save_weights_external`) is what `tinker_cookbook.weights` merges.
+model with another vision tower the text part is served (Mistral 3 `mistral3`, Kimi K2.5 `kimi_k25`). `train_attn`
+trains layers with a state, too; `train_mlp` experts, shared experts and dense layers, never the router. Saved adapters
+are PEFT's (`target_parameters`, `rank_pattern`); an export (`save_weights_external`) is what `tinker_cookbook.weights`
+merges.
 
 ## Refused at start
 
 By what the reason says:
+
+"""
+
+
+LIFTED = """
+What would be needed to serve some of them:
 
 """
 
@@ -351,4 +379,5 @@ def render() -> str:
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
     images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)
+    lifts = [f"- {refusal.title}: {refusal.lift}\n" for refusal in REFUSED if refusal.lift]
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons) + LIFTED + "".join(lifts)

@@ -6,6 +6,7 @@ W + scale * B A through functional_call, and each loss is written token by token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -66,10 +67,15 @@ def loss(name: str, lp: Tensor, inputs: Mapping[str, np.ndarray], config: Mappin
         low = float(inputs.get("clip_low_threshold", {t: config.get("clip_low_threshold", 0)})[t])
         high = float(inputs.get("clip_high_threshold", {t: config.get("clip_high_threshold", 0)})[t])
         r = torch.exp(lp[t] - float(q[t]))
+        if "rollout_logprobs" in inputs:
+            a *= min(math.exp(float(q[t]) - float(inputs["rollout_logprobs"][t])), config["rollout_ratio_max"])
         if name == "importance_sampling":
             total = total - r * a
         elif name == "ppo":
-            total = total - torch.minimum(r * a, r.clamp(low, high) * a)
+            objective = torch.minimum(r * a, r.clamp(low, high) * a)
+            if a < 0 and (bound := config.get("dual_clip_threshold", 0)):
+                objective = torch.maximum(objective, torch.tensor(bound * a, dtype=torch.float64))
+            total = total - objective
         elif name == "cispo":
             total = total - r.clamp(low, high).detach() * lp[t] * a
         elif name == "dro":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import orjson
@@ -28,7 +28,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.executors import Dispatch, Executors
+from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS
 from tinsmith.db.wakeups import Waiters
@@ -45,7 +45,7 @@ from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
 from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models, set_state
-from tinsmith.store.overview import Census, Overview
+from tinsmith.store.overview import DatabaseCounts, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
@@ -54,7 +54,7 @@ from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
-from tinsmith.types import LoraSpec, ModelShape, Pending
+from tinsmith.types import ModelShape, Pending
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.token_stream import Partials
 
@@ -114,7 +114,7 @@ class Harness:
         """A checkpoint as the engine leaves it, without files."""
         model = self.services.models.find(model_id)
         assert model is not None
-        facts = {"base_model": BASE, "lora": LoraSpec(model.lora_rank), **changes}
+        facts = {"base_model": BASE, "lora": replace(model.lora, seed=None), **changes}
         new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **facts)  # type: ignore[arg-type]
         with self.services.models._db.write() as connection:
             for statement in completion(new, uuid.uuid4().hex, 7):
@@ -177,7 +177,7 @@ def make_harness(
         Waiters(), Admission(admit_sample, Quotas(database, limits), Dispatch(Executors(database))),
     )  # fmt: skip
     files, batches = Files(database, str(directory / "files")), OpenAIBatches(database)
-    meters = ServerMeters(None, 2, Census(database, "here").counts)
+    meters = ServerMeters(None, 2, DatabaseCounts(database, "here").counts)
     services = Services(
         settings=settings,
         bases=Bases(SHAPES),
@@ -191,7 +191,7 @@ def make_harness(
         traces=Traces(database),
         waiters=Waiters(),
         signer=signer,
-        tenants=StoredTenants(Keys(database), Tokens(signer)),
+        tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),
         quotas=Quotas(database, limits),
         custom_losses=CustomLosses(database),
         responses=Responses(database),
@@ -215,6 +215,7 @@ def make_harness(
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
         engine_for_run=lambda _base_model: None,
         dispatch=Dispatch(Executors(database)),
+        dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
         tracing=Tracing(),
         threads=ThreadPools.start(),

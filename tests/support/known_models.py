@@ -1,6 +1,6 @@
 """Well-known models: their configurations, what their publishers say of their size, and docs/plan.md made from both.
 
-`tests/data/known_models.json` has the facts: of each configuration, what a count needs.
+`src/tinsmith/plan/known_models.json` has the facts: of each configuration, what a count needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinsmith.plan.architecture import Architecture, read
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, needs_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
-FACTS = Path(__file__).parents[1] / "data" / "known_models.json"
+FACTS = Path(__file__).parents[2] / "src" / "tinsmith" / "plan" / "known_models.json"
 
 DEVICE_BYTES = 80_000_000_000
 GIBIBYTE = 2**30
@@ -45,17 +45,18 @@ KNOWN = tuple(
 INTRODUCTION = """# Where a model fits
 
 `tinsmith doctor MODEL` estimates the memory that a base model needs on each device and proposes how to divide it.
-It reads the model's `config.json` and nothing else:
+It reads only the model's `config.json`:
 
 ```
 tinsmith doctor /data/models/Qwen3-32B --gpus 8 --memory 80GB
 tinsmith doctor config.json --gpus 2 --memory 24GiB --rank 16 --context 4096 --quantize nf4
-tinsmith doctor Qwen/Qwen3-8B --gpus 4 --memory 40GiB --tensor-parallel 2 --data-parallel 2 --json
 ```
 
-MODEL is a directory, a `config.json`, or a base model that the server knows. The command ends with 0 if the plan
-fits, 1 if nothing fits, 2 if the given degrees are refused. An engine checks its settings against the same plan
-before it loads weights.
+MODEL is a directory, a `config.json`, or a base model that the server knows. The last line is a command: it serves the
+plan or, where nothing fits, a smaller one. The exit status is 0 if the plan fits, 1 if nothing fits, 2 if the given
+degrees are refused. An engine checks its settings against the same plan before it loads weights.
+
+Speeds are estimated from data sheets for GPUs, and from matrix products measured on the spot for a CPU.
 
 ## What is counted
 
@@ -66,7 +67,7 @@ before it loads weights.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
 - **activations**: of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
-  recomputed by layer.
+  recomputed by layer. Context parallelism divides a longer sequence.
 - **KV cache**: of one context; more sequences use what is left.
 - **the process**: 4 % of the device and 1.5 GiB (0.5 GiB on a CPU).
 
@@ -75,16 +76,15 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 ## What is preferred
 
 Data parallel alone; then tensor parallel within a machine (up to 8 devices) in data-parallel groups; then a sharded
-base; then both. If nothing fits, the plan names the context or pipeline parallelism that would be needed; neither
-is supported. Keeping activations is preferred to recomputing them, and that to training and sampling in turns with
-the memory ([memory](howto/memory.md)).
+base; then both; then each of these with the lowest context-parallel degree that fits. Keeping activations is preferred
+to recomputing them, and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
 
 ## Well-known models
 
 Rank 32 on every linear, one adapter, sequences of up to 8,192 tokens, bfloat16, devices of 80 GB. Parameters (in
-billions) are counted from the configuration and equal what `transformers` builds; *active* means for each token of
-a mixture. The last columns are plans: DP 4 x TP 2 is four groups of two devices; *again* means recomputed
-activations, *turns* that training and sampling alternate.
+billions) are those that `transformers` builds; *active* means for each token of a mixture. The last columns are plans:
+DP 4 x TP 2 is four groups of two devices; *again* means recomputed activations, *turns* that training and sampling
+alternate.
 
 | model | parameters | active | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
 |---|---|---|---|---|---|---|---|
@@ -92,7 +92,7 @@ activations, *turns* that training and sampling alternate.
 
 AFTER = """
 Gemma 3 is counted without its vision tower, DeepSeek-V3 without its multi-token-prediction layer. Made by
-`scripts/write-plan` from `tests/data/known_models.json`.
+`scripts/write-plan` from `src/tinsmith/plan/known_models.json`.
 """
 
 

@@ -21,7 +21,7 @@ from support.databases import database_url
 from tinsmith.db.database import Database
 
 API_KEY = "tml-test"
-START_S = 60.0
+START_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,23 @@ class LiveServer:
         return int(count or 0)
 
     def engine_pids(self) -> list[int]:
-        """The engine processes: the server's children."""
+        return self.child_pids("tinsmith.engine")
+
+    def child_pids(self, module: str) -> list[int]:
+        """The server's children that run a module."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return [int(pid) for pid in children.split() if module.encode() in _command_line(pid)]
 
     def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         self.process.send_signal(how)
         return self.process.wait(timeout_s)
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def freeze(pid: int, data_dir: Path) -> None:

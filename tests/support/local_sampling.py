@@ -34,7 +34,7 @@ def reference_model(path: Path, adapter: Adapter | None = None) -> PreTrainedMod
     parts = {target.name: target.part for target in adapter.layout.targets if target.part} if adapter else {}
     for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
         if (part := parts.get(name)) is not None:
-            weight = model.get_submodule(part.whole).weight.data
+            weight = model.get_submodule(part.linear_name).weight.data
             weight[part.start : part.start + len(b_Or)] += adapter.scale * b_Or @ a_rI
             continue
         if a_rI.dim() == 3:

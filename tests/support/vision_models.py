@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support import tiny_models
@@ -75,6 +76,21 @@ _HYBRID: dict[str, object] = {
         "partial_rotary_factor": 1.0,
     },
 }
+_GEMMA3_TEXT: dict[str, object] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 8,
+    "rope_parameters": None,
+    "bos_token_id": None,
+}
+_SIGLIP: dict[str, object] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 24,
+    "patch_size": 4,
+}
 _EXPERTS: dict[str, object] = {
     "moe_intermediate_size": 24,
     "num_experts": 4,
@@ -109,6 +125,15 @@ def write(
 
 
 def configuration(model_type: str) -> dict[str, object]:
+    if model_type == "gemma3":
+        return {
+            "text_config": _TEXT | _GEMMA3_TEXT,
+            "vision_config": _SIGLIP,
+            "mm_tokens_per_image": 9,
+            "image_token_index": IMAGE,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+        }
     return {
         "text_config": _TEXT
         | (_EXPERTS if model_type.endswith("_moe") else {})
@@ -119,6 +144,27 @@ def configuration(model_type: str) -> dict[str, object]:
         "vision_end_token_id": END,
         "video_token_id": VIDEO,
     }
+
+
+GEMMA3 = VisionShape(IMAGE, 8, 576, 576, 3, START, END)
+GEMMA3_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>")
+"""Gemma 3's template writes the first mark alone."""
+
+
+def make_gemma3(directory: Path) -> ModelShape:
+    """The same of Gemma 3: windows of 6 tokens in two layers, images of 9 tokens."""
+    config = AutoConfig.for_model("gemma3", **configuration("gemma3"))
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            is_layer_norm = "vision_tower" in name and "norm" in name and name.endswith("weight")
+            parameter.copy_(is_layer_norm + torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(directory)
+    Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(GEMMA3_TEMPLATE)
+    return read_shape("tiny/gemma3", directory)
 
 
 def processor() -> Qwen2VLImageProcessorPil:

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support import tiny_models
+from support.local_sampling import HOT, make_sample, run
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.lora import Routing
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -81,6 +82,46 @@ def test_peft_computes_the_same_logits(backend: TorchBackend, tmp_path: Path, su
     fresh = TorchBackend(backend.base.shape, device="cpu")
     fresh.create_model("m", LoraSpec(4, 0, *subset))
     assert not torch.allclose(logits(fresh, fresh._models["m"].adapter), theirs, atol=1e-2)
+
+
+@pytest.mark.parametrize("alpha", [10.0, 2.5, 96.0])
+def test_an_adapters_own_alpha_counts_in_training_in_samples_and_in_files(
+    backend: TorchBackend, tmp_path: Path, alpha: float
+) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    spec = LoraSpec(4, seed=0, alpha=alpha)
+    backend.create_model("m", spec)
+    train(backend, "m", range(3))
+    backend.save("m", tmp_path / "peft", optimizer=True)
+    backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
+    for name in ("peft", "export"):
+        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"]) == (4, alpha)
+    base = AutoModelForCausalLM.from_pretrained(backend.base.shape.path).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    with torch.no_grad():
+        theirs = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits(backend, backend._models["m"].adapter).double(), theirs, rtol=1e-4, atol=1e-4)
+
+    backend.publish("m", "v")
+    backend.load_version("w", tmp_path / "export")
+    expected = theirs.log_softmax(-1)[torch.arange(11), torch.arange(4, 15)]
+    for version in ("v", "w"):
+        sample = make_sample("a", np.arange(3, 15, dtype=np.int32), HOT, version_id=version, prompt_logprobs=True)
+        scored = run(backend.sampler, sample)["a"].prompt_logprobs_T
+        assert scored is not None
+        np.testing.assert_allclose(scored[1:], expected, atol=1e-4)
+
+    # A model of another alpha takes the same function; one of the same alpha goes on bit for bit.
+    backend.load("default", LoraSpec(4, seed=0), tmp_path / "peft", optimizer=False)
+    same = logits(backend, backend._models["default"].adapter)
+    torch.testing.assert_close(same.double(), theirs, rtol=1e-4, atol=1e-4)
+    backend.load("resumed", spec, tmp_path / "peft", optimizer=True)
+    assert train(backend, "resumed", range(3, 5)) == train(backend, "m", range(3, 5))
 
 
 def test_training_goes_on_bit_for_bit_after_a_load(backend: TorchBackend, shape: ModelShape, tmp_path: Path) -> None:

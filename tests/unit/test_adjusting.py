@@ -17,7 +17,7 @@ from tinsmith.chat.generation_request import json_grammar
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import UserError
 from tinsmith.samplers.local.engine import LocalSampler
-from tinsmith.samplers.local.grammar import MOST_NUMBER, Grammars
+from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, Grammars
 from tinsmith.samplers.local.sampling import uniform
 from tinsmith.types import Adjustments, Grammar, SampledSequence, SamplingParams
 
@@ -277,7 +277,7 @@ def test_numbers_end_and_what_only_looks_like_one_does_not(chatty: BaseModel, se
             constraint.push(tokens[-1])
         return json.loads(chatty.tokenizer.decode(tokens, skip_special_tokens=True))[0]
 
-    assert 1 <= len(str(drawn({"type": "integer"}))) <= MOST_NUMBER
+    assert 1 <= len(str(drawn({"type": "integer"}))) <= MAX_NUMBER_LENGTH
     text = drawn({"type": "string", "pattern": "^[0-9]{60}$"})
     assert isinstance(text, str) and len(text) == 60, "digits of a text are not counted"
     assert drawn({"enum": [10**59]}) == 10**59, "a schema may want a longer one"

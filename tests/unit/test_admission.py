@@ -255,6 +255,13 @@ def test_any_well_formed_key_is_the_local_tenant(key: str) -> None:
     assert check_form(key) == key
 
 
+@pytest.mark.parametrize("key", ["slime-dev-key", "tml-abc", "eyJhbGciOi"])
+def test_a_key_may_start_as_a_setting_says(key: str) -> None:
+    assert check_form(key, ("slime-", "tml-")) == key
+    with pytest.raises(NotAuthenticatedError, match="a key starts with 'slime-' or 'tml-'"):
+        check_form("sk-abc", ("slime-", "tml-"))
+
+
 @pytest.mark.parametrize("key", [None, "", "sk-abc", " tml-abc", "tml-" + "x" * 9000])
 def test_a_missing_or_malformed_key_is_refused_without_repeating_it(key: str | None) -> None:
     with pytest.raises(NotAuthenticatedError) as refusal:

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"errors"},
     "losses": VALUES,
     "base_models": VALUES,
-    "plan": {"errors"},
+    "plan": VALUES,
     "wire": VALUES,
     "chat": VALUES | {"base_models", "wire"},
     "db": {"errors", "runtime"},
@@ -34,12 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "runtime", "settings"},
     "store": VALUES | {"db", "runtime", "storage", "telemetry"},
     "auth": {"db", "errors", "store"},
-    "exchange": VALUES | {"storage", "store"},
+    "exchange": VALUES | {"settings", "storage", "store"},
     "cluster": VALUES | {"auth", "base_models", "db", "runtime", "settings", "store", "telemetry"},
     "batch": VALUES
     | {"auth", "base_models", "chat", "cluster", "db", "runtime", "settings", "storage", "store", "wire"},
     "backends": VALUES | {"losses", "plan", "runtime", "samplers"},
-    "samplers": VALUES | {"backends", "plan"},
+    "samplers": VALUES | {"backends", "plan", "runtime"},
     "engine": VALUES
     | {"backends", "base_models", "cluster", "db", "losses", "plan", "runtime", "samplers", "settings", "storage"}
     | {"store", "telemetry", "wire"},
@@ -78,10 +78,10 @@ MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 
 # What the tree may grow to. Lower a bound when the tree has shrunk; raising one needs a reason.
-MAX_LINES = 60_400
-MAX_MODULES = 296
+MAX_LINES = 66_500
+MAX_MODULES = 305
 MAX_FIRST_LEVEL = 24
-MAX_SMALL_MODULES = 2
+MAX_SMALL_MODULES = 0
 """Modules of under 80 lines with one importer: such a module belongs in its importer."""
 
 SHARED_NAMES = {"Sample"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.backends.torch.attention import AttentionOptions, causal_mask, decode, prefill, reference
+from tinsmith.backends.torch.attention import AttentionOptions, PackedCausal, causal_mask, decode, prefill, reference
 
 WINDOWS = st.none() | st.integers(1, 12)
 SIZES = {"keys": st.integers(1, 3), "repeat": st.integers(1, 3), "seed": st.integers(0, 99)}
@@ -35,6 +35,32 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"sinks_H": rows(7, 4)}], ids=["plain", "softcap", "sinks"])
+@examples(40)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), window=st.integers(1, 12), seed=st.integers(0, 99))
+def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
+    extra: AttentionOptions, lengths: list[int], window: int, seed: int
+) -> None:
+    total = sum(lengths)
+    q, k, v = (rows(seed + i, total, heads, 8).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    options: AttentionOptions = {"scale": 0.3, "window": window, **extra}
+    found = PackedCausal(lengths).attend(0, q, k, v, **options)
+    parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
+    expected = torch.cat(
+        [
+            reference(own_q, own_k, own_v, causal_mask(own_q.shape[2], window, q), **options)[0].transpose(0, 1)
+            for own_q, own_k, own_v in parts
+        ]
+    )
+    grad = rows(seed + 3, *expected.shape)
+    for ours, theirs in zip(
+        (found, *torch.autograd.grad(found, (q, k, v), grad)),
+        (expected, *torch.autograd.grad(expected, (q, k, v), grad)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @examples(40)

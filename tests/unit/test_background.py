@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -44,6 +45,7 @@ THREADS_OF_THEIR_OWNERS = {
     "runtime/background.py": "keeps them",
     "engine/__main__.py": "end the process: at a signal, and with its parent",
     "engine/snapshots.py": "the writer, whose error the engine raises",
+    "cli/main.py": "prints the work of each minute",
     "cli/serve_role.py": "ends the process with its shell",
     "backends/distributed/processes.py": "ends a rank with its engine",
     "cluster/early.py": "waits for a process",
@@ -140,11 +142,11 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     looks: list[int] = []
     waiting = jobs.waiting
 
-    def once_broken(holder: str) -> list[int]:
+    def once_broken(*given: Any) -> list[int]:  # noqa: ANN401
         looks.append(1)
         if len(looks) == 1:
             raise KeyError("nothing expected this")
-        return waiting(holder)
+        return waiting(*given)
 
     monkeypatch.setattr(jobs, "waiting", once_broken)
 
@@ -179,9 +181,9 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(serving, "SAFETY_POLL_S", 0.001)
     if name == "_poll_slowly":
-        monkeypatch.setattr(serving, "look_for_lost", look)
+        monkeypatch.setattr(serving, "wake_missed", look)
     elif name == "janitor":
-        monkeypatch.setattr(Janitor, "_sweep_alone", lambda _self: broken_once())
+        monkeypatch.setattr(Janitor, "_sweep_locked", lambda _self: broken_once())
     else:
         monkeypatch.setattr(Reconciler, "look", lambda _self: broken_once())
     (tmp_path / "data").mkdir()

@@ -219,7 +219,7 @@ def test_payloads_that_are_not_ours_are_refused() -> None:
         ({**data, "source": data["source"] + "#"}, "sha256 differs"),
         ({"type": "source", "name": "gen", "source": "def gen(:"}, "Failed to execute function source"),
         ({"type": "source", "name": "gen", "source": "x = 1"}, "Failed to execute function source"),
-        ({**data, "provided": {"os": "os"}}, "no part of tinsmith.batch"),
+        ({**data, "provided": {"os": "os"}}, "not part of tinsmith.batch"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_mapper(packed(changed))
@@ -233,7 +233,48 @@ def test_a_function_without_a_source_is_refused_when_it_is_sent() -> None:
     with pytest.raises(TypeError, match="unable to retrieve source code"):
         serialize_function(namespace["gen"])
     with pytest.raises(TypeError, match="unable to retrieve source code"):
-        serialize_function(print)
+        serialize_function(print, serializer="source")
+
+
+HELPERS = """
+BASE = 10
+def helper(n): return n + BASE
+def shout(row): return {"n": helper(row["n"]), "text": json.dumps(row["n"])}
+add = lambda row: {"n": helper(row["n"])}
+class Adder:
+    def __init__(self, by): self.by = by
+    def __call__(self, row): return {"n": helper(row["n"]) + self.by}
+    def method(self, row): return {"n": helper(row["n"])}
+bound = Adder(1).method
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "made"),
+    [
+        ("shout", {}, {"n": 15, "text": "5"}),
+        ("add", {}, {"n": 15}),
+        ("bound", {}, {"n": 15}),
+        ("Adder", {"by": 100}, {"n": 115}),
+    ],
+)
+def test_a_function_that_uses_its_module_is_pickled_with_it(
+    name: str, kwargs: dict[str, Any], made: dict[str, Any], tmp_path: Path
+) -> None:
+    """It runs in a process that cannot import the module."""
+    payload = serialize_function(getattr(module_of(HELPERS, tmp_path), name), kind="row", kwargs=kwargs)
+    assert payload_of(payload)["type"] == "cloudpickle"
+    load = "from tinsmith.batch.client.functions import load_mapper"
+    script = f"{load}; print(load_mapper({payload!r}).made()({{'n': 5}}))"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
+    assert ran.stdout == f"{made}\n", ran.stderr
+
+
+def test_what_can_be_neither_sent_nor_pickled_says_both(tmp_path: Path) -> None:
+    module = module_of("import threading\nlock = threading.Lock()\ndef held(row):\n    return lock", tmp_path)
+    with pytest.raises(ValueError, match=r"'lock' is a lock(.|\n)*cannot be pickled either") as refusal:
+        serialize_function(module.held, kind="row")
+    assert "external variables: lock" in str(refusal.value)
 
 
 def test_a_pickled_function_needs_no_source_but_the_same_python() -> None:
@@ -253,14 +294,14 @@ def test_a_class_travels_with_what_it_is_made_with() -> None:
         def __call__(self, rows: list[dict[str, str]]) -> list[dict[str, str]]:
             return [{"text": row["text"].upper() + self.mark} for row in rows]
 
-    mapper = load_mapper(serialize_function(Shout, kind="class", kwargs={"mark": "?"}))
+    mapper = load_mapper(serialize_function(Shout, kind="batch", kwargs={"mark": "?"}))
     assert mapper.call(**mapper.kwargs)([{"text": "a"}]) == [{"text": "A?"}]
 
 
 def test_a_class_that_needs_its_file_is_refused(tmp_path: Path) -> None:
     shout = module_of("class Shout:\n    def __call__(self, rows):\n        return X", tmp_path).Shout
     with pytest.raises(ValueError, match="X"):
-        serialize_function(shout, kind="class")
+        serialize_function(shout, kind="batch", serializer="source")
 
 
 def test_a_traceback_of_a_mapper_shows_its_lines() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tinsmith import batch
+from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
-from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, MapperStartError, part_base
+from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, Limits, MapperStartError, part_base
 from tinsmith.batch.worker import runtime, utility
 
 Rows = list[dict[str, Any]]
@@ -25,24 +26,31 @@ class Ran:
     def __init__(
         self,
         tmp_path: Path,
-        function: Callable[..., object],
+        function: Callable[..., object] | Dataset,
         *,
         rows: Rows | None = None,
         **options: Any,  # noqa: ANN401
     ) -> None:
         writers: list[OutputWriter] = options.pop("writers", None) or [batch.JsonWriter(f"{tmp_path}/o.jsonl")]
-        fields = {name: options.pop(name) for name in ("rows_mode", "batch_size") if name in options}
+        fields = {
+            name: options.pop(name) for name in ("rows_mode", "batch_size", "retry_on", "limits") if name in options
+        }
+        chain = isinstance(function, Dataset)
+        if chain:
+            fields["rows_mode"], function._forgotten = function._spec(writers).rows, False
         self.spec = JobSpec(
-            batch_serialized_fn=serialize_function(function, **options),
+            batch_serialized_fn=function._payload() if chain else serialize_function(function, **options),
             batch_input_format=ItemsReader(items=ROWS if rows is None else rows).to_dict(),
             batch_output_formats=[writer.to_dict() for writer in writers],
             batch_size=fields.get("batch_size", 3),
             rows=fields.get("rows_mode", "one"),
+            retry_on=fields.get("retry_on"),
+            limits=Limits(**fields.get("limits", {})),
         )
         self.outcomes: list[AttemptOutcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
         assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(utility.plan(self.spec))]
-        runtime.run(self.spec, assignments, self.outcomes.append)
+        runtime.run(self.spec, assignments, self.outcomes.extend)
         self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
         assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))
 
@@ -113,7 +121,7 @@ def test_async_functions_of_rows_run_together(tmp_path: Path) -> None:
     assert time.monotonic() - began < 0.45
 
 
-@pytest.mark.parametrize("shape", ["list", "columns", "pandas", "arrow"])
+@pytest.mark.parametrize("shape", ["rows", "columns", "numpy", "pandas", "pyarrow"])
 def test_functions_of_batches_get_and_give_every_shape(shape: str, tmp_path: Path) -> None:
     def same(rows: object, extra: int) -> object:
         return rows
@@ -131,7 +139,7 @@ def test_a_class_is_made_once(tmp_path: Path) -> None:
             self.calls += 1
             return {"n": [row["n"] for row in rows], "call": [self.calls] * len(rows)}
 
-    ran = Ran(tmp_path, Count, kind="class", kwargs={"start": 10})
+    ran = Ran(tmp_path, Count, kind="batch", kwargs={"start": 10})
     assert [row["call"] for row in ran.output()] == [11] * 3 + [12] * 3 + [13] * 3 + [14]
 
 
@@ -298,7 +306,7 @@ def test_rows_that_cannot_be_read_fail_alone(tmp_path: Path) -> None:
     )
     outcomes: list[AttemptOutcome] = []
     assignments = [Assignment(0, 0, 3, 1, (f"{tmp_path}/p",)), Assignment(1, 4, 4, 1, (f"{tmp_path}/p",))]
-    runtime.run(spec, assignments, outcomes.append)
+    runtime.run(spec, assignments, outcomes.extend)
     first, second = sorted(outcomes, key=lambda outcome: outcome.batch_idx)
     assert [each.idx for each in first.row_failures] == [1] and first.rows_ok == 3
     assert [each.idx for each in second.row_failures] == [4] and second.rows_ok == 0
@@ -332,5 +340,145 @@ def test_who_assigns_may_fail(tmp_path: Path) -> None:
 
     outcomes: list[AttemptOutcome] = []
     with pytest.raises(ConnectionResetError):
-        runtime.run(spec, broken(), outcomes.append)
+        runtime.run(spec, broken(), outcomes.extend)
     assert [outcome.rows_ok for outcome in outcomes] == [4]
+
+
+def data_set() -> Dataset:
+    return batch.from_items(ROWS)
+
+
+def test_steps_go_over_a_batch_in_one_pass_and_each_row_fails_alone(tmp_path: Path) -> None:
+    limit = 8
+
+    def halved(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if row["n"] == 4:
+            raise KeyError("four")
+        yield {"half": row["n"] // 2, "square": row["square"]}
+        yield {"half": -(row["n"] // 2), "square": row["square"]}
+
+    chain = (
+        data_set()
+        .map(lambda row: {"square": 1 / (row["n"] - 3)}, batch_size=5)
+        .filter(lambda row: row["n"] < limit)
+        .flat_map(halved)
+        .filter(lambda row: row["half"] != 0)
+        .map(lambda row, index: {"index": index}, with_indices=True, remove_columns="square")
+    )
+    ran = Ran(tmp_path, chain, batch_size=5)
+    assert ran.output() == [{"half": n // 2 * sign, "index": n} for n in (2, 5, 6, 7) for sign in (1, -1)]
+    assert ran.failed_rows == {3: "ZeroDivisionError", 4: "KeyError"}
+    assert [(each.rows_ok, each.rows_failed) for each in ran.outcomes] == [(3, 2), (5, 0)]
+
+
+def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Path) -> None:
+    def pairs(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        values = columns["n"]
+        assert type(values).__name__ == "ndarray"
+        yield {"sum": [int(values[:2].sum())]}
+        yield {"sum": values[2:]}
+
+    def picky(row: dict[str, Any], at: int) -> dict[str, Any]:
+        if row["sum"] == at:
+            raise ValueError("this sum")
+        return {"double": row["sum"] * 2}
+
+    chain = data_set().filter(lambda row: row["n"] != 3)
+    chain = chain.map_batches(pairs, batch_format="numpy", rows="any")
+    ran = Ran(tmp_path / "a", chain.map(picky, fn_kwargs={"at": -1}), batch_size=5)
+    sums = [1, 2, 4, 11, 7, 8, 9]
+    assert ran.output() == [{"sum": n, "double": 2 * n} for n in sums]
+    failing = Ran(tmp_path / "b", chain.map(picky, fn_kwargs={"at": 4}), batch_size=5)
+    assert [(each.failed, each.retry, each.final) for each in failing.outcomes] == [
+        (True, False, False),
+        (False, True, False),
+    ]
+    strict = data_set().map_batches(pairs, batch_format="numpy").map(picky, fn_kwargs={"at": -1})
+    assert [
+        (each.final, "gave 4 rows for a batch of 5" in each.error)
+        for each in Ran(tmp_path / "c", strict, batch_size=5).outcomes
+    ] == [(True, True)] * 2
+
+
+def test_the_method_decides_what_becomes_of_the_columns(tmp_path: Path) -> None:
+    class Next:
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def __call__(self, given: Any) -> Any:  # noqa: ANN401
+            many = isinstance(given, list)
+            made = [{"m": row["n"] + self.by} for row in (given if many else [given])]
+            return made if many else made[0]
+
+    over, alone = [{"n": n, "m": n + 1} for n in range(10)], [{"m": n + 1} for n in range(10)]
+    given: dict[str, Any] = {"fn_constructor_kwargs": {"by": 1}}
+    assert Ran(tmp_path / "a", data_set().map(Next, **given)).output() == over
+    assert Ran(tmp_path / "b", data_set().map(Next, batched=True, **given)).output() == over
+    assert Ran(tmp_path / "c", data_set().map_batches(Next, **given)).output() == alone
+    assert Ran(tmp_path / "d", data_set().flat_map(lambda row: [{"m": row["n"] + 1}])).output() == alone
+    assert Ran(tmp_path / "e", data_set().filter(lambda row: row["n"] != 0)).output() == ROWS[1:]
+
+
+def test_async_functions_and_generators_are_steps(tmp_path: Path) -> None:
+    async def twice(row: dict[str, Any]) -> Any:  # noqa: ANN401
+        import asyncio
+
+        for _ in range(2):
+            await asyncio.sleep(0)
+            yield row
+
+    async def even(row: dict[str, Any]) -> bool:
+        return row["n"] % 2 == 0
+
+    async def batches(rows: list[dict[str, Any]]) -> Any:  # noqa: ANN401
+        yield rows[:1]
+        yield rows[1:]
+
+    chain = data_set().filter(even).flat_map(twice).map_batches(batches)
+    assert Ran(tmp_path, chain).output() == [{"n": n} for n in (0, 0, 2, 2, 4, 4, 6, 6, 8, 8)]
+
+
+def test_a_row_is_tried_again_after_the_errors_that_the_job_names(tmp_path: Path) -> None:
+    tried: dict[int, int] = {}
+
+    def flaky(row: dict[str, Any]) -> dict[str, Any]:
+        tried[row["n"]] = tried.get(row["n"], 0) + 1
+        if row["n"] == 1 and tried[1] < 3:
+            raise ConnectionResetError("for a moment")
+        if row["n"] in (2, 3):
+            raise TimeoutError("always") if row["n"] == 2 else KeyError("bad row")
+        return {"tries": tried[row["n"]]}
+
+    given: dict[str, Any] = {"kind": "row", "limits": {"backoff_s": 0.0, "max_retries": 2}}
+    mapper = serialize_function(flaky, kind="row")
+    assert mapper  # it is pickled, and `tried` with it: the counts of the copy are in the results
+    ran = Ran(tmp_path, flaky, retry_on=["ConnectionError", "builtins.TimeoutError"], rows=ROWS[:4], **given)
+    assert ran.output() == [{"n": 0, "tries": 1}, {"n": 1, "tries": 3}]
+    assert ran.failed_rows == {2: "TimeoutError", 3: "KeyError"}
+    once = Ran(tmp_path / "once", flaky, rows=ROWS[:4], **given)
+    assert once.failed_rows == {1: "ConnectionResetError", 2: "TimeoutError", 3: "KeyError"}
+
+
+@pytest.mark.parametrize(
+    ("error", "retry_on", "retried"),
+    [
+        ("ValueError", None, False),
+        ("KeyError", None, False),
+        ("ConnectionError", None, True),
+        ("RuntimeError", None, True),
+        ("ValueError", ["ValueError"], True),
+        ("KeyError", ["LookupError"], True),
+        ("ConnectionError", [], False),
+        ("ConnectionError", ["OSError"], True),
+    ],
+)
+def test_a_batch_is_tried_again_unless_its_rows_raise_the_same_again(
+    error: str, retry_on: list[str] | None, retried: bool, tmp_path: Path
+) -> None:
+    def fails(rows: list[dict[str, Any]], error: str) -> None:
+        import builtins
+
+        raise getattr(builtins, error)("no")
+
+    ran = Ran(tmp_path, fails, kind="batch", kwargs={"error": error}, retry_on=retry_on, rows=ROWS[:3])
+    assert [(each.failed, each.retry) for each in ran.outcomes] == [(True, retried)]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sqlite3
 import time
 from array import array
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
 
+from tinsmith.batch.coordinator import state
 from tinsmith.batch.coordinator.state import (
     INSERT_CHUNK,
     MAX_INFRA_RETRIES,
@@ -20,6 +22,7 @@ from tinsmith.batch.coordinator.state import (
 from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
 from tinsmith.batch.worker.children import Lost
 from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH_WORKERS as WORKERS
 from tinsmith.errors import NotFoundError, UserError
 
 APP = Lost("ValueError", "the row is bad", infra=False)
@@ -112,6 +115,20 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
     assert stale.rejected == [held], "an attempt of the old coordinator, reported by the new one"
 
 
+def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=4, size=4)
+    hopeless = replace(APP, retry=False)
+    (one,) = claim(jobs, job)
+    assert jobs.at_work(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
+    jobs.turn(job.job_id, "one", [(one, hopeless)], {}, LEASE_S)
+    halves = claim(jobs, job, 2)
+    assert [half.span for half in halves] == [(0, 1), (2, 3)]
+    jobs.turn(job.job_id, "one", [(half, hopeless) for half in halves], {}, LEASE_S)
+    single = claim(jobs, job, 4)
+    assert [each.span.rows for each in single] == [1] * 4
+    assert jobs.at_work(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
+
+
 def test_a_job_whose_lease_expired_can_be_taken_by_anybody(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", 0.05)
@@ -173,6 +190,29 @@ def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
     assert jobs.workers(released.job_id) == [] and jobs.workers(killed.job_id)
     jobs.forget_ended_workers()
     assert jobs.workers(killed.job_id) == [] and jobs.workers(runs.job_id)
+
+
+def test_the_time_of_workers_is_counted_however_they_end(
+    jobs: BatchJobs, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a coordinator that died are counted until it last wrote."""
+    job, clock = owned(jobs), [time.time()]
+    monkeypatch.setattr(state, "now", lambda: clock[0])
+    for name in ("ends", "is released", "is left"):
+        jobs.intend_worker("local", name, job.job_id, "one", "local")
+    clock[0] += 10
+    jobs.forget_worker("ends")
+    jobs.forget_worker("ends")  # is not counted twice
+    assert jobs.find("alice", job.job_id).worker_seconds == pytest.approx(10)
+    clock[0] += 10
+    with db.write() as connection:
+        connection.execute(WORKERS.update().where(WORKERS.c.worker_id == "is left").values(owner_token="another"))
+    jobs.release(job.job_id, "one")
+    assert jobs.find("alice", job.job_id).worker_seconds == pytest.approx(30)
+    jobs.cancel("alice", job.job_id)  # the last write
+    clock[0] += 1000
+    assert jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
+    assert jobs.find("alice", job.job_id).worker_seconds == pytest.approx(50) and not jobs.workers(job.job_id)
 
 
 def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jobs: BatchJobs) -> None:

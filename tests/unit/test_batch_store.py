@@ -1,4 +1,4 @@
-"""The store: the same promises on the local disk, in memory and on S3."""
+"""The store: the same promises on the local disk, in memory, on S3 and on Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.batch.formats import registry
+from support.buckets import Bucket, CloudStorage, cloud_bucket
+from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.images import ImageWriter
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
-from tinsmith.batch.types import Assignment, RowRange
+from tinsmith.batch.formats.registry import OutputWriter
+from tinsmith.batch.types import Assignment, PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.locations import locations, open_store
-from tinsmith.storage.stores import PIECE_BYTES, Source, join, split
+from tinsmith.storage.stores import PIECE_BYTES, Source, UnreachableError, join, split
 
 BUCKET = "rows"
 
@@ -43,12 +45,20 @@ def s3() -> Iterator[str]:
         server.stop()
 
 
-@pytest.fixture(params=["file", "url", "memory", "s3"])
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[tuple[Bucket, CloudStorage]]:
+    with cloud_bucket() as found:
+        yield found
+
+
+@pytest.fixture(params=["file", "url", "memory", "s3", "gs"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A directory of this test alone, in each store."""
     name = tmp_path.name
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{name}"
+    if request.param == "gs":
+        return f"{request.getfixturevalue('cloud')[0].url}/{name}"
     return {"file": str(tmp_path), "url": f"file://{tmp_path}", "memory": f"memory://m/{name}"}[request.param]
 
 
@@ -178,6 +188,51 @@ def test_a_directory_is_published_with_its_manifest_last(base: str) -> None:
     assert not store.exists(join(root, "00000002.png")), "an overwritten directory keeps nothing of the old one"
 
 
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: str) -> None:
+    """Read one by one, and published; a byte that changed in one part is found in that part."""
+    rows = [{"n": index, "text": "ä\n," * index} for index in range(9)]
+
+    def parts(name: str, output: str) -> tuple[list[PartInfo], OutputWriter]:
+        writer = registry.writer_from_dict({"format": kind, "path": join(base, output)})
+        spans = [RowRange(start, start + 2) for start in range(0, 9, 3)]
+        return [writer.write_part(rows[s.start_idx : s.end_idx + 1], s, join(base, name)) for s in spans], writer
+
+    alone, writer = parts("alone", f"a.{kind}")
+    with publishing.in_segments():
+        together, other = parts("together", f"b.{kind}")
+        assert not open_store(base)[0].exists(open_store(together[0].path)[1]), "durable at the end of the block"
+    assert len({part.path for part in together}) == 1 and len({part.offset for part in together}) == 3
+    assert [PartInfo.from_dict(part.to_dict()) for part in together] == together
+    assert [list(writer.read_part(part)) for part in alone] == [list(other.read_part(part)) for part in together]
+    first = writer.publish(alone, join(base, "staging-a"), "error")
+    second = other.publish(together, join(base, "staging-b"), "error")
+    assert (first.rows, first.sha256) == (9, second.sha256)
+    store, key = open_store(together[0].path)
+    data = bytearray(store.get(key))
+    data[(together[1].offset or 0) + 4] ^= 1
+    store.put(key, bytes(data))
+    assert publishing.read_verified(together[0]) and publishing.read_verified(together[2])
+    with pytest.raises(CorruptFilesError):
+        publishing.read_verified(together[1])
+
+
+def test_a_segment_has_a_limit_and_none_is_left_by_an_error(base: str) -> None:
+    store, root = open_store(base)
+    size = publishing.SEGMENT_BYTES // 2 + 1
+    with publishing.in_segments():
+        parts = [publishing.store_part(base, RowRange(n, n), "x", bytes(size), 1) for n in range(3)]
+        parts.append(publishing.store_part(base, RowRange(3, 3), "x", bytes(2 * size), 1))
+        parts.append(publishing.store_part(base, RowRange(4, 4), "x", b"alone", 1, alone=True))
+    assert len({part.path for part in parts}) == 5
+    assert [part.offset for part in parts] == [0, 0, 0, None, None]
+    before = sorted(store.list(root))
+    with pytest.raises(RuntimeError), publishing.in_segments():
+        publishing.store_part(base, RowRange(9, 9), "x", b"lost", 1)
+        raise RuntimeError
+    assert sorted(store.list(root)) == before
+
+
 @pytest.mark.parametrize("location", ["ftp://host/a", "s3:///key", "file://host/a"])
 def test_locations_that_are_not_supported_are_refused_by_name(location: str) -> None:
     with pytest.raises(UserError, match=r"file://|BUCKET"):
@@ -189,6 +244,43 @@ def test_a_span_of_one_assignment_is_inclusive() -> None:
     assert {"json", "text", "csv", "parquet", "images", "webdataset", "items", "huggingface", "openai_batch"} <= set(
         registry.INPUT_READER_REGISTRY.names()
     )
+
+
+def test_a_bucket_of_cloud_storage_lists_more_than_a_page(cloud: tuple[Bucket, CloudStorage]) -> None:
+    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.s3.models import s3_backends
+
+    bucket, server = cloud
+    store, root = open_store(f"{bucket.url}/many")
+    for number in range(1005):
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket.name, f"many/{number:04d}", b"x")
+    before = server.lists
+    assert sorted(store.list(root)) == [f"many/{number:04d}" for number in range(1005)]
+    assert server.lists == before + 2
+
+
+def test_a_bucket_of_cloud_storage_that_refuses_its_client_is_not_an_empty_one(
+    cloud: tuple[Bucket, CloudStorage],
+) -> None:
+    """Expired credentials and missing rights; trouble of the service is tried again."""
+    bucket, server = cloud
+    store, key = open_store(f"{bucket.url}/here")
+    store.put(key, b"x")
+    for status, code in (("401 Unauthorized", "AuthenticationRequired"), ("403 Forbidden", "AccessDenied")):
+        server.refusals.append((status, f"<Error><Code>{code}</Code></Error>"))
+        with pytest.raises(UnreachableError, match="the object store failed"):
+            store.get(key)
+    server.refusals += [("503 Service Unavailable", "<Error/>"), ("429 Too Many Requests", "<Error/>")]
+    assert store.get(key) == b"x" and not server.refusals
+
+
+@pytest.mark.extended
+def test_a_request_to_cloud_storage_that_is_never_answered_is_sent_again(cloud: tuple[Bucket, CloudStorage]) -> None:
+    bucket, server = cloud
+    store, key = open_store(f"{bucket.url}/stalled")
+    store.put(key, b"x")
+    server.refusals.append(None)
+    assert store.get(key) == b"x" and not server.released.is_set()
 
 
 def test_what_is_stored_on_a_disk_is_in_directories_that_are_on_it_too(

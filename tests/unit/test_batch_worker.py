@@ -28,8 +28,9 @@ from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.coordinator import FairShare
 from tinsmith.batch.coordinator.job_run import GroupSize
 from tinsmith.batch.pools.local import LocalPool, sweep
+from tinsmith.batch.pools.ray import reservation
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
-from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.pools.specs import MAX_SLOTS, PoolSpec, most_workers, pool_from, pool_from_yaml
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.batch.worker import rpc
 from tinsmith.batch.worker import worker as worker_service
@@ -169,7 +170,7 @@ def test_a_group_is_answered_in_few_messages_and_has_a_limit(worker: Worker) -> 
     assert sorted(settled) == list(range(32)) and len(messages) < 32
     assert all(each["outcome"]["rows_ok"] == 2 for each in settled.values())
     assert worker.call("feed_batch", assignments=[])[0] == 400
-    assert worker.call("feed_batch", assignments=[worker.assignment(index) for index in range(33)])[0] == 400
+    assert worker.call("feed_batch", assignments=[worker.assignment(index) for index in range(257)])[0] == 400
 
 
 def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_
     settled = settled_in(worker.feeding(*range(6)))
     assert sorted(settled) == list(range(6))
     outcomes = {index for index, each in settled.items() if "outcome" in each}
-    assert outcomes == {0, 1, 2}, "what the child has is not taken from it"
+    assert outcomes == {0, 1, 2}, "what the child works on is not taken from it"
     assert {each["lost"]["error_class"] for each in settled.values() if "lost" in each} == {"GivenBack"}
     assert not any(each["lost"]["begun"] for each in settled.values() if "lost" in each)
 
@@ -511,6 +512,85 @@ def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     asyncio.run(given_up())
+
+
+def asking(**needs: object) -> JobSpec:
+    return JobSpec.from_dict(
+        {"batch_serialized_fn": "", "batch_input_format": {}, "batch_output_formats": [], "batch_size": 1, **needs}
+    )
+
+
+def test_what_each_worker_needs_bounds_the_workers_of_a_job_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    pool = PoolSpec("mine", 4, devices_per_worker=1)
+    assert most_workers(pool, asking()) == MAX_SLOTS
+    assert most_workers(pool, asking(num_cpus=3)) == 2
+    assert most_workers(pool, asking(num_cpus=0.5, memory=1_000_000, num_gpus=1)) == 4
+    for needs, said in {
+        "num_cpus": (9, "num_cpus = 9, and a worker of the pool 'mine' can have at most 8"),
+        "memory": (5_000_000, "memory = 5000000, and a worker of the pool 'mine' can have at most 4096000"),
+        "num_gpus": (2, "num_gpus = 2, and a worker of the pool 'mine' can have at most 1"),
+        "resources": ({"fpga": 1}, "fpga = 1, and a worker of the pool 'mine' can have at most 0"),
+    }.items():
+        with pytest.raises(UserError, match=said[1]):
+            most_workers(pool, asking(**{needs: said[0]}))
+
+
+def test_on_a_cluster_a_worker_reserves_what_the_job_needs_or_else_what_the_pool_gives() -> None:
+    pool = PoolSpec("ray", 4, devices_per_worker=1, infra="ray", cpus=2.0)
+    assert reservation(pool, asking()) == {"num_cpus": 2.0, "num_gpus": 1}
+    needs = {"num_cpus": 0.0, "memory": 1 << 30, "resources": {"fpga": 1.0}}
+    assert reservation(pool, asking(**needs)) == {**needs, "num_gpus": 1}
+    assert most_workers(pool, asking(num_gpus=99)) == MAX_SLOTS, "Ray's autoscaler may bring a larger node"
+
+
+def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
+    """Their output goes to the log of the worker that they become. Those that no job needs end with the pool."""
+
+    @batch.remote_function
+    def tell() -> None:
+        import os
+
+        from tinsmith import batch
+
+        for rows in batch.load():
+            print("mapped by", os.getppid())  # noqa: T201
+            batch.save_results([{"n": os.getpid()} for _ in rows])
+
+    spec = spec_of(tmp_path, 0) | {"batch_serialized_fn": functions.serialize_function(tell)}
+    parts = {"batch_idx": 0, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(tmp_path / "parts")]}
+
+    async def run() -> None:
+        pool = LocalPool(PoolSpec("default", 2), JobLogs(tmp_path / "logs"))
+        await pool.warm_up()
+        first, second = (process.pid for process in pool._spares)
+        worker = await pool.start("w", None)
+        assert worker.process.pid == first
+        client = rpc.RpcClient(worker.address, worker.token, connect_s=60, silence_s=60)
+        try:
+            await client.call("configure", job_id=JOB, spec=spec)
+            settled = [each async for each in client.stream("feed_batch", {"job_id": JOB, "assignments": [parts]})]
+            assert settled_in(settled)[0]["outcome"]["rows_ok"] == 2, settled
+            planned = await client.call("operate", job_id=JOB, op="plan")
+            assert planned["end"]["total_rows"] == 80
+        finally:
+            await client.close()
+            await worker.kill()
+        assert f"mapped by {first}" in pool._logs.path("w").read_text()
+        pool._spares[0].kill()  # a spare that died is passed over
+        await pool._spares[0].wait()
+        again = await pool.start("v", None)
+        assert again.process.pid != second
+        await again.kill()
+        await pool.warm_up()
+        left = list(pool._spares)
+        await pool.close()
+        assert len(left) == 2 and all(process.returncode is not None for process in left) and not pool._spares
+
+    with tempfile.TemporaryDirectory(prefix="tn-") as temporary, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", temporary)
+        asyncio.run(run())
 
 
 def test_the_next_host_on_a_node_deletes_what_an_ended_one_left(

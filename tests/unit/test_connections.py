@@ -216,8 +216,8 @@ class Noting:
         self.closing = True
 
 
-def joining(note: Noting) -> connections._Joining:
-    return connections._Joining(cast(asyncio.Transport, note), asyncio.get_running_loop())
+def joining(note: Noting) -> connections._BufferedTransport:
+    return connections._BufferedTransport(cast(asyncio.Transport, note), asyncio.get_running_loop())
 
 
 def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:

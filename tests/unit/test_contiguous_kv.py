@@ -1,4 +1,4 @@
-"""Attention over strips equals attention over each sequence alone, whoever comes and goes."""
+"""Attention over the contiguous KV cache equals attention over each sequence alone as others come and go."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from support import tiny_models
 from support.local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
 from support.properties import examples
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local import contiguous_kv as strips_module
-from tinsmith.samplers.local.contiguous_kv import CELLS, Decoding, StripCache, capacity_for, cell_bytes
+from tinsmith.samplers.local import contiguous_kv
+from tinsmith.samplers.local.contiguous_kv import CAPACITY_STEP, ContiguousKV, DecodeRow, capacity_for, position_bytes
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
@@ -27,18 +27,18 @@ HEADS = 4
 SHAPES = (
     LayerShape(2, 8, 6, torch.float32),
     LayerShape(4, 5, 5, torch.float32),
-    LayerShape(2, strips_module.SWAPPED_DIM, 16, torch.float32),
+    LayerShape(2, contiguous_kv.MIN_SWAPPED_DIM, 16, torch.float32),
 )
 
 
 class World:
-    """Sequences of random keys and values that decode step by step, over a cache with and without strips."""
+    """Sequences of random keys and values that decode step by step, over a cache with and without contiguous copies."""
 
     def __init__(self, seed: int, max_bytes: int = 2**30) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = KVCache(dict(enumerate(SHAPES)), BLOCK, CPU)
         self.cache.resize(3000)
-        self.strips = StripCache(self.cache, max_bytes, CPU)
+        self.contiguous = ContiguousKV(self.cache, max_bytes, CPU)
         self.next_block = 1
         self.sequences: dict[str, list[torch.Tensor]] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -62,9 +62,9 @@ class World:
         return k, v
 
     def step(self, names: list[str], **options: object) -> int:
-        """Decode one token of each, compare; how many had a strip."""
+        """Decode one token of each sequence and compare; returns how many had a slot."""
         rows = [Rows(len(s[0]), len(s[0]) + 1, self.blocks[n], n) for n, s in ((n, self.sequences[n]) for n in names)]
-        plan = PagedPlan(self.cache, rows, CPU, self.strips)
+        plan = PagedPlan(self.cache, rows, CPU, self.contiguous)
         for layer, shape in enumerate(SHAPES):
             k, v = self.random(len(names), shape)
             q = torch.randn(len(names), HEADS, shape.key_dim, generator=self.generator)
@@ -75,7 +75,7 @@ class World:
                 own[2 * layer + 1] = torch.cat([own[2 * layer + 1], v[row : row + 1]])
                 expected = attention(q[row], own[2 * layer], own[2 * layer + 1], **options)  # pyright: ignore
                 torch.testing.assert_close(found[row].double(), expected, atol=2e-5, rtol=1e-4)
-        return sum(len(step.strip_n) for step in plan._strips)
+        return sum(len(step.slot_n) for step in plan._contiguous)
 
 
 def attention(
@@ -107,7 +107,7 @@ def attention(
         [{}, {"window": 9}, {"softcap": 3.0}, {"sinks_H": torch.linspace(-1, 1, HEADS)}, {"window": 500}]
     ),
 )
-def test_whoever_comes_and_goes_each_attends_to_its_own(
+def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
     events: list[tuple[str, int]], seed: int, options: dict[str, object]
 ) -> None:
     world = World(seed)
@@ -125,7 +125,7 @@ def test_whoever_comes_and_goes_each_attends_to_its_own(
             world.step(names, **options)
 
 
-def test_many_of_a_length_have_strips_and_few_have_none() -> None:
+def test_many_of_a_length_have_slots_and_few_have_none() -> None:
     world = World(0)
     for number in range(12):
         world.join(f"s{number}", 70 if number < 9 else 10)
@@ -139,29 +139,29 @@ def test_many_of_a_length_have_strips_and_few_have_none() -> None:
 def test_the_newest_position_is_seen_wherever_it_is() -> None:
     world = World(2)
     for number in range(4):
-        world.join(f"s{number}", strips_module.SEEN - 1)
+        world.join(f"s{number}", contiguous_kv.LENGTH_STEP - 1)
     for _ in range(3):
         assert world.step(list(world.sequences)) == 4
 
 
-def test_strips_that_are_left_are_closed_up_and_used_again() -> None:
+def test_free_slots_are_compacted_and_used_again() -> None:
     world = World(1)
     for number in range(40):
         world.join(f"s{number}", 20 + number % 5)
     names = list(world.sequences)
     world.step(names)
-    (group,) = world.strips._groups.values()
-    assert (group.num_strips, group.num_used) == (48, 48)
+    (group,) = world.contiguous._groups.values()
+    assert (group.num_slots, group.num_used) == (48, 48)
     world.step(names[-5:])
-    assert (group.num_strips, group.num_used) == (48, 8)
+    assert (group.num_slots, group.num_used) == (48, 8)
     world.step(names[-5:])
     world.step(names)
-    assert (group.num_strips, group.num_used) == (48, 48)
+    assert (group.num_slots, group.num_used) == (48, 48)
 
 
-def test_strips_stay_within_their_memory() -> None:
-    cells = cell_bytes(KVCache(dict(enumerate(SHAPES)), BLOCK, CPU).members)
-    world = World(2, max_bytes=8 * CELLS * cells)
+def test_slots_stay_within_their_memory() -> None:
+    cells = position_bytes(KVCache(dict(enumerate(SHAPES)), BLOCK, CPU).members)
+    world = World(2, max_bytes=8 * CAPACITY_STEP * cells)
     for number in range(20):
         world.join(f"s{number}", 30)
     names = list(world.sequences)
@@ -171,8 +171,8 @@ def test_strips_stay_within_their_memory() -> None:
     for number in range(4):
         world.join(f"long{number}", 70)
     assert world.step([*names[:8], "long0", "long1", "long2", "long3"]) == 8
-    assert world.step(["long0", "long1", "long2", "long3"]) == 0, "strips are taken in eights"
-    assert world.strips.num_bytes <= 8 * CELLS * cells
+    assert world.step(["long0", "long1", "long2", "long3"]) == 0, "slots are taken in eights"
+    assert world.contiguous.num_bytes <= 8 * CAPACITY_STEP * cells
 
 
 def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> None:
@@ -181,7 +181,7 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
         world.join(f"s{number}", 9)
     names = list(world.sequences)
     world.step(names)
-    steps = world.strips.place([Decoding(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
+    steps = world.contiguous.place([DecodeRow(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
     q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     clean = steps[0].attend(0, q, k, v, scale=0.3)
     k[2], v[2] = torch.nan, torch.inf
@@ -189,14 +189,14 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
     assert found[2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(found[others], clean[others])
-    world.join("next", 5)  # in the strip that holds NaN
+    world.join("next", 5)  # in the slot that holds NaN
     remaining = [name for name in names if name != "s2"]
     for name in remaining:
         world.sequences[name] = [x[:9] for x in world.sequences[name]]
     world.step(["next", *remaining])
 
 
-def test_strips_grow_in_steps_of_a_half() -> None:
+def test_slots_grow_in_steps_of_a_half() -> None:
     found = sorted({capacity_for(length, 16) for length in range(1, 1600)})
     assert found == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
     assert all(capacity_for(length, 16) >= length for length in range(1, 5000, 7))
@@ -205,9 +205,7 @@ def test_strips_grow_in_steps_of_a_half() -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
-def test_answers_from_strips_are_those_of_each_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
-) -> None:
+def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype="float32")
     versions = {f"v{seed}": make_adapter(base, seed) for seed in range(2)}
     samples = [
@@ -221,12 +219,12 @@ def test_answers_from_strips_are_those_of_each_alone(
         for number in range(6)
     ]
     found = run(LocalSampler(base, versions), *samples)
-    monkeypatch.setattr(strips_module, "FEWEST", 10**6)
+    monkeypatch.setattr(contiguous_kv, "MIN_GROUP_SIZE", 10**6)
     for sample in samples:
         assert_same(found[sample.request_id], alone(base, sample, versions))
 
 
-def test_in_bfloat16_strips_are_as_exact_as_blocks() -> None:
+def test_in_bfloat16_slots_are_as_exact_as_blocks() -> None:
     shape = LayerShape(2, 64, 64, torch.bfloat16)
     cache = KVCache({0: shape}, 16, CPU)
     cache.resize(200)
@@ -242,8 +240,8 @@ def test_in_bfloat16_strips_are_as_exact_as_blocks() -> None:
         rows.append(Rows(length - 1, length, blocks, index))
     expected = torch.stack([attention(q[i], k[i], v[i]) for i in range(num)])
     errors = []
-    for strips in (None, StripCache(cache, 2**30, CPU)):
-        plan = PagedPlan(cache, rows, CPU, strips)
+    for contiguous in (None, ContiguousKV(cache, 2**30, CPU)):
+        plan = PagedPlan(cache, rows, CPU, contiguous)
         found = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3)
         errors.append(float((found.double() - expected).norm() / expected.norm()))
     assert errors[1] < max(1.2 * errors[0], 4e-3), errors

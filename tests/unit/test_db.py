@@ -197,7 +197,7 @@ def test_the_last_schema_before_the_first_release_is_accepted_with_its_rows(db: 
 def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, revision: str) -> None:
     set_version(db, revision)
     before = schema(db)
-    words = rf"schema version {revision}, .*a newer Tinsmith made it, upgrade this one.*an empty --data-dir"
+    words = rf"schema version {revision}, .*a newer Tinsmith created the database, .*an empty --data-dir"
     with pytest.raises(SettingsError, match=words):
         db.migrate()
     assert schema(db) == before and version(db) == revision
@@ -227,12 +227,12 @@ def test_a_database_that_cannot_be_is_refused_without_its_password(url: str, wor
     assert "a-password" not in str(caught.value)
 
 
-def test_one_does_alone_what_nobody_else_may_do_now(tmp_path: Path) -> None:
+def test_a_named_lock_has_one_holder(tmp_path: Path) -> None:
     url = bare_url(tmp_path, POSTGRES)
     one, two = Database(url), Database(url)
-    with one.alone("janitor") as first, two.alone("janitor") as second, two.alone("other") as other:
+    with one.try_lock("janitor") as first, two.try_lock("janitor") as second, two.try_lock("other") as other:
         assert (first, second, other) == (True, False, True)
-    with two.alone("janitor") as second:
+    with two.try_lock("janitor") as second:
         assert second
     one.close()
     two.close()

@@ -1,4 +1,4 @@
-"""The layers that are written out give what the modules give, adapters included, and refuse what they do not know."""
+"""Fused layers give what the modules give, adapters included, and refuse what they do not know."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import lora_ops
+from tinsmith.backends.torch import lora
 from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.types import LoraSpec, ModelShape
 
@@ -55,15 +55,15 @@ def adapter(
 
 
 def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states by way of the modules, and of the layers written out."""
+    """Hidden states by way of the modules, and of the fused layers."""
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
     given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
     with torch.no_grad():
         modules = base._through_modules(*given)
-        assert base._written_out is not None
+        assert base._fused is not None
         ours = base.hidden(*given)
-        assert base._written_out is not None and base._written_out._is_packed, "the two were compared; it is in use"
+        assert base._fused is not None and base._fused._is_packed, "the two were compared; it is in use"
     return modules, ours
 
 
@@ -80,7 +80,7 @@ def test_hidden_states_are_the_modules_own(tmp_path: Path, arch: str) -> None:
 
 def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
     base = loaded(tmp_path, "llama", "bfloat16")
-    if base._written_out is None:
+    if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
     modules, ours = both(base, [adapter(base, seed, 8) for seed in range(5)])
     assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
@@ -110,7 +110,7 @@ def test_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
 def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
-    assert loaded(tmp_path, arch)._written_out is None
+    assert loaded(tmp_path, arch)._fused is None
 
 
 def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,19 +119,19 @@ def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: 
     given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
     with torch.no_grad():
         hidden = base.hidden(*given)
-        assert base._written_out is not None and not base._written_out._is_packed
-        assert base._written_out.packed_bytes == 0
+        assert base._fused is not None and not base._fused._is_packed
+        assert base._fused.packed_bytes == 0
         torch.testing.assert_close(hidden, base._through_modules(*given), rtol=2e-5, atol=2e-5)
 
 
 def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = loaded(tmp_path, "qwen3")
-    assert base._written_out is not None
+    assert base._fused is not None
     monkeypatch.setattr(decoder_module, "silu", torch.relu)
     given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
     with torch.no_grad():
         assert torch.equal(base.hidden(*given), base._through_modules(*given))
-    assert base._written_out is None
+    assert base._fused is None
 
 
 def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,7 +147,7 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
-    if base._written_out is None:
+    if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
     many = [adapter(base, seed, rank=5 + seed % 3, mlp=seed != 2, attn=seed != 3) for seed in range(6)]
     other = adapter(base, 9, 20)
@@ -182,15 +182,15 @@ def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Pat
             for _ in range(3):
                 modules, ours = stepped(base, [many[1], many[2]], [1, 1])
                 torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
-    assert base._written_out is not None
-    kept = base._written_out._layers[0].down.site._kept
-    assert len(kept) == lora_ops.MOST_KEPT and any(stacks is not None for stacks in kept.values())
+    assert base._fused is not None
+    kept = base._fused._layers[0].down.delta._stack_cache
+    assert len(kept) == lora.MAX_STACKS and any(stacks is not None for stacks in kept.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_a_batched_product_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
-    if base._written_out is None:
+    if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
     many = [adapter(base, seed, 4) for seed in range(3)]
     for lengths in ([2, 2, 2], [3, 1, 2], [2, 2, 2]):
@@ -210,7 +210,7 @@ def test_in_a_batched_product_what_is_not_finite_stays_with_its_own_rows(tmp_pat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_to_draw_from_are_those_of_the_unembedding(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "llama", dtype)
-    if base._written_out is None:
+    if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
     many = [adapter(base, seed, 8, unembed=seed != 2) for seed in range(4)]
     works: list[tuple[list[Adapter | None], list[int]]] = [
@@ -254,7 +254,7 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
     used: dict[str, set[int]] = {}
-    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (lora_ops, "product")):
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (lora, "product")):
         own = getattr(module, name)
 
         def noted(*given: object, own=own, name: str = name) -> torch.Tensor:

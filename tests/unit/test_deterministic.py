@@ -20,7 +20,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.samplers.local.kv_cache import noted_layers
+from tinsmith.samplers.local.kv_cache import probe_layers
 from tinsmith.samplers.local.states import state_bytes
 from tinsmith.types import (
     AdamParams,
@@ -297,7 +297,7 @@ def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape]
     pieces = sampler_of(backend, max_tokens_per_step=7, block_size=4)
     assert own_of(outcomes(pieces, [*OWN[::-1], *NOISE], at_once=2)) == expected
     # So few blocks that sequences are preempted and computed again.
-    token_bytes, states = pieces._cache.token_bytes, 20 * state_bytes(noted_layers(backend.base))
+    token_bytes, states = pieces._cache.token_bytes, 20 * state_bytes(probe_layers(backend.base))
     tight = sampler_of(backend, kv_cache_bytes=token_bytes * 160 + states, max_sequences=5)
     assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
 
@@ -344,7 +344,7 @@ def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
     base = backend_of(shapes["qwen3"]).base
     hidden, rng = base.hidden, np.random.default_rng(0)
     monkeypatch.setattr(base, "hidden", lambda *given, **more: hidden(*given, **more) * (1 + 1e-6 * rng.random()))
-    with pytest.raises(SettingsError, match="other bits from call to call"):
+    with pytest.raises(SettingsError, match="repeating a forward gives different bits"):
         LocalSampler(base, {}, options=SamplerOptions(deterministic=True))
 
 

@@ -1,4 +1,4 @@
-"""The layers that are written out for training give the modules' hidden states and gradients."""
+"""Fused layers in training give the modules' hidden states and gradients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import lora_ops, transformer
+from tinsmith.backends.torch import lora, transformer
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.types import LoraSpec, ModelShape
 
@@ -62,7 +62,7 @@ def mixed(base: BaseModel) -> list[Adapter | None]:
 
 def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = True) -> list[Tensor]:
     """Hidden states, then each adapter's gradient, of one forward and backward."""
-    own = base._written_out
+    own = base._fused
     assert own is not None
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -70,11 +70,11 @@ def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = 
     for a in adapters:
         if a is not None:
             a.gradients = a.layout.views(buffers[id(a)])
-    base._written_out = own if written else None
+    base._fused = own if written else None
     try:
         hidden_TD = base.hidden(tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
     finally:
-        base._written_out = own
+        base._fused = own
     assert hidden_TD.grad_fn is not None and ("RMSNorm" in type(hidden_TD.grad_fn).__name__) is written
     grad_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(1)).to(hidden_TD)
     hidden_TD.backward(grad_TD)
@@ -114,7 +114,7 @@ def test_segments_in_one_batch_get_what_each_gets_alone(
     together = trained(base, adapters)
     assert batched
     batched.clear()
-    monkeypatch.setattr(lora_ops, "BATCHED_ROWS", 0)
+    monkeypatch.setattr(lora, "BATCHED_ROWS", 0)
     alone = trained(base, adapters)
     assert not batched
     for found, expected in zip(together, alone, strict=True):
@@ -140,21 +140,21 @@ def test_what_is_not_finite_stays_with_its_own_rows_in_a_batch(tmp_path: Path) -
 
 def test_joined_weights_are_held_once(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
-    assert base._written_out is not None
-    for layer in base._written_out._layers:
+    assert base._fused is not None
+    for layer in base._fused._layers:
         for joined in layer.linears:
-            begin = joined._weight_OI.data_ptr()
-            for name in joined.site._names:
+            begin = joined.weight.data_ptr()
+            for name in joined.delta._names:
                 weight = base.targets[name].weight
-                assert begin <= weight.data_ptr() < joined._weight_OI.data_ptr() + joined._weight_OI.nbytes
+                assert begin <= weight.data_ptr() < joined.weight.data_ptr() + joined.weight.nbytes
 
 
 def test_neighbours_in_a_layout_share_one_matrix(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
-    assert base._written_out is not None
-    qkv = base._written_out._layers[0].qkv.site
+    assert base._fused is not None
+    qkv = base._fused._layers[0].qkv.delta
     owner = adapter(base, 1, 8)
-    (block,) = qkv._shares(owner).blocks
+    (block,) = qkv._matrices(owner).stacked_a
     assert torch.equal(block.a_RI, torch.cat([owner.compute[name][0] for name in qkv._names]))
     owner.flat_P += 1
     assert torch.equal(block.a_RI, torch.cat([owner.compute[name][0] for name in qkv._names])), "it is a view"
@@ -170,9 +170,9 @@ def test_adapters_of_the_unembedding_alone_leave_nothing_to_go_back_through(tmp_
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
 def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
-    assert loaded(tmp_path, arch)._written_out is None
+    assert loaded(tmp_path, arch)._fused is None
 
 
 def test_layers_that_train_differently_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer._SwiGLUFunction, "apply", lambda gate_up: 1.01 * gate_up.chunk(2, -1)[0])
-    assert loaded(tmp_path, "qwen3")._written_out is None
+    assert loaded(tmp_path, "qwen3")._fused is None

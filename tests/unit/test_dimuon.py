@@ -224,6 +224,7 @@ def datum() -> tinker.Datum:
     )
 
 
+@pytest.mark.extended
 def test_a_run_learns_is_named_everywhere_and_continues_from_its_state(
     nano_service: tinker.ServiceClient,
 ) -> None:

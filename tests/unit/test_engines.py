@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from support.databases import POSTGRES
-from tinsmith.cluster.engines import HOLDER, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
+from tinsmith.cluster.engines import HOLDER, NO_START, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
@@ -132,6 +132,25 @@ def test_polls_are_told_how_the_engines_are(here: Engines, there: Engines) -> No
     assert here.queue_state(BASE) == ("active", None), "one is enough"
 
 
+def test_a_base_model_cannot_start_only_while_no_engine_of_it_may_yet_run(here: Engines, there: Engines) -> None:
+    assert here.cannot_start(BASE) is None
+    taken(here)
+    assert here.cannot_start(BASE) is None
+    why = f"{NO_START}it ended with status 1 (ImportError: x)"
+    here.release(Seat(BASE), "restarting", why)
+    assert there.cannot_start(BASE) == f"the engine of {BASE} does not run; {why}"
+    taken(here)  # the next start
+    assert (here.queue_state(BASE)[1] or "").endswith(why) and there.cannot_start(BASE)
+    taken(there)
+    assert here.cannot_start(BASE) is None, "the other one may get ready"
+    there.release(Seat(BASE), "lost")
+    assert here.cannot_start(BASE)
+    here.set_state(Seat(BASE), "ready")
+    assert here.cannot_start(BASE) is None and here.queue_state(BASE) == ("active", None)
+    here.release(Seat(BASE), "restarting", "it ended with status 1")
+    assert here.cannot_start(BASE) is None
+
+
 def test_a_sampler_alone_does_not_move_the_queue(here: Engines) -> None:
     sampler = Seat(BASE, "sampler")
     here.take(sampler, LONG_S)
@@ -146,7 +165,7 @@ def test_polls_are_told_of_an_engine_that_went_silent(here: Engines) -> None:
     here.set_state(Seat(BASE), "ready")
     time.sleep(0.05)
     state, reason = here.queue_state(BASE)
-    assert (state, "has not been heard of" in (reason or "")) == ("paused_capacity", True)
+    assert (state, "does not renew its lease" in (reason or "")) == ("paused_capacity", True)
 
 
 def test_processes_that_take_one_seat_at_once_have_different_epochs(database_url: str) -> None:
@@ -173,7 +192,7 @@ def test_a_seat_that_nobody_used_for_a_day_is_forgotten_and_never_repeats_an_epo
     with db.write() as connection:
         old = ENGINES.update().where(ENGINES.c.engine_id.in_((first.engine_id, owning.engine_id)))
         connection.execute(old.values(lease_expires_at=1.0, started_at=1.0, epoch=3))
-    assert here.forget_gone() == 1
+    assert here.delete_unused() == 1
     assert [row.engine_id for row in here.of_base(BASE)] == sorted((owning.engine_id, here.id_of(Seat(BASE, index=2))))
     assert taken(here).epoch > first.epoch - 10**6 > 3
 
@@ -231,7 +250,7 @@ def test_an_engine_that_lost_its_lease_writes_nothing(
     with pytest.raises(LeaseLostError, match=old.engine_id):
         Futures(stale).settle([settlement], {model: 1})
     with pytest.raises(LeaseLostError):
-        Models(stale).covered(model, 1, "directory")
+        Models(stale).record_snapshot(model, 1, "directory")
     with pytest.raises(LeaseLostError):
         Ownership(stale, BASE, old.engine_id).claim([request.request_id])
     assert Futures(db).outcome("alice", request.request_id) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner, Result
 
 from support.databases import fresh_url
+from tinsmith.cli import main as cli
 from tinsmith.cluster.engines import Engines, LeaseLostError, Seat, fence
 from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import ENGINES, FUTURES
+from tinsmith.errors import SettingsError
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
@@ -66,6 +71,48 @@ def rows(tmp_path: Path, database_kind: str) -> Iterator[Rows]:
     made.db.close()
 
 
+def test_a_drained_sampler_keeps_its_samples_and_is_given_no_more_until_it_is_woken(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = rows.sampler(0), rows.sampler(1)
+    rows.lapse(lapsed := rows.sampler(2))
+    held = rows.sample(1, one)
+    monkeypatch.setenv("TINSMITH_DATABASE_URL", rows.url)
+
+    def run(*words: str) -> Result:
+        return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ("samplers", *words))
+
+    listed = {row["sampler"]: row for row in json.loads(run("list", "--json").stdout)}
+    states = {name: (row["state"], row["samples"]) for name, row in listed.items()}
+    assert states == {one: ("ready", 1), two: ("ready", 0), lapsed: ("silent", 0)}
+    assert listed[one]["base_model"] == BASE and listed[one]["holder"] == "here" and listed[one]["pid"] == os.getpid()
+    assert "samples that it has: 1" in run("drain", one).stdout
+    assert set(rows.executors.live(BASE)) == {two} and rows.owners() == {held: one}
+    assert "draining" in run("list").stdout
+    for words, problem in (
+        (("drain", one), "is draining; to drain it, it must be ready"),
+        (("wake", two), "is ready; to wake it, it must be draining or sleeping or asleep"),
+        (("drain", lapsed), "is silent; to drain it, it must be ready"),
+        (("drain", "x"), "there is no sampler 'x'; known: "),
+        (("sleep", one), "cannot sleep: it has just started"),
+    ):
+        refused = run(*words)
+        assert isinstance(refused.exception, SettingsError) and problem in str(refused.exception)
+    assert json.loads(run("wake", one, "--json").stdout)["state"] == "ready"
+    assert set(rows.executors.live(BASE)) == {one, two}
+    versions = [{"version": "tinker://a/weights/b", "bytes": 7}]
+    facts = {"engine": "vLLM", "address": "http://there:1", "cannot_sleep": "", "versions": versions}
+    rows.executors.report(one, facts)
+    assert json.loads(run("show", one, "--json").stdout).items() >= facts.items()
+    assert "http://there:1" in (shown := run("show", one).stdout) and "tinker://a/weights/b: 7 bytes" in shown
+    assert json.loads(run("sleep", one, "--json").stdout)["state"] == "sleeping"
+    assert set(rows.executors.live(BASE)) == {two}
+    assert not rows.executors.change_state(one, "asleep", "ready") and rows.executors.state_of(one) == "sleeping"
+    assert json.loads(run("wake", one, "--json").stdout)["state"] == "waking"
+    rows.sampler(0)  # its process starts again, and has not reported yet
+    assert json.loads(run("show", one, "--json").stdout).items() >= {"engine": None, "versions": []}.items()
+
+
 def test_samplers_that_are_ready_and_alive_are_candidates_with_what_waits_for_them(rows: Rows) -> None:
     one, two = rows.sampler(0), rows.sampler(1)
     rows.sampler(2, state="loading")
@@ -87,7 +134,7 @@ def test_a_sampler_sees_what_it_was_given_and_nothing_else(rows: Rows) -> None:
     found = rows.executors.incoming(BASE, one, 0)
     assert [request.request_id for request in found] == mine
     assert [one_.request_id for one_ in rows.executors.incoming(BASE, one, found[0].arrival)] == mine[1:]
-    assert rows.executors.given_ids(BASE, one) == set(mine)
+    assert rows.executors.pending_ids(BASE, one) == set(mine)
     assert [request.request_id for request in rows.executors.named(one, [*mine[:1], theirs, nobodys])] == mine[:1]
     engine = Ownership(rows.db, BASE, "engine-0")
     assert [arrival.request.request_id for arrival in engine.incoming(0)] == [nobodys], "engines leave theirs alone"

@@ -95,6 +95,7 @@ def joined(seen: list[tuple[str, np.ndarray]]) -> np.ndarray:
     return np.stack([np.concatenate(parts) for parts in layers.values()])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", MIXTURES)
 def test_sampling_and_training_choose_the_same_experts(family: str, tmp_path: Path) -> None:
     found = measured(family, "float32", tmp_path)
@@ -103,6 +104,7 @@ def test_sampling_and_training_choose_the_same_experts(family: str, tmp_path: Pa
     assert found.worst < 1e-4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_in_bfloat16_few_rows_choose_others(family: str, tmp_path: Path) -> None:
     """A choice between experts that are nearly equal falls otherwise where a row was rounded otherwise."""

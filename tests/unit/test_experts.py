@@ -14,10 +14,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from support.properties import examples
-from tinsmith.backends.torch import optim, recompute
-from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target, Trained
-from tinsmith.backends.torch.lora import Switchboard
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch import moe, optim, recompute
+from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, Trained
+from tinsmith.backends.torch.lora import ForwardContext, Routing
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 from tinsmith.types import DimuonParams, LoraSpec
@@ -47,7 +46,7 @@ def made(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExpert
     for parameter in own.parameters():
         nn.init.normal_(parameter, 0, 0.5)
     own = own.to(dtype).requires_grad_(False)
-    return MultiLoRAExperts("mlp.experts", own, Switchboard()), own
+    return MultiLoRAExperts("mlp.experts", own, ForwardContext()), own
 
 
 def adapter(experts: MultiLoRAExperts, seed: int, rank: int, dtype: torch.dtype = torch.float32) -> Adapter:
@@ -67,11 +66,11 @@ def rows(num: int, seed: int = 0) -> Rows:
 
 
 def call(experts: MultiLoRAExperts, routing: Routing, given: Rows) -> Tensor:
-    experts._switchboard.routing = routing
+    experts._context.routing = routing
     try:
         return experts(*given)
     finally:
-        experts._switchboard.routing = None
+        experts._context.routing = None
 
 
 Leaves = dict[int, dict[str, tuple[Tensor, Tensor]]]
@@ -217,10 +216,54 @@ def test_half_precision_is_near(kind: str) -> None:
     assert (found.float() - expected).norm() < 0.03 * expected.norm()
 
 
+@examples(10)
+@given(
+    kind=st.sampled_from(KINDS),
+    parts=st.lists(st.tuples(st.integers(1, 12), st.integers(-1, 2)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_grouped_products_give_what_the_loop_in_float64_gives_and_read_nothing(
+    kind: str, parts: list[tuple[int, int]], seed: int
+) -> None:
+    """On a CPU torch goes through the groups one by one, behind the same checks of strides."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("HIDDEN", 16), ("INNER", 8)):
+            patch.setitem(globals(), name, value)
+        patch.setattr(moe, "has_grouped_products", lambda device: True)
+        patch.setattr(moe, "read", None)
+        experts, own = made(kind, torch.bfloat16)
+        adapters = [adapter(experts, seed + i, rank, torch.bfloat16) for i, rank in enumerate((8, 16, 24))]
+        routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+        given = rows(routing.num_rows, seed)
+        hidden, weights = given.hidden_TD.bfloat16().requires_grad_(), given.weights_Tk.requires_grad_()
+        buffers = [torch.zeros_like(a.flat_P) for a in adapters]
+        for a, buffer in zip(adapters, buffers, strict=True):
+            a.gradients = a.layout.views(buffer)
+        found = call(experts, routing, Rows(hidden, given.index_Tk, weights))
+        leaves = leaves_of(adapters)
+        exact = Rows(
+            hidden.detach().double().requires_grad_(), given.index_Tk, weights.detach().double().requires_grad_()
+        )
+        expected = oracle(own, kind, routing, exact, leaves)
+        grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        found.backward(grad)
+        expected.backward(grad.double())
+        pairs = [(found, expected), (hidden.grad, exact.hidden_TD.grad), (weights.grad, exact.weights_Tk.grad)]
+        for i in {i for _, i in parts if i >= 0}:
+            pairs += [
+                (view, leaf.grad)
+                for name, views in adapters[i].layout.views(buffers[i]).items()
+                for view, leaf in zip(views, leaves[id(adapters[i])][name], strict=True)
+            ]
+        for mine, theirs in pairs:
+            assert mine is not None and theirs is not None
+            assert (mine - theirs).norm() < 0.04 * theirs.norm()
+
+
 def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     experts, _ = made("concatenated")
-    switchboard = experts._switchboard
-    choice = recompute.Recompute("auto", switchboard)
+    context = experts._context
+    choice = recompute.Recompute("auto", context)
     choice.wrap(nn.ModuleList([experts]))
     call(experts, Routing.of([None], [3]), rows(3))
     needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
@@ -232,7 +275,7 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
 
 def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
     # More experts than a matrix has rows or columns.
-    layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, Bank(9, "A", interleaved=False))])
+    layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, ExpertStack(9, "A", interleaved=False))])
     own = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
     before = {name: (a.clone(), b.clone()) for name, (a, b) in own.weights.items()}
     gradient_P = torch.randn(own.layout.numel, generator=torch.Generator().manual_seed(0))
@@ -248,13 +291,13 @@ def test_what_tinker_counts_is_what_an_adapter_has() -> None:
     # Qwen/Qwen3-30B-A3B has 48 layers; the cookbook's table says 14,450,688 weights of the MLP at rank 1.
     with torch.device("meta"):
         own = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128))
-    targets = MultiLoRAExperts("mlp.experts", own, Switchboard()).targets
+    targets = MultiLoRAExperts("mlp.experts", own, ForwardContext()).targets
     shapes = [shape for target in targets for shape in target.shapes(1)]
     assert 48 * sum(torch.Size(shape).numel() for shape in shapes) == 14_450_688
 
 
 def test_experts_of_another_form_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     _, own = made("concatenated")
-    monkeypatch.setattr(own, "has_gate", False)
-    with pytest.raises(SettingsError, match="Qwen3MoeExperts has experts without a gate"):
-        MultiLoRAExperts("mlp.experts", own, Switchboard())
+    monkeypatch.setattr(own, "has_post_expert_norm", True)
+    with pytest.raises(SettingsError, match="Qwen3MoeExperts has a norm after each expert"):
+        MultiLoRAExperts("mlp.experts", own, ForwardContext())

@@ -117,7 +117,7 @@ def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path
     backend.create_model("n", LoraSpec(5, seed=2))
     train(backend, "m", "n")
     adapter = backend._models["m"].adapter
-    assert any(target.bank for target in adapter.layout.targets) == family.experts
+    assert any(target.experts for target in adapter.layout.targets) == family.experts
     assert all(matrix.any() for pair in adapter.weights.values() for matrix in pair), "something was not trained"
     backend.save("m", tmp_path / "saved", optimizer=True)
     backend.publish("m", "v")
@@ -132,6 +132,23 @@ def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path
         assert torch.equal(backend._models[name].adapter.flat_P, adapter.flat_P), name
         backend.load_version(name, tmp_path / name)
         assert torch.equal(backend._versions[name].flat_P, adapter.flat_P), name
+
+
+@pytest.mark.parametrize("how", ["plain", "deterministic", "budget"])
+def test_a_model_without_attention_samples_many_at_once(how: str, tmp_path: Path) -> None:
+    """No layer caches keys and values, so blocks hold nothing and contiguous slots have no layers."""
+    (family,) = (family for family in FAMILIES if family.model_type == "mamba2")
+    shape = make(tmp_path, family)
+    backend = TorchBackend(shape, device="cpu", memory_budget=64 << 20 if how == "budget" else 0)
+    options = SamplerOptions(block_size=4, deterministic=how == "deterministic")
+    sampler = LocalSampler(backend.base, backend._versions, options=options, memory=backend._memory)
+    prompts = {str(number): make_prompt(7 + number) for number in range(6)}
+    found = run(sampler, *(make_sample(name, prompt, GREEDY) for name, prompt in prompts.items()))
+    for name, prompt in prompts.items():
+        answer = found[name].sequences[0]
+        expected = logprobs(reference(shape.path), np.concatenate([prompt, answer.tokens_T]))[len(prompt) - 1 : -1]
+        assert answer.tokens_T.tolist() == expected.argmax(-1).tolist()
+        np.testing.assert_allclose(answer.logprobs_T, expected.max(-1).values, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.model_type in ("qwen3_moe", "gpt_oss", "deepseek_v3")],

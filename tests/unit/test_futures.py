@@ -6,15 +6,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import orjson
 import pytest
 import sqlalchemy as sa
 
-from support.arrived import incoming, waiting_ids
+from support.arrived import incoming, pending_ids
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS
 from tinsmith.errors import EngineFailedError, NotFoundError, SeqIdTakenError, UserError
-from tinsmith.store.futures import Futures, NewFuture, Settlement, Spent
-from tinsmith.store.models import Models, NewModel, log_deletion, unloading
+from tinsmith.store.futures import Futures, FutureUsage, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel, log_deletion, unload_statement
 from tinsmith.types import LoraSpec
 
 MODEL = "s:train:0"
@@ -58,6 +59,19 @@ def test_the_first_body_of_a_number_counts(futures: Futures) -> None:
     futures.submit(new(1, body=b"third"), UserError("too late to refuse"))
     assert futures.bodies([f"{MODEL}:1"]) == {f"{MODEL}:1": b"first"}
     assert futures.outcome("alice", f"{MODEL}:1") is None
+
+
+def test_a_sampler_save_is_sent_again_under_another_number_of_its_sampling_session(futures: Futures) -> None:
+    def save(**fields: object) -> NewFuture:
+        return new(1, kind="save_weights_for_sampler", body=orjson.dumps({"seq_id": 1, **fields}))
+
+    first = save(kind="snapshot", sampling_session_seq_id=9)
+    request_id = futures.submit(first)
+    assert futures.submit(save(kind="snapshot", sampling_session_seq_id=10)) == request_id
+    assert futures.bodies([request_id]) == {request_id: first.body}, "the first number counts"
+    for other in (save(kind="inflight", sampling_session_seq_id=10), save(path="mine")):
+        with pytest.raises(SeqIdTakenError, match="belongs to another request"):
+            futures.submit(other)
 
 
 def test_a_settled_future_never_changes(futures: Futures) -> None:
@@ -135,22 +149,22 @@ def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Fut
         snapshots = model.snapshot_seq_id, model.snapshot_directory
         return len(futures.bodies(ids)), *snapshots, model.previous_snapshot_seq_id, model.previous_snapshot_directory
 
-    assert Models(db).covered(MODEL, 2, "a") is None
+    assert Models(db).record_snapshot(MODEL, 2, "a") is None
     assert state() == (6, 2, "a", None, None)
-    assert Models(db).covered(MODEL, 3, "b") is None
+    assert Models(db).record_snapshot(MODEL, 3, "b") is None
     assert state() == (4, 3, "b", 2, "a")
-    assert Models(db).covered(MODEL, 5, "c") == "a", "nobody needs the third newest"
+    assert Models(db).record_snapshot(MODEL, 5, "c") == "a", "the third newest is not needed"
     assert state() == (3, 5, "c", 3, "b")
-    assert Models(db).covered(MODEL, 4, "late") == "late", "one that was overtaken is of no use"
+    assert Models(db).record_snapshot(MODEL, 4, "late") == "late", "one that was overtaken is of no use"
     assert state() == (3, 5, "c", 3, "b")
     Models(db).forget_snapshot(MODEL, "b")
     assert state() == (3, 5, "c", 3, "b"), "not the newest"
     Models(db).forget_snapshot(MODEL, "c")
     assert state() == (3, 3, "b", None, None)
     with db.write() as connection:
-        connection.execute(unloading(MODEL, "done"))
+        connection.execute(unload_statement(MODEL, "done"))
         connection.execute(log_deletion(MODEL))
-    assert Models(db).covered(MODEL, 6, "too late") == "too late"
+    assert Models(db).record_snapshot(MODEL, 6, "too late") == "too late"
     assert state() == (0, None, None, None, None)
 
 
@@ -162,7 +176,7 @@ def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> Non
     found = incoming(futures._db, "base")
     assert [(request.request_id, request.state) for request in found] == [(pending, "pending"), (refused, "refused")]
     assert [request.request_id for request in incoming(futures._db, "base", found[0].arrival)] == [refused]
-    assert waiting_ids(futures._db, "base") == {pending}
+    assert pending_ids(futures._db, "base") == {pending}
 
 
 def test_results_are_forgotten_with_their_session_and_pending_work_is_not(futures: Futures, db: Database) -> None:
@@ -171,7 +185,7 @@ def test_results_are_forgotten_with_their_session_and_pending_work_is_not(future
     futures.settle([Settlement(settled, b"a", keep_body=True), Settlement(other, b"b")], {})
     deleted: list[str] = []
 
-    def keep(spent: Sequence[Spent]) -> list[sa.Executable]:
+    def keep(spent: Sequence[FutureUsage]) -> list[sa.Executable]:
         deleted.extend(one.request_id for one in spent)
         return []
 

@@ -123,7 +123,7 @@ class Life:
         (arrived,) = ownership.named([settlement.request_id])
         incoming = ownership.incoming(arrived.request.arrival - 1)
         assert [one.request.request_id for one in incoming] == [settlement.request_id]
-        assert ownership.waiting_ids() == {settlement.request_id}
+        assert ownership.pending_ids() == {settlement.request_id}
         futures.bodies([settlement.request_id])
         applied = {self.model: self.number} if settlement.keep_body else {}
         futures.settle([settlement], applied)
@@ -145,7 +145,7 @@ class Life:
 
     def snapshot(self) -> None:
         self.harness.services.futures.log_of(self.model, self.number - 1, self.number)
-        self.harness.services.models.covered(self.model, self.number, f"snapshot-{self.number}")
+        self.harness.services.models.record_snapshot(self.model, self.number, f"snapshot-{self.number}")
 
     def sweep(self) -> None:
         self.janitor.sweep()
@@ -187,7 +187,14 @@ def add_history(harness: Harness, life: Life, first: int) -> None:
         rows[SESSIONS].append(
             whose | ended | {"state": "expired", "reason": "gone", "tags": [], "last_heartbeat_at": LONG_AGO}
         )
-        lora = {"base_model": BASE, "lora_rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": True}
+        lora = {
+            "base_model": BASE,
+            "lora_rank": 4,
+            "train_attn": True,
+            "train_mlp": True,
+            "train_unembed": True,
+            "lora_alpha": 32.0,
+        }
         lora |= {"optimizer_type": "adamw"}
         model = {"model_id": f"{session_id}:train:0", "applied_seq_id": 7, "last_request_at": LONG_AGO}
         rows[MODELS].append(whose | lora | model | {"state": "unloaded", "reason": "gone"})

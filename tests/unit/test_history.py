@@ -23,9 +23,9 @@ from tinsmith.store.history import (
     RecentStep,
     RecentSteps,
     SampleContent,
-    keeping,
+    keep_sample,
     new_sample,
-    thinning,
+    thin_points,
 )
 
 RUN, OTHER = "s:train:0", "s:train:1"
@@ -33,7 +33,7 @@ RUN, OTHER = "s:train:0", "s:train:1"
 
 def record(db: Database, run: str, step: int, **metrics: float) -> None:
     with db.write() as connection:
-        execute(connection, Curves(db).recording(run, step, metrics))
+        execute(connection, Curves(db).step_statement(run, step, metrics))
 
 
 def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
@@ -99,7 +99,7 @@ def test_thinning_leaves_few_points_as_they_are(db: Database) -> None:
     for step in (1, 2, 3):
         record(db, RUN, step, loss=1.0)
     with db.write() as connection:
-        connection.execute(thinning(RUN, "server", 0, 3))
+        connection.execute(thin_points(RUN, "server", 0, 3))
     assert [point.step for point in Curves(db).points(RUN)] == [1, 2, 3]
 
 
@@ -131,13 +131,21 @@ def test_the_last_steps_of_a_base_model_are_kept(db: Database) -> None:
     assert len(steps.newest("other")) == 1
 
 
+def test_snapshots_are_among_the_steps_and_not_shown_as_such(db: Database) -> None:
+    steps = RecentSteps(db)
+    snapshot = RecentStep(3.0, 0.25, 0, 0, 0, 0, {"alice": {RUN: 0}})
+    steps.add("base", [step(1), snapshot, step(2)])
+    assert [one for _, one in steps.newest("base")] == [step(2), step(1)]
+    assert [one for _, one in steps.newest("base", snapshots=True)] == [snapshot]
+
+
 def keep(
     db: Database, number: int, tenant: str = "alice", most: int = 3, *, prompt: list[int], answer: list[int]
 ) -> str:
     content = SampleContent(prompt, 0, {"temperature": 1.0}, [KeptSequence(answer, [-0.5, None], "stop")])
     sample = replace(new_sample(f"{tenant}:sample:0:{number}", tenant, "s", "base", None), prompt_tokens=len(prompt))
     with db.write() as connection:
-        for statement in keeping(sample, content, most):
+        for statement in keep_sample(sample, content, most):
             execute(connection, statement)
     return sample.request_id
 

@@ -15,7 +15,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, trainer
 from tinsmith.backends.torch.batch import Example
 from tinsmith.backends.torch.loss import LossSpec
-from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import F32, AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
 
 READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
@@ -62,25 +62,23 @@ def test_the_guard_counts_reads() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("in_strips", [True, False])
-def test_a_decode_step_of_many_adapters_reads_once(backend: TorchBackend, temperature: float, in_strips: bool) -> None:
-    sampler = backend.sampler
-    assert isinstance(sampler, LocalSampler)
-    if not in_strips:  # as on a device
-        sampler = LocalSampler(backend.base, backend._versions)
-        sampler._strips = None
+@pytest.mark.parametrize("as_on_a_device", [False, True])
+def test_a_decode_step_of_many_adapters_reads_once(
+    backend: TorchBackend, temperature: float, as_on_a_device: bool
+) -> None:
+    sampler = LocalSampler(backend.base, backend._versions, options=SamplerOptions(reads_late=as_on_a_device))
+    if as_on_a_device:
+        sampler._contiguous = None
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
     for index in range(5):
         prompt_T = np.arange(3 + index, dtype=np.int32) + 1
         sampler.submit(Sample(f"s{index}", ("a/1", "b/1", None)[index % 3], prompt_T, 1, params))
-    for _ in range(3):  # prompts, then strips fill
+    for _ in range(3):  # prompts, then contiguous slots fill
         sampler.step()
     for _ in range(3):
         with HostReads() as guard:
             sampler.step()
         assert guard.reads == 1, guard.found
-    for index in range(5):
-        sampler.cancel(f"s{index}")
 
 
 def test_a_training_step_reads_log_probabilities_once_and_an_optimizer_step_norms_once(

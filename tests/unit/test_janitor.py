@@ -11,9 +11,10 @@ import sqlalchemy as sa
 
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
 from tinsmith.errors import NotFoundError
-from tinsmith.server.janitor import UNNAMED_AGE_S, Janitor, SweptParts
+from tinsmith.server import janitor as janitor_module
+from tinsmith.server.janitor import UNREFERENCED_AGE_S, Janitor, SweptParts
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store import custom_losses, recorded_sequences
@@ -105,6 +106,31 @@ def test_a_negative_timeout_closes_nobody(db: Database, parts: SweptParts, tmp_p
     assert parts.sessions.get(TENANT, session_id).state == "active"
 
 
+def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
+    db: Database, parts: SweptParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id = silent_session(db, parts)
+    ref = CheckpointRef(f"{session_id}:train:0", "weights", "old")
+    directory, num_bytes = parts.checkpoints.files.write(lambda target: None)
+    with db.write() as connection:
+        for statement in completion(NewCheckpoint(ref, TENANT, "base", LoraSpec(4)), directory, num_bytes):
+            connection.execute(statement)
+        connection.execute(CHECKPOINTS.update().values(expires_at=now() - 60))
+    monkeypatch.setattr(janitor_module, "SWEEP_S", 0.001)
+    janitor = janitor_of(parts, tmp_path, session_sweep_s=-1.0)
+
+    async def run() -> None:
+        sweeping = asyncio.create_task(janitor.run())
+        async with asyncio.timeout(60):
+            while parts.checkpoints.files.path(directory).exists():
+                assert not sweeping.done()
+                await asyncio.sleep(0.005)
+        sweeping.cancel()
+
+    asyncio.run(run())
+    assert parts.sessions.get(TENANT, session_id).state == "active"
+
+
 def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: SweptParts, tmp_path: Path) -> None:
     kept: dict[str, str] = {}
     for session_id in (silent_session(db, parts), silent_session(db, parts, silent_s=1.0)):
@@ -147,7 +173,7 @@ def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_tha
     old, fresh = (parts.checkpoints.files.write(lambda target: None)[0] for _ in range(2))
     directory = parts.checkpoints.files.path(old)
     for path in (*directory.iterdir(), directory):
-        os.utime(path, (now() - UNNAMED_AGE_S - 60,) * 2)
+        os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
     janitor = janitor_of(parts, tmp_path)
     janitor.sweep()
     assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]
@@ -167,10 +193,10 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
             parts.samplers.written(version_id, named[0])
         else:
             for seq_id, directory in enumerate(named):
-                parts.models.covered(model_id, seq_id, directory)
+                parts.models.record_snapshot(model_id, seq_id, directory)
         for path in (*root.path(unnamed).parent.glob("*/*"), *root.path(unnamed).parent.glob("*")):
             if fresh not in str(path):
-                os.utime(path, (now() - UNNAMED_AGE_S - 60,) * 2)
+                os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
         kept[name] = {*named, fresh}
     janitor_of(parts, tmp_path).sweep()
     for name, names in kept.items():

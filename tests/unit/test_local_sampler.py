@@ -28,12 +28,12 @@ from support.local_sampling import (
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.samplers.local import scoring
+from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.samplers.local.kv_cache import noted_layers
+from tinsmith.samplers.local.kv_cache import probe_layers
 from tinsmith.samplers.local.states import state_bytes
 from tinsmith.types import Sample, SampleResult, SamplingParams
 
@@ -168,7 +168,7 @@ def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str,
         assert_same(together[sample.request_id], alone(base, sample, versions), BOUNDS[arch])
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("arch", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.extended)])
 @examples(8)
 @given(
     seed=st.integers(0, 10_000),
@@ -188,7 +188,7 @@ def test_neither_company_nor_chunks_nor_memory_change_an_answer(
 ):
     base, rng = bases[arch], np.random.default_rng(seed)
     versions = {"v1": make_adapter(base, 1), "v2": make_adapter(base, 2)}
-    token_bytes, states = LocalSampler(base, {})._cache.token_bytes, 16 * state_bytes(noted_layers(base))
+    token_bytes, states = LocalSampler(base, {})._cache.token_bytes, 16 * state_bytes(probe_layers(base))
     options = SamplerOptions(
         block_size=block_size,
         max_sequences=max_sequences,
@@ -281,7 +281,7 @@ def test_an_answer_that_stops_on_its_last_allowed_token_stopped(base: BaseModel)
 def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
     base: BaseModel, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scoring, "SCORED_NUMBERS", 5 * base.vocab_size)
+    monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * base.vocab_size)
     rows: list[int] = []
     logits = base.logits
 
@@ -397,7 +397,7 @@ def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[st
     base = bases[arch]
     versions = {"good": make_adapter(base, 1), "bad": _poisoned(base, value)}
     # 20 blocks: the poisoned blocks are handed on to the others.
-    num_bytes = 80 * LocalSampler(base, {})._cache.token_bytes + 16 * state_bytes(noted_layers(base))
+    num_bytes = 80 * LocalSampler(base, {})._cache.token_bytes + 16 * state_bytes(probe_layers(base))
     options = SamplerOptions(block_size=4, kv_cache_bytes=num_bytes, max_tokens_per_step=16)
     sampler = LocalSampler(base, versions, options=options)
     samples = [

@@ -19,8 +19,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
-from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import norms_and_steps, step_together
 from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
@@ -37,30 +36,32 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3")
 
 
-def adapter(rank: int, target: Target, seed: int) -> Adapter:
+def adapter(rank: int, target: Target, seed: int, alpha: float = 32.0) -> Adapter:
     layout = Layout.of(rank, [target])
     flat = torch.zeros(layout.numel)
     for a, b in layout.views(flat).values():
         generator = torch.Generator().manual_seed(seed)
         a.copy_(torch.randn(a.shape, generator=generator))
         b.copy_(torch.randn(b.shape, generator=generator))
-    return Adapter(LoraSpec(rank), layout, flat, torch.float32)
+    return Adapter(LoraSpec(rank, alpha=alpha), layout, flat, torch.float32)
 
 
 @examples(40)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 3)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 4)), min_size=1, max_size=6),
     st.booleans(),
     st.integers(0, 2**32 - 1),
 )
 def test_each_row_meets_its_own_adapter_only(parts: list[tuple[int, int]], bias: bool, seed: int) -> None:
     target = Target("x", "mlp", 6, 10)
-    owners = [adapter(rank, target, rank) for rank in (1, 2, 5, 16)]
+    alphas = {1: 32.0, 2: 32.0, 5: 3.5, 16: 80.0}
+    owners = [adapter(rank, target, rank, alpha) for rank, alpha in alphas.items()]
+    owners.append(adapter(2, target, 9, alpha=7.0))  # of the layout of another, and not of its scale
     generator = torch.Generator().manual_seed(seed)
     linear = nn.Linear(6, 10, bias=bias).requires_grad_(False)
-    board = Switchboard()
-    module = MultiLoRALinear("x", "mlp", linear, board)
-    board.routing = Routing.of([owners[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+    context = ForwardContext()
+    module = MultiLoRALinear("x", "mlp", linear, context)
+    context.routing = Routing.of([owners[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
     x = torch.randn(sum(n for n, _ in parts), 6, generator=generator).requires_grad_()
     gradients = [torch.zeros_like(owner.flat_P) for owner in owners]
     for owner, gradient in zip(owners, gradients, strict=True):
@@ -75,7 +76,11 @@ def test_each_row_meets_its_own_adapter_only(parts: list[tuple[int, int]], bias:
     for n, i in parts:
         own = x64[start : start + n]
         base = own @ linear.weight.double().t() + (linear.bias.double() if bias else 0)
-        rows.append(base if i < 0 else base + 32 / owners[i].layout.rank * own @ pairs[i][0].t() @ pairs[i][1].t())
+        rows.append(
+            base
+            if i < 0
+            else base + owners[i].spec.alpha / owners[i].layout.rank * own @ pairs[i][0].t() @ pairs[i][1].t()
+        )
         start += n
     expected = torch.cat(rows)
     expected.backward(grad.double())
@@ -174,7 +179,7 @@ def peft_model(shape: ModelShape, backend: TorchBackend, model_id: str) -> nn.Mo
     base = AutoModelForCausalLM.from_pretrained(shape.path)
     owner = backend._models[model_id].adapter
     config = peft.LoraConfig(
-        r=owner.layout.rank, lora_alpha=32, lora_dropout=0.0, task_type="CAUSAL_LM",
+        r=owner.layout.rank, lora_alpha=owner.spec.alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
         target_modules=[t.name for t in owner.layout.targets],
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -188,10 +193,10 @@ def peft_model(shape: ModelShape, backend: TorchBackend, model_id: str) -> nn.Mo
     return model
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float) -> None:
+@pytest.mark.parametrize(("clip", "alpha"), [(0.0, 32.0), (0.5, 32.0), (0.5, 5.0)])
+def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float, alpha: float) -> None:
     backend, rng = TorchBackend(qwen, device="cpu"), np.random.default_rng(0)
-    spec = LoraSpec(8, seed=3)
+    spec = LoraSpec(8, seed=3, alpha=alpha)
     backend.create_model("m", spec)
     model = peft_model(qwen, backend, "m")
     params = AdamParams(2e-3, 0.9, 0.95, 1e-8, 0.1, clip)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.backends.torch import lora_ops
+from tinsmith.backends.torch import lora
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.lora_ops import BATCHED_NUMBERS, Routing, Site
+from tinsmith.backends.torch.lora import BATCHED_NUMBERS, LoRADelta, Routing
 from tinsmith.types import LoraSpec
 
 
@@ -36,15 +36,15 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
 ) -> None:
     """Ragged and equal lengths, two ranks, and every gradient added twice."""
     owners = [make(sizes, rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
-    site = Site(owners[0].layout.targets)
+    delta = LoRADelta(owners[0].layout.targets)
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(length for length, _ in parts)
     x_TI, grad_TO = (torch.randn(num_rows, size, generator=generator).to(dtype) for size in (sizes[0], sum(sizes[1])))
     gradients = [owner.open_gradients() for owner in owners]
     y_TO, grad_TI = torch.zeros_like(grad_TO), torch.zeros_like(x_TI)
     for _ in range(2):
-        work = site.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
-        site.backward_(grad_TI, grad_TO, x_TI, work, site.forward_(y_TO, x_TI, work))
+        work = delta.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
+        delta.backward_(grad_TI, grad_TO, x_TI, work, delta.forward_(y_TO, x_TI, work))
     expected_TO, expected_TI = torch.zeros_like(y_TO).double(), torch.zeros_like(x_TI).double()
     expected_P = [torch.zeros(owner.layout.numel, dtype=torch.float64) for owner in owners]
     start = 0
@@ -78,7 +78,7 @@ def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
     parts: list[tuple[int, int]], dtype: torch.dtype, equal: bool, seed: int
 ) -> None:
     owners = [make((24, (16, 8, 8)), rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
-    site = Site(owners[0].layout.targets)
+    delta = LoRADelta(owners[0].layout.targets)
     generator = torch.Generator().manual_seed(seed)
     lengths = [2 if equal else length for length, _ in parts]
     x_TI = torch.randn(sum(lengths), 24, generator=generator).to(dtype)
@@ -88,23 +88,23 @@ def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
             owners[0].flat_P.mul_(1.5)
             owners[0].refresh()
         expected_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
-        site.reference_(expected_TO, x_TI, Routing.of(chosen, lengths))
+        delta.reference_(expected_TO, x_TI, Routing.of(chosen, lengths))
         with torch.inference_mode():
             for _ in range(3):
                 found_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
-                site.forward_(found_TO, x_TI, site.work(Routing.of(chosen, lengths)))
+                delta.forward_(found_TO, x_TI, delta.work(Routing.of(chosen, lengths)))
                 error = float((found_TO - expected_TO).norm())
                 assert error <= (1e-5 if dtype == torch.float32 else 0.02) * max(float(expected_TO.norm()), 1e-6)
 
 
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
-    bmm, add_products_ = torch.bmm, lora_ops.add_products_
+    bmm, add_products_ = torch.bmm, lora.add_products_
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched.append(len(a)) or bmm(a, b))
-    monkeypatch.setattr(lora_ops, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
+    monkeypatch.setattr(lora, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
-        site = Site(owners[0].layout.targets)
-        work = site.work(Routing.of(owners, [4, 4]))
-        site.forward_(torch.zeros(8, sum(LARGE[1]), dtype=dtype), torch.zeros(8, 128, dtype=dtype), work)
+        delta = LoRADelta(owners[0].layout.targets)
+        work = delta.work(Routing.of(owners, [4, 4]))
+        delta.forward_(torch.zeros(8, sum(LARGE[1]), dtype=dtype), torch.zeros(8, 128, dtype=dtype), work)
         assert batched == expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.float64_reference import loss
 from support.properties import examples
 from tinsmith.errors import UserError
-from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, check_pass, dense, resolve_config
+from tinsmith.losses import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, LOSSES, ROLLOUT_MAX, check_pass, dense, resolve_config
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import Array, Datum, ModelShape, Pass, SparseRows
 
@@ -118,6 +118,13 @@ REFUSED: list[tuple[Pass, str]] = [
      "loss_fn_config['beta'] is -1.0; it must be finite and not negative"),
     (pass_of(policy(), loss_fn="ppo", config={CLIP_LOW: 1.5}),
      "clip_low_threshold 1.5 is above clip_high_threshold 1.2"),
+    (pass_of(policy(), loss_fn="ppo", config={DUAL_CLIP: 1.0}),
+     "loss_fn_config['dual_clip_threshold'] is 1.0; it must be greater than 1, for example 3, or 0 (off)"),
+    (pass_of(policy(), loss_fn="cispo", config={DUAL_CLIP: 3.0}), "'dual_clip_threshold'] is not a setting of cispo"),
+    (pass_of(policy(), loss_fn="cispo", config={ROLLOUT_MAX: 0.0}),
+     "loss_fn_config['rollout_ratio_max'] is 0.0; it must be greater than 0"),
+    (pass_of(policy(rollout_logprobs=np.array([0, np.nan, 0], F32)), loss_fn="ppo"), "['rollout_logprobs'] holds nan"),
+    (pass_of(policy(rollout_logprobs=np.zeros(2, F32)), loss_fn="gspo"), "['rollout_logprobs'] has shape [2]"),
     (pass_of(), "data is empty"),
     (pass_of(plain(), plain((), (), ())), "data[1].model_input has no tokens"),
     (pass_of(plain(range(9), range(9), [1.0] * 9)), "data[0].model_input has 9 tokens; base takes at most 8"),
@@ -151,9 +158,9 @@ REFUSED: list[tuple[Pass, str]] = [
     (pass_of(policy(sequence_ratio_mask=np.zeros(3, F32)), loss_fn="gspo"),
      "['sequence_ratio_mask'] is zero everywhere"),
     (pass_of(two_sparse(sparse(2, 3, [0, 2, 1], [0, 2], [7, 9]))),
-     "crow_indices must be 3 numbers that rise from 0 to the 2 values"),
-    (pass_of(two_sparse(sparse(2, 3, [0, 2], [0, 2], [7, 9]))), "crow_indices must be 3 numbers"),
-    (pass_of(two_sparse(sparse(2, 3, [0, 1, 3], [0, 2], [7, 9]))), "crow_indices must be 3 numbers"),
+     "crow_indices must be 3 ascending numbers from 0 to 2"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 2], [0, 2], [7, 9]))), "crow_indices must be 3 ascending numbers"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 1, 3], [0, 2], [7, 9]))), "crow_indices must be 3 ascending numbers"),
     (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 3], [7, 9]))),
      "col_indices reach from 0 to 3; they must lie in [0, 3)"),
     (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0], [7, 9]))), "has 1 col_indices for 2 values"),
@@ -174,11 +181,12 @@ def test_what_cannot_be_computed_is_refused_by_name(bad: Pass, message: str) -> 
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    assert resolve_config(pass_of(loss_fn="ppo")) == {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
-    assert resolve_config(pass_of(loss_fn="cispo")) == {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}
+    ppo = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, DUAL_CLIP: 0.0, ROLLOUT_MAX: 2.0}
+    assert resolve_config(pass_of(loss_fn="ppo")) == ppo
+    assert resolve_config(pass_of(loss_fn="cispo")) == {CLIP_LOW: 0.0, CLIP_HIGH: 4.0, ROLLOUT_MAX: 2.0}
     assert resolve_config(pass_of(loss_fn="dro")) == {"beta": 0.05}
-    assert resolve_config(pass_of(loss_fn="gspo")) == {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4}
-    assert resolve_config(pass_of(loss_fn="ppo", config={CLIP_HIGH: 3.0})) == {CLIP_LOW: 0.8, CLIP_HIGH: 3.0}
+    assert resolve_config(pass_of(loss_fn="gspo")) == {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4, ROLLOUT_MAX: 2.0}
+    assert resolve_config(pass_of(loss_fn="ppo", config={CLIP_HIGH: 3.0})) == ppo | {CLIP_HIGH: 3.0}
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))

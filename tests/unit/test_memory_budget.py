@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import structlog
 import tinker
 import torch
 from hypothesis import given
@@ -30,7 +34,7 @@ from tinsmith.backends.torch.memory import (
     OverBudgetError,
 )
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.engine.__main__ import check_fit
+from tinsmith.engine.__main__ import _free_bytes, check_fit, choose_degrees
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import BlockPool, chain_key, root_key
@@ -275,6 +279,7 @@ class Run:
         return self.backend._models["m"].adapter.flat_P
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("deterministic", ["on", "off"])
 def test_a_budget_that_cannot_hold_both_changes_no_result(shape: ModelShape, deterministic: str) -> None:
     free = Run(shape, deterministic=deterministic, recompute="off").go()
@@ -386,7 +391,7 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
     backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     trained, before = backend._models["m"], backend._memory.use()[MODELS]
     moments = [moment.clone() for moment in trained.moments or ()]
-    assert before - trained.park() == backend._memory.use()[MODELS] < before
+    assert before - trained.offload() == backend._memory.use()[MODELS] < before
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained.moments_or_zeros(2), moments, strict=True))
     assert backend._memory.use()[MODELS] == before
 
@@ -401,6 +406,7 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
         ({"memory_budget": "6GiB", "data_parallel": 2}, "memory_budget is for an engine on one device"),
         ({"memory_budget": "6GiB", "backend": "fake"}, "memory_budget is for an engine on one device"),
         ({"data_parallel": 2, "shard_base": True, "quantize": "nf4"}, "quantised"),
+        ({"context_parallel": 2, "shard_base": True, "quantize": "nf4"}, "quantised"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
@@ -412,10 +418,106 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
 
 def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (2**30, True))
-    with pytest.raises(SettingsError, match=r"needs .* GiB of each device.*there is 1\.0 GiB: .* GiB less"):
+    with pytest.raises(SettingsError, match=r"needs .* GiB on each device.*it has 1\.0 GiB, .* GiB too little"):
         check_fit(Settings(), shape)
     monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (8 * 2**30, True))
     check_fit(Settings(), shape)
+
+
+def test_a_gpu_is_checked_by_the_memory_that_is_free_on_it(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def mem_get_info(device: object) -> tuple[int, int]:
+        asked.append(device)
+        return 2**30, 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for device in ("auto", "cuda:3"):
+        with pytest.raises(SettingsError, match=r"it has 1\.0 GiB"):
+            check_fit(Settings(device=device), shape)
+    assert asked == [0, "cuda:3"]
+    check_fit(Settings(sampler="vllm", sampler_shares_device=True), shape)  # vLLM has the rest, and gives it back
+
+
+# How an engine divides a model over the GPUs of its machine.
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Free memory of each, for tests to fill."""
+    free: list[int] = []
+    monkeypatch.setattr("tinsmith.engine.__main__._free_bytes", lambda _settings: free)
+    return free
+
+
+def test_an_engine_without_degrees_takes_the_plans_for_the_free_memory_and_says_why(
+    shape: ModelShape, gpus: list[int], tmp_path: Path
+) -> None:
+    gpus[:] = [80 * GIB, 3 * GIB, 80 * GIB, 80 * GIB]
+    with structlog.testing.capture_logs() as logs:
+        chosen = choose_degrees(Settings(), shape, "engine")
+    assert (chosen.data_parallel, chosen.tensor_parallel, chosen.shard_base) == (4, 1, False)
+    assert chosen.resolved_backend == "sharded"
+    (told,) = logs
+    assert told["layout"] == "data parallel 4 x tensor parallel 1" and told["devices"] == 4
+    assert told["free"] == "3.0 GiB" and "trains a share of each step's sequences" in told["reason"]
+    # A larger model: what fits into the total does not fit into what is free, and is divided.
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "head_dim": 128}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 36, "vocab_size": 151936}
+    config |= {"intermediate_size": 12288, "torch_dtype": "bfloat16", "max_position_embeddings": 40960}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    large = replace(shape, path=str(tmp_path))
+    layouts = {}
+    for free in (80, 15):
+        gpus[:] = [80 * GIB, free * GIB]
+        chosen = choose_degrees(Settings(dtype="bfloat16"), large, "engine")
+        layouts[free] = chosen.data_parallel, chosen.tensor_parallel
+    assert layouts == {80: (2, 1), 15: (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data_parallel": 1}, ""),
+        ({"tensor_parallel": 2}, ""),
+        ({"backend": "fake"}, ""),
+        ({"engines": 2}, "2 engines and samplers share this machine"),
+        ({"samplers": 1}, "2 engines and samplers share this machine"),
+        ({"models": ("a", "b")}, "2 engines and samplers share this machine"),
+        ({"sampler": "vllm"}, "vllm needs a device of its own"),
+        ({"deterministic": True}, "deterministic needs one device"),
+        ({"memory_budget": "6GiB"}, "memory_budget is for one device"),
+    ],
+)
+def test_given_degrees_and_shared_machines_are_left_as_they_are(
+    shape: ModelShape, gpus: list[int], given: dict[str, object], words: str
+) -> None:
+    gpus[:] = [80 * GIB] * 8
+    settings = Settings.model_validate(given)
+    with structlog.testing.capture_logs() as logs:
+        assert choose_degrees(settings, shape, "engine") == settings
+    assert [each["reason"] for each in logs] == [words] * bool(words)
+    assert choose_degrees(Settings(), shape, "sampler") == Settings()
+    gpus[:] = [80 * GIB]
+    assert choose_degrees(Settings(), shape, "engine") == Settings()
+
+
+def test_the_free_memory_of_each_gpu_is_asked_by_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no CUDA context stays on devices of other ranks. The child's torch is one that says what it is to."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: pytest.fail("asked in the engine's own process"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script = "class cuda:\n  device_count = lambda: 2\n  mem_get_info = lambda i: ((5 + i) << 30, 80 << 30)\n"
+    (tmp_path / "torch.py").write_text(script)
+    assert _free_bytes(Settings()) == [5 * GIB, 6 * GIB]
+    assert _free_bytes(Settings(device="cuda:1")) == [] == _free_bytes(Settings(device="cpu"))
+    (tmp_path / "torch.py").write_text("raise RuntimeError('no driver')")
+    with pytest.raises(SettingsError, match=r"unknown \(RuntimeError: no driver\); give --data-parallel"):
+        _free_bytes(Settings())
 
 
 @pytest.fixture(scope="module")

@@ -236,7 +236,7 @@ def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
     whole = weights.read_bytes()
     for content in (whole[:-8], whole + b"x", b"", b"\xff" * 100):
         weights.write_bytes(content)
-        with pytest.raises(UserError, match=r"adapter_model.safetensors (is not a whole|has a header of)"):
+        with pytest.raises(UserError, match=r"adapter_model.safetensors (is not a complete|has a header of)"):
             adapters.read(adapter)
     weights.rename(adapter / "adapter_model.bin")
     with pytest.raises(UserError, match=r"there is no adapter_model.safetensors, only adapter_model.bin"):

@@ -191,11 +191,13 @@ def tiny_recipe() -> train.Recipe:
     )
 
 
+@pytest.mark.extended
 def test_the_same_recipe_gives_the_same_weights() -> None:
     first, second = (train.train(tiny_recipe())[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.extended
 def test_the_second_stage_can_run_from_the_saved_first(tmp_path: Path) -> None:
     whole, _ = train.train(tiny_recipe())
     first_stage, trained = train.pretrain(tiny_recipe())

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.ownership import EngineRouter, Ownership, preferred
+from tinsmith.cluster.ownership import EngineRouter, Ownership, preferred_engine
 from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import MODELS
 from tinsmith.store.futures import Futures, NewFuture, Settlement
-from tinsmith.store.models import Models, NewModel, unloading
+from tinsmith.store.models import Models, NewModel, unload_statement
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.types import LoraSpec
 
@@ -62,9 +62,9 @@ def test_a_claim_takes_the_run_with_all_its_requests(db: Database, one: Ownershi
     assert seen(one) == seen(two) == [(first, True), (second, True)]
     assert one.claim([first]) == {first}
     assert seen(one) == [(first, False), (second, False)]
-    assert seen(two) == [] and two.named([first, second]) == [] and two.waiting_ids() == set()
+    assert seen(two) == [] and two.named([first, second]) == [] and two.pending_ids() == set()
     assert two.claim([first, second]) == set()
-    assert one.waiting_ids() == {first, second}
+    assert one.pending_ids() == {first, second}
     assert one.claim([first, second]) == {first, second}, "claiming what is one's own changes nothing"
 
 
@@ -101,7 +101,7 @@ def test_a_sample_of_a_run_that_was_unloaded_is_whoevers(db: Database, one: Owne
     make_run(db, engine_id="engine-one")
     SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
     with db.write() as connection:
-        connection.execute(unloading(RUN, "the client unloaded it"))
+        connection.execute(unload_statement(RUN, "the client unloaded it"))
     asked = sample(db, "s:sample:0", 0)
     assert seen(one) == seen(two) == [(asked, True)]
     assert two.claim([asked]) == {asked}
@@ -140,10 +140,10 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
 
 def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
     engines = ["a", "b", "c"]
-    chosen = {run: preferred(run, engines) for run in map(str, range(900))}
-    assert chosen == {run: preferred(run, engines[::-1]) for run in chosen}
+    chosen = {run: preferred_engine(run, engines) for run in map(str, range(900))}
+    assert chosen == {run: preferred_engine(run, engines[::-1]) for run in chosen}
     assert all(200 < count < 400 for count in Counter(chosen.values()).values())
-    fewer = {run: preferred(run, ["a", "b"]) for run in chosen}
+    fewer = {run: preferred_engine(run, ["a", "b"]) for run in chosen}
     assert all(fewer[run] == engine for run, engine in chosen.items() if engine != "c")
 
 

@@ -23,7 +23,7 @@ LAYER = "base_model.model.model.layers.0"
 
 
 def backend_of(family: str, directory: Path) -> TorchBackend:
-    (found,) = (each for each in FAMILIES if each.model_type == family)
+    found = next(each for each in FAMILIES if each.model_type == family)
     backend = TorchBackend(make(directory, found), device="cpu")
     backend.create_model("m", LoraSpec(2, seed=1))
     backend._models["m"].adapter.flat_P.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
@@ -93,5 +93,5 @@ def test_an_adapter_that_changes_outputs_without_one_is_refused(tmp_path: Path) 
     tensors = load_file(tmp_path / "peft" / WEIGHTS_FILE)
     tensors[f"{LAYER}.mixer.in_proj.lora_B.weight"][-1, 0] = 1.0
     save_file(tensors, tmp_path / "peft" / WEIGHTS_FILE)
-    with pytest.raises(UserError, match=r"mixer\.in_proj: here gate_proj, x_proj carry an adapter each"):
+    with pytest.raises(UserError, match=r"mixer\.in_proj: here gate_proj, x_proj carry one adapter each"):
         backend.load_version("v", tmp_path / "peft")

@@ -25,10 +25,10 @@ from support.local_sampling import (
     run,
 )
 from support.properties import examples
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
-from tinsmith.samplers.local import scoring
+from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.prompt_logprobs import PromptScores
 from tinsmith.samplers.local.sampling import draw_each, uniform, uniforms
@@ -106,7 +106,7 @@ def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.T
 def test_everything_at_once_is_what_transformers_says(
     bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool, sparse: bool, monkeypatch
 ):
-    monkeypatch.setattr(scoring, "SCORED_NUMBERS", 5 * bases[arch].vocab_size)
+    monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * bases[arch].vocab_size)
     adapter = make_adapter(bases[arch], 5) if adapted else None
     model, rng = reference_model(model_dirs[arch], adapter), np.random.default_rng(int(adapted) + 2 * int(sparse))
     sampler = LocalSampler(

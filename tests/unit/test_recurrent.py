@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from support.families import FAMILIES, Family, build, make
 from support.properties import examples
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
-from tinsmith.backends.torch.lora import Switchboard
-from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.lora import ForwardContext, Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
@@ -30,7 +29,7 @@ from tinsmith.samplers.local.states import (
     Recurrence,
     SequencePiece,
     SequenceState,
-    StateRoom,
+    StateBudget,
     StateSnapshots,
     cuts_between,
 )
@@ -46,7 +45,7 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 class Layer(NamedTuple):
     mixer: SequenceMixer
     module: nn.Module
-    board: Switchboard
+    board: ForwardContext
     hidden: int
 
     def rows(self, lengths: list[int], seed: int) -> Tensor:
@@ -67,7 +66,7 @@ _layers: dict[str, Layer] = {}
 def layer_of(family: str) -> Layer:
     if family not in _layers:
         decoder = build(STATEFUL[family]).double().eval().get_decoder()
-        board = Switchboard()
+        board = ForwardContext()
         mixer = wrap_mixers(decoder, board)[0]
         module = next(own for own in decoder.modules() if is_mixer(own))
         _layers[family] = Layer(mixer, module, board, decoder.config.hidden_size)
@@ -135,7 +134,7 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
 def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
     """What lies behind a cut is computed again from the state at it."""
     for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
-        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.apart()], [set()])
+        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshared()], [set()])
         assert_close(again, y_LD[cut:])
 
 
@@ -270,10 +269,10 @@ def test_snapshots_are_bounded_and_the_one_used_longest_ago_goes() -> None:
 
 
 def test_states_take_at_most_half_of_a_cache_and_one_sequence_always_runs() -> None:
-    assert StateRoom.of(0, 1000, 8) == (8, 0, 0)
-    assert StateRoom.of(10, 1000, 8) == (8, 12, 360)
-    assert StateRoom.of(10, 1000, 256) == (12, 12, 480)
-    assert StateRoom.of(10, 15, 256) == (1, 0, 30)
+    assert StateBudget.of(0, 1000, 8) == (8, 0, 0)
+    assert StateBudget.of(10, 1000, 8) == (8, 12, 360)
+    assert StateBudget.of(10, 1000, 256) == (12, 12, 480)
+    assert StateBudget.of(10, 15, 256) == (1, 0, 30)
 
 
 def test_cuts_are_those_strictly_within_a_span() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinsmith.samplers.local import sampling
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, invert, top_rows, uniform
 
 
@@ -130,6 +131,18 @@ def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_
         frequencies = _frequencies(logits, 4_000, top_k=top_k, top_p=top_p)
         np.testing.assert_allclose(frequencies, expected, atol=1.01 / 4_000)
         assert not frequencies[expected == 0].any()
+
+
+def test_rows_that_are_sorted_whole_give_the_tokens_that_candidates_give():
+    """As on a device, where the host does not ask which rows need more than the candidates."""
+    rng, num_vocab = np.random.default_rng(3), 1000
+    weights_RV = torch.from_numpy(rng.standard_normal((400, num_vocab)).astype(np.float32) * 3).exp()
+    top_k_R = torch.from_numpy(rng.choice([num_vocab, 3, 100, 300], 400)).double()
+    top_p_R = torch.from_numpy(rng.choice([1.0, 0.3, 0.9, 0.999], 400))
+    given = weights_RV, weights_RV.double().sum(-1), top_k_R, top_p_R, torch.from_numpy(rng.random(400))
+    by_candidates = sampling._draw_truncated(*given, sampling.CANDIDATES, is_known=False)
+    assert by_candidates.unique().numel() > 100
+    assert torch.equal(sampling._draw_truncated(*given, num_vocab, is_known=True), by_candidates)
 
 
 def test_hashed_uniforms_give_the_right_frequencies_by_chi_square():

@@ -106,4 +106,4 @@ def test_the_past_does_not_grow_with_time(rule, steps) -> None:
         now += seconds
         past = dict(wanted({"engine": {"base": waiting}}, {"engine": rule}, past, now).past)
         horizon = now - max(rule.up_after_s, rule.down_after_s)
-        assert sum(at <= horizon for at, _ in past["engine"].looks) <= 1
+        assert sum(at <= horizon for at, _ in past["engine"].samples) <= 1

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from support import tiny_models
 from tinsmith.backends.torch.attention import AttentionProbe
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import check_config, check_layers, refusing
 from tinsmith.base_models import read_shape
 from tinsmith.errors import SettingsError
+from tinsmith.plan import memory
+from tinsmith.plan.architecture import read_directory, stored_dtype
 from tinsmith.types import ModelShape
 
 SHAPE = ModelShape("tiny/x", "/nowhere", 300, 256, "XForCausalLM")
@@ -92,3 +95,51 @@ def test_the_context_of_longrope_is_its_original_length(text: dict[str, object],
     assert read_shape("x", tmp_path).max_context_length == 64
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     assert read_shape("x", tmp_path).max_context_length == 256
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        ({"model_type": "gpt_bigcode", "n_positions": 128}, 128),
+        ({"model_type": "deepseek_v32", "max_position_embeddings": 163_840, "index_topk": 1024}, 1024),
+        ({"model_type": "glm_moe_dsa", "max_position_embeddings": 163_840}, 2048),
+        ({"model_type": "deepseek_v32", "max_position_embeddings": 512}, 512),
+    ],
+)
+def test_the_longest_sequence_of_other_families(config: dict[str, object], context: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, **config}))
+    assert read_shape("x", tmp_path).max_context_length == context
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stored", "bfloat16_cpu", "expected"),
+    [
+        ("auto", torch.bfloat16, True, torch.bfloat16),
+        ("auto", torch.bfloat16, False, torch.float32),
+        ("auto", torch.float32, True, torch.float32),
+        ("float32", torch.bfloat16, True, torch.float32),
+        ("bfloat16", torch.float32, False, torch.bfloat16),
+    ],
+)
+def test_a_cpu_keeps_the_dtype_of_the_checkpoint_if_it_can_multiply_it(
+    wanted: str,
+    stored: torch.dtype,
+    bfloat16_cpu: bool,
+    expected: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: bfloat16_cpu)
+    shape = tiny_models.make(tmp_path, seed=1)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=stored).save_pretrained(tmp_path)
+    base = BaseModel.load(shape, device="cpu", dtype=wanted)
+    assert base.dtype == expected
+    planned = memory.choose_dtype(wanted, cuda=False, stored=read_directory(tmp_path).stored)
+    assert getattr(torch, planned) == expected, "the plan counts with the dtype that the backend loads"
+
+
+def test_the_dtype_of_a_checkpoint_is_found_in_all_forms_of_a_configuration() -> None:
+    assert stored_dtype({"torch_dtype": "bfloat16"}) == "bfloat16"
+    assert stored_dtype({"text_config": {"dtype": "float16"}}) == "float16"
+    assert stored_dtype({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}) == "float32"
+    assert stored_dtype({"model_type": "qwen3"}) == ""

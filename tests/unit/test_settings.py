@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tinsmith.cli import main as cli
 from tinsmith.errors import SettingsError
-from tinsmith.settings import KEPT_PRODUCTS, engine_environment, load
+from tinsmith.settings import KEPT_PRODUCTS, Settings, engine_environment, load
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,11 +21,13 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
 
 def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINSMITH_PROT", "9000")
-    with pytest.raises(SettingsError, match=r"TINSMITH_PROT, which is no setting; the nearest: .*TINSMITH_PORT"):
+    with pytest.raises(SettingsError, match=r"TINSMITH_PROT, which is not a setting; did you mean: .*TINSMITH_PORT"):
         load({})
     monkeypatch.delenv("TINSMITH_PROT")
     monkeypatch.setenv("TINSMITH_ZZZZZZZZ", "1")
-    with pytest.raises(SettingsError, match=r"TINSMITH_ZZZZZZZZ, which is no setting; known: TINSMITH_\w+, "):
+    with pytest.raises(
+        SettingsError, match=r"TINSMITH_ZZZZZZZZ, which is not a setting; known settings: TINSMITH_\w+, "
+    ):
         load({})
 
 
@@ -44,6 +48,54 @@ def test_a_refusal_says_what_would_be_right(name: str, value: object, fix: str) 
 def test_a_bad_value_is_refused_with_its_name(name: str, value: object) -> None:
     with pytest.raises(SettingsError, match=name):
         load({name: value})
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *words: str) -> Settings:
+    """What `tinsmith serve` with these words would run with."""
+    found: list[Settings] = []
+    monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_given: found.append(settings))
+    result = CliRunner().invoke(cli.app, ("serve", *words))
+    if result.exception is not None:
+        raise result.exception
+    return found[0]
+
+
+def test_settings_of_the_engine_are_flags_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = {
+        "database_url": f"sqlite:///{tmp_path / 'db'}",
+        "storage_dir": "s3://bucket/prefix",
+        "session_timeout_s": 60.5,
+        "session_sweep_s": -1.0,
+        "sampler_sequences": 32,
+        "sampler_loaded_adapters": 4,
+        "kv_cache_bytes": 2**30,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    settings = served(monkeypatch, *words)
+    assert {name: getattr(settings, name) for name in flags} == flags
+
+
+def test_further_settings_are_a_json_object_between_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_ENGINE_THREADS", "2")
+    given = '{"engine_threads": 4, "port": 1, "memory_budget": "6GiB", "models": ["a=/a"]}'
+    settings = served(monkeypatch, "--port", "2", "--backend-options", given)
+    assert (settings.engine_threads, settings.port, settings.memory_budget) == (4, 2, 6 * 2**30)
+    assert settings.models == ("a=/a",)
+    for words, problem in (
+        ("{", "which is not JSON"),
+        ("[1]", "it must be a JSON object of settings"),
+        ('{"threads": 1}', "names 'threads', which is not a setting"),
+        ('{"engine_threads": "many"}', "engine_threads is 'many'"),
+    ):
+        with pytest.raises(SettingsError, match=problem):
+            served(monkeypatch, "--backend-options", words)
+
+
+def test_the_help_of_serve_groups_its_flags() -> None:
+    said = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, ("serve", "--help")).stdout
+    places = [said.index(f" {group} ") for group in cli.SERVE_OPTIONS]
+    assert places == sorted(places)
+    assert places[-3] < said.index("--database-url") < places[-2] < said.index("--session-sweep-s") < places[-1]
 
 
 def test_settings_cannot_change() -> None:

@@ -216,6 +216,35 @@ def test_clips_per_token_override_the_configuration(qwen: ModelShape, loss_fn: s
     assert not torch.allclose(gradient(backend, "m")["lm_head"][1], 2 * before)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "rollout"),
+    [
+        ("ppo", {"dual_clip_threshold": 1.3}, False),
+        ("ppo", {"dual_clip_threshold": 1.3, "rollout_ratio_max": 1.2}, True),
+        *((name, {"rollout_ratio_max": 1.2}, True) for name in ("importance_sampling", "ppo", "cispo", "gspo")),
+    ],
+)
+def test_dual_clip_and_rollout_logprobs_equal_the_reference(
+    qwen: ModelShape, monkeypatch: pytest.MonkeyPatch, loss_fn: str, config: dict[str, float], rollout: bool
+) -> None:
+    backend, oracle, rng = TorchBackend(qwen, device="cpu"), Reference(qwen.path), np.random.default_rng(7)
+    backend.create_model("m", LoraSpec(4))
+    warm(backend, "m")
+    plain = [rl(rng, length, oracle) for length in (40, 25)]
+    data = plain
+    if rollout:
+        noise = [(rng.normal(size=len(each.tokens_N)) * 0.4).astype(np.float32) for each in plain]
+        data = [
+            Datum(each.tokens_N, {**each.inputs, "rollout_logprobs": dense(each.inputs["logprobs"]) + more})
+            for each, more in zip(plain, noise, strict=True)
+        ]
+    (without,) = run(backend, fb("m", plain, loss_fn, forward_only=True))
+    monkeypatch.setitem(CONFIGS, loss_fn, CONFIGS.get(loss_fn, {}) | config)
+    check_against_reference(backend, oracle, "m", data, loss_fn)
+    (result,) = run(backend, fb("m", data, loss_fn, forward_only=True))
+    assert result.metrics["loss:sum"] != pytest.approx(without.metrics["loss:sum"], rel=1e-3)
+
+
 def test_gspo_counts_only_the_masked_positions_in_its_ratio(qwen: ModelShape) -> None:
     backend, oracle, rng = (
         TorchBackend(qwen, device="cpu", logits_chunk=5),
@@ -544,17 +573,17 @@ def test_packed_rows_equal_transformers_own_logits(shape: ModelShape) -> None:
 
 
 def test_a_model_that_mixes_rows_is_refused(tmp_path: Path) -> None:
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import RwkvConfig, RwkvForCausalLM
 
-    MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1)).save_pretrained(tmp_path)
+    RwkvForCausalLM(RwkvConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).save_pretrained(tmp_path)
     tiny_models.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SettingsError):
-        TorchBackend(ModelShape("mamba", str(tmp_path), 300, 128, "MambaForCausalLM"), device="cpu")
+        TorchBackend(ModelShape("rwkv", str(tmp_path), 300, 128, "RwkvForCausalLM"), device="cpu")
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_name(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match=r"device 'cuda:1' is not there .* use 'auto' or 'cpu'"):
+    with pytest.raises(SettingsError, match=r"device 'cuda:1' is unavailable.* use 'auto' or 'cpu'"):
         TorchBackend(shape, device="cuda:1")
 
 

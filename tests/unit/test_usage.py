@@ -19,7 +19,7 @@ from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, completion
 from tinsmith.store.futures import Futures, NewFuture, SampleCost, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sessions import NewSession, Sessions
-from tinsmith.store.usage import HOUR_S, Usage, added, folded
+from tinsmith.store.usage import HOUR_S, Usage, added, fold_usage
 from tinsmith.types import LoraSpec
 
 HOUR = 1_790_000_400.0 // HOUR_S * HOUR_S
@@ -61,7 +61,7 @@ def test_tokens_of_passes_and_samples_are_told_apart(db: Database) -> None:
 def test_only_what_was_done_counts(db: Database, state: str) -> None:
     add(db, "a", state=state)
     assert totals(db) == {}
-    Futures(db).delete_of_sessions(["s"], folded)
+    Futures(db).delete_of_sessions(["s"], fold_usage)
     assert totals(db) == {}
 
 
@@ -83,7 +83,7 @@ def test_a_request_counts_in_the_hour_of_its_settlement(
 ) -> None:
     add(db, "a", settled_at=HOUR + offset_s)
     if forgotten:
-        Futures(db).delete_of_sessions(["s"], folded)
+        Futures(db).delete_of_sessions(["s"], fold_usage)
     (row,) = Usage(db).rows("alice", HOUR, HOUR + 2 * HOUR_S)
     assert row.bucket_start == HOUR + bucket * HOUR_S
     assert totals(db, end=HOUR + HOUR_S) == ({"training": 10} if bucket == 0 else {})
@@ -92,7 +92,7 @@ def test_a_request_counts_in_the_hour_of_its_settlement(
 def test_another_tenant_sees_nothing(db: Database) -> None:
     add(db, "a")
     assert totals(db, "bob") == {}
-    Futures(db).delete_of_sessions(["s"], folded)
+    Futures(db).delete_of_sessions(["s"], fold_usage)
     assert totals(db, "bob") == {}
     assert totals(db) == {"training": 10}
 
@@ -100,11 +100,11 @@ def test_another_tenant_sees_nothing(db: Database) -> None:
 def test_a_pending_request_survives_the_roll_up_and_counts_later(db: Database) -> None:
     add(db, "a")
     add(db, "b", state="pending", settled_at=None)
-    assert Futures(db).delete_of_sessions(["s"], folded) == 1
+    assert Futures(db).delete_of_sessions(["s"], fold_usage) == 1
     with db.write() as connection:
         connection.execute(FUTURES.update().values(state="done", settled_at=HOUR + 2.0))
     assert totals(db) == {"training": 20}
-    Futures(db).delete_of_sessions(["s"], folded)
+    Futures(db).delete_of_sessions(["s"], fold_usage)
     assert totals(db) == {"training": 20}
 
 
@@ -127,7 +127,7 @@ def test_more_than_one_transaction_of_futures_is_folded_once(db: Database) -> No
             for n in range(1203)
         ]
         connection.execute(FUTURES.insert(), rows)
-    assert Futures(db).delete_of_sessions(["s"], folded) == 1203
+    assert Futures(db).delete_of_sessions(["s"], fold_usage) == 1203
     assert totals(db) == {"training": sum(range(1203))}
     with db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(USAGE)) == 1
@@ -146,6 +146,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.extended
 @settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
 def test_the_sum_is_the_same_whatever_was_rolled_up_when(tmp_path: Path, requests: list[tuple]) -> None:
@@ -164,7 +165,7 @@ def test_the_sum_is_the_same_whatever_was_rolled_up_when(tmp_path: Path, request
             expected["sampling_cached"] += tokens // 3
             expected["sampling_sample"] += second
         if roll_up:
-            Futures(db).delete_of_sessions([session_id], folded)
+            Futures(db).delete_of_sessions([session_id], fold_usage)
         assert totals(db, end=HOUR + 3 * HOUR_S) == {name: total for name, total in expected.items() if total}
     db.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,8 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import AdamParams, Datum, Image, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 torch.set_num_threads(1)
+
+LogprobsOf = Callable[[nn.Module, Datum], Tensor]
 
 MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
@@ -125,25 +128,36 @@ def test_an_image_changes_what_follows_it(shape: ModelShape) -> None:
     assert difference[-7:].min() > 1e-3
 
 
+def own_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: LogprobsOf) -> dict[str, Tensor]:
+    """Of the summed weighted loss, by the names of PEFT's matrices."""
+    model.zero_grad()
+    weights = [torch.from_numpy(np.asarray(one.inputs["weights"])) for one in data]
+    loss = -sum((w * logprobs_of(model, one)).sum() for w, one in zip(weights, data, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return {
+        name.removeprefix("base_model.model.").replace(".default.weight", ""): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def trained_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of the same pass, which takes no optimizer step, by the names of linears."""
+    run(backend, "m", *data)
+    model = backend._models["m"]
+    assert model.gradient_P is not None
+    views = model.adapter.layout.views(model.gradient_P)
+    model.gradient_P = None
+    return views
+
+
 def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape, tmp_path: Path) -> None:
     backend = trained(shape, tmp_path)
     model = own(shape.path, tmp_path)
     for data in ((DATA[0],), (DATA[2],), DATA):
-        model.zero_grad()
-        weights = [torch.from_numpy(np.asarray(one.inputs["weights"])) for one in data]
-        loss = -sum((w * logprobs(model, one)).sum() for w, one in zip(weights, data, strict=True))
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        expected = {
-            name.removeprefix("base_model.model.").replace(".default.weight", ""): p.grad
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
-        run(backend, "m", *data)
-        own_model = backend._models["m"]
-        assert own_model.gradient_P is not None
-        views = own_model.adapter.layout.views(own_model.gradient_P)
-        own_model.gradient_P = None
+        expected = own_gradients(model, data, logprobs)
+        views = trained_gradients(backend, data)
         assert views
         if "moe" in shape.arch.lower():  # experts' matrices have other names there; the linears are compared
             views = {name: pair for name, pair in views.items() if ".experts." not in name}
@@ -190,7 +204,7 @@ def test_a_broken_image_fails_its_own_pass_alone(shape: ModelShape, tmp_path: Pa
     assert isinstance(result, PassResult)
     assert isinstance(refused, UserError)
     form = "png" if how == "chunk" else "jpeg"
-    assert f"chunks[1].data is no sound {form} image" in str(refused)
+    assert f"chunks[1].data is not a valid {form} image" in str(refused)
 
 
 def test_an_image_is_upright_as_its_file_says(shape: ModelShape) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from support import tiny_models, vision_models
 from support.vision_models import IMAGE, picture
+from tinsmith.base_models import read_shape
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.generation_request import GenerationPlan
@@ -101,6 +102,38 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
         validate(MessageRequest, body).plan(text)
 
 
+def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: Text, tmp_path: Path) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
+    result: dict[str, Any] = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "text", "text": "a map"}, {"type": "image", "source": source}],
+    }
+    turns = [
+        {"role": "user", "content": "where?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "map", "input": {}}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+    ]
+    body = {"model": "m", "max_tokens": 3, "messages": turns}
+    plan = validate(MessageRequest, body).plan(text)
+    (image,) = plan.images
+    assert image.data == WIDE and set(plan.prompts[0][image.start : image.stop]) == {IMAGE}
+    before, after = text.decode(plan.prompts[0][: image.start]), text.decode(plan.prompts[0][image.stop :])
+    assert "a map" in before and "and now?" in after
+    result["content"][1]["source"] = {"type": "url", "url": "http://127.0.0.1/x.png"}
+    with pytest.raises(RequestError, match="this server fetches nothing"):
+        validate(MessageRequest, body).plan(text)
+    result["content"][1] = {"type": "document"}
+    with pytest.raises(RequestError, match=r"content\[1\]"):
+        validate(MessageRequest, body).plan(text)
+    result["content"][1] = {"type": "image", "source": source}
+    tiny_models.make(tmp_path / "m")
+    blind = Text(read_shape("local/x", tmp_path / "m"))
+    (tmp_path / "m" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="takes text only"):
+        validate(MessageRequest, body).plan(blind)
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -109,10 +142,10 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
         ("file:///etc/passwd", "this server fetches nothing"),
         ("", "this server fetches nothing"),
         ("data:image/png,abc", "is not in base64"),
-        (url(WIDE, "image/webp"), "is of type 'image/webp'; images are image/png or image/jpeg"),
+        (url(WIDE, "image/webp"), "has type 'image/webp'; use image/png or image/jpeg"),
         ("data:image/png;base64,*", "is not base64"),
         (url(TALL), "format is 'png', but data is jpeg"),
-        (url(WIDE[:20]), "header is cut off"),
+        (url(WIDE[:20]), "header is truncated"),
     ],
 )
 def test_another_address_or_file_is_refused_and_never_fetched(text: Text, address: str, said: str) -> None:
@@ -123,7 +156,7 @@ def test_another_address_or_file_is_refused_and_never_fetched(text: Text, addres
 
 
 def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
-    with pytest.raises(RequestError, match=r"messages have 1 images, and .* makes 2 image tokens"):
+    with pytest.raises(RequestError, match=r"messages have 1 images, but .* writes 2 image tokens"):
         chat(text, {"type": "text", "text": "<|image_pad|>"}, part(url(WIDE)))
     plan = chat(text, {"type": "text", "text": "<|image_pad|>"})
     assert list(plan.prompts[0]).count(IMAGE) == 1 and not plan.images

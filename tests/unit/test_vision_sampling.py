@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support import vision_models
 from support.local_sampling import run
@@ -57,7 +58,9 @@ def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **opti
     return Sample(name, "v", tokens, num_samples, params, images=images, **options)  # pyright: ignore[reportArgumentType]
 
 
-def check(result: SampleResult, sample: Sample, model: nn.Module) -> None:
+def check(
+    result: SampleResult, sample: Sample, model: nn.Module, logits_of: Callable[[nn.Module, Datum], Tensor] = logits
+) -> None:
     """Every sequence and the prompt's logprobs against the model's own forward over prompt and answer.
 
     At an image these are the image token's, so that a sum with weights of 0 there is a number, as the cookbook's
@@ -71,7 +74,7 @@ def check(result: SampleResult, sample: Sample, model: nn.Module) -> None:
         answer_T, logprobs_T = sequence.tokens_T[:num_compared], sequence.logprobs_T[:num_compared]
         whole = Datum(np.concatenate([sample.prompt_T, answer_T[:-1]]), {}, sample.images)
         with torch.no_grad():
-            expected = torch.log_softmax(logits(model, whole).double(), -1)
+            expected = torch.log_softmax(logits_of(model, whole).double(), -1)
         rows = torch.arange(num_prompt - 1, len(whole.tokens_N))
         chosen = torch.from_numpy(answer_T.astype(np.int64))
         np.testing.assert_allclose(logprobs_T, expected[rows, chosen], atol=1e-4)
@@ -183,7 +186,7 @@ def test_a_deterministic_sampler_takes_images(backend: TorchBackend, reference: 
 def test_a_broken_image_is_refused_and_nothing_of_it_stays(backend: TorchBackend) -> None:
     own_sampler = sampler(backend)
     tokens, images = vision_models.model_input(text(3, 1), spoilt("cut"))
-    with pytest.raises(UserError, match=r"chunks\[1\]\.data is no sound jpeg image"):
+    with pytest.raises(UserError, match=r"chunks\[1\]\.data is not a valid jpeg image"):
         own_sampler.submit(Sample("bad", "v", tokens, 1, GREEDY, images=images))
     assert not own_sampler.has_work
     assert run(own_sampler, ask("text")).keys() == {"text"}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from support import tiny_models
-from support.families import COMMON, GATED_DELTA, SHARED_EXPERT, randomised
+from support.families import COMMON, EXPERTS, GATED_DELTA, LATENT, SHARED_EXPERT, randomised
 from support.local_sampling import make_prompt
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.model import BaseModel
@@ -28,10 +28,15 @@ QWEN_VISION = {
 }  # fmt: skip
 PIXTRAL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
            "image_size": 28, "patch_size": 14}  # fmt: skip
+KIMI_TEXT = {**EXPERTS, **LATENT, "model_type": "deepseek_v3", "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+             "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
+KIMI_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+               "pos_emb_height": 4, "pos_emb_width": 4}  # fmt: skip
 WRAPPERS = {
     "qwen3_5": ("Qwen3_5ForCausalLM", GATED_DELTA, QWEN_VISION),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**GATED_DELTA, **SHARED_EXPERT}, QWEN_VISION),
     "mistral3": ("MistralForCausalLM", {}, PIXTRAL),
+    "kimi_k25": ("DeepseekV3ForCausalLM", KIMI_TEXT, KIMI_VISION),
 }
 
 
@@ -41,6 +46,10 @@ def make_wrapper(directory: Path, model_type: str, *, tied: bool = False) -> tup
     config = AutoConfig.for_model(model_type, text_config={**COMMON, **text, **tie}, vision_config=vision, **tie)
     model = randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 1.0).eval()
     model.save_pretrained(directory)
+    if model_type == "kimi_k25":  # whose own writing of files gives layers of the text model the tower's name
+        file = directory / "model.safetensors"
+        tensors = {name.replace("model.blocks.", "model.layers."): own for name, own in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
     tiny_models.tokenizer().save_pretrained(directory)
     return read_shape("tiny/wrapper", directory), model
 

@@ -1,1 +1,1 @@
-"""The HTTP API: routes, typed requests, error responses, limits of connections. Knows no SQL and no device."""
+"""The HTTP API: routes, typed requests, error responses, connection limits. It has no SQL and no device code."""

@@ -1,7 +1,7 @@
-"""Checks of a request before it is stored that depend on more than one field: on the model's shape, or its optimizer.
+"""Validation that needs more than one field of a request, such as the model's shape or its optimizer.
 
-Pure functions, which raise UserError. The bodies in `wire` check each field by itself, `losses.check_pass` a pass.
-Nothing is guessed, clamped or corrected for the client.
+The functions are pure and raise UserError. The bodies in `wire` validate single fields, and `losses.check_pass`
+validates passes. Values are never guessed, clamped or corrected for the client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tinsmith.losses import check_csr
 from tinsmith.types import OPTIMIZERS, ModelShape, OptimParams, Sample, SamplingParams, SparseRows
 from tinsmith.wire.sampling import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 
-MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
+MAX_LOGPROBS = 2**23  # of one kind, in one sample; ids and logprobs take 64 MiB
 
 
 def check_sample(sample: Sample, shape: ModelShape) -> None:
@@ -29,14 +29,14 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
 
 
 def most_tokens(sample: Sample, shape: ModelShape) -> int:
-    """The most tokens that a sample can have: the prompt once, and every answer at full length."""
+    """The most tokens that a sample can have: the prompt once, plus every sampled sequence at full length."""
     prompt = len(sample.prompt_T)
     answer_length = sample.params.max_tokens or shape.max_context_length - prompt
     return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
 
 
 def admit_sample(sample: Sample, shape: ModelShape) -> int:
-    """The most tokens that the sample may cost. Raises UserError unless `shape` can serve it."""
+    """Validate a sample and return its `most_tokens`. Raises UserError unless `shape` can serve it."""
     check_sample(sample, shape)
     return most_tokens(sample, shape)
 
@@ -75,7 +75,7 @@ def _check_last_n(sample: Sample) -> None:
     if last_n is None:
         return
     if not sample.prompt_logprobs:
-        raise UserError(f"prompt_logprobs_last_n is {last_n}, but prompt_logprobs is not set; set it or leave both out")
+        raise UserError(f"prompt_logprobs_last_n is {last_n}, but prompt_logprobs is not set; set it or omit both")
     if len(sample.prompt_T) == 1:
         raise UserError(
             f"prompt_logprobs_last_n is {last_n}, but the prompt's only token has no logprob; leave it out or "
@@ -115,7 +115,7 @@ def _check_targets(sample: Sample, shape: ModelShape) -> None:
 
 
 def _check_amounts(sample: Sample, shape: ModelShape) -> None:
-    """Bounds the logprobs that are held until a sample ends, and sent at once."""
+    """Bound the logprobs of one sample, which stay in memory until the sample ends and are sent in one response."""
     num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
     max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
     for name, k, rows, what in (
@@ -136,7 +136,7 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
 
 
 def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
-    """Raise UserError unless these are parameters of the model's optimizer family."""
+    """Raise UserError unless the parameters belong to the model's optimizer family."""
     if params.family != optimizer_type:
         raise UserError(
             f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
@@ -145,7 +145,7 @@ def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
 
 
 def check_seq_id(seq_id: int, *, first: int) -> int:
-    """Training numbers start at 1, because 0 is the creation of the model; sampling numbers start at 0."""
+    """Validate a sequence number. Training starts at 1, because the model's creation is 0; sampling starts at 0."""
     _check_integer("seq_id", seq_id, first, 2**62)
     return seq_id
 

@@ -1,7 +1,7 @@
-"""The web application: the routes, wired to the services that they need.
+"""Builds the ASGI application from the routes and their services.
 
-There are no globals: a route finds its `Services` in `request.app.state.services`, and two applications can
-live in one process. Background tasks belong to the caller's `lifespan`.
+A route finds its `Services` in `request.app.state.services`. There are no globals, so one process can hold several
+applications. Background tasks belong to the caller's `lifespan`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
+from tinsmith.api.dashboard import machine
 from tinsmith.api.dashboard import routes as dashboard
-from tinsmith.api.openai import anthropic, batches, chat, files, responses
+from tinsmith.api.dashboard import samples as dashboard_samples
+from tinsmith.api.openai import anthropic, batches, chat, files, message_batches, responses
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
-from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
+from tinsmith.api.operation import Endpoint, Operation, Services, answer, operations_in, run
 from tinsmith.api.routes import (
-    auth,
+    account,
     batch,
     checkpoints,
     downloads,
     external_uploads,
     futures,
     hub,
+    metrics,
     models,
     sampling,
     service,
@@ -41,10 +44,8 @@ from tinsmith.api.routes import (
     training,
     trajectories,
     uploads,
-    usage,
     weights,
 )
-from tinsmith.api.routes.service import healthz, metrics
 from tinsmith.batch.operations.sample import VERB
 from tinsmith.wire.fields import show
 
@@ -52,9 +53,9 @@ __all__ = ["Services", "create_app", "create_probe_app"]
 
 HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 
-# Routes are matched in order, so those that a client calls all the time come first.
+# Routes are matched in order, so the most frequent requests come first.
 OPERATIONS = tuple(
-    declared_in(
+    operations_in(
         futures,
         sampling,
         training,
@@ -65,10 +66,12 @@ OPERATIONS = tuple(
         downloads,
         uploads,
         external_uploads,
-        auth,
-        usage,
+        account,
         trajectories,
+        metrics,
         dashboard,
+        machine,
+        dashboard_samples,
         batch,
         service,
         openapi,
@@ -76,6 +79,7 @@ OPERATIONS = tuple(
         chat,
         responses,
         anthropic,
+        message_batches,
         files,
         batches,
         openai_models,
@@ -85,7 +89,7 @@ OPERATIONS = tuple(
 
 
 def _routes(operations: Sequence[Operation]) -> list[Route]:
-    """A flat list, since a Mount would have every request matched twice."""
+    """Return a flat list of routes; with a Mount the router would match every request twice."""
     methods: dict[tuple[str, Endpoint], list[str]] = {}
     for each in operations:
         methods.setdefault((each.route, each.endpoint), []).append(each.method)
@@ -100,9 +104,10 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 class LocalOriginGuard:
-    """Refuses web pages of other origins while the server has no keys: any key opens it then, and bulk jobs run code.
+    """Refuses requests of web pages from other origins while the server has no API keys.
 
-    Checks Host against DNS rebinding and Origin against cross-origin requests. Programs send no Origin.
+    Such a server accepts any key, and its bulk jobs run code. The check of Host prevents DNS rebinding, and the check
+    of Origin prevents cross-origin requests. Clients that are not browsers send no Origin.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
@@ -117,7 +122,7 @@ class LocalOriginGuard:
             return
         try:
             anyone = self._tenants.known_to_accept_anyone()
-            if anyone is None:  # every other second, and never again once there is a key
+            if anyone is None:  # at most every other second, and not at all once a key exists
                 anyone = await run(self._tenants.accepts_anyone, on=self._threads.quick)
             detail = self._refused(Headers(scope=scope)) if anyone else ""
         except Exception as error:
@@ -131,32 +136,32 @@ class LocalOriginGuard:
         await self._app(scope, receive, send)
 
     def _refused(self, headers: Headers) -> str:
-        """The reason to refuse a request; empty if it is allowed."""
+        """Return the reason to refuse a request, or "" if it is allowed."""
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         named = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if named is None or named[1].lower() not in self._names:
             return (
-                f"the header Host is {show(', '.join(hosts))}; a server without API keys answers to its own names only "
+                f"the header Host is {show(', '.join(hosts))}; a server without API keys accepts only its own names "
                 f"({', '.join(sorted(self._names))}). Use one, or make a key: tinsmith keys create TENANT"
             )
         if any(origin.lower().partition("://")[2] != hosts[0].lower() for origin in origins):
             return (
                 f"the header Origin is {show(', '.join(origins))}, not {hosts[0]}; a server without API "
-                "keys answers no web page of another origin. Make a key: tinsmith keys create TENANT"
+                "keys refuses web pages of other origins. Make a key: tinsmith keys create TENANT"
             )
         return ""
 
 
 def _error_response(request: Request, error: Exception) -> Response | None:
-    """The router's answer to an expected error; None for other exceptions."""
+    """Return the response to an expected error, or None for any other exception."""
     for kind in type(error).__mro__:
         if kind is not Exception and (handler := errors.HANDLERS.get(kind)):
             return cast("Callable[[Request, Exception], Response]", handler)(request, error)
     return None
 
 
-class _Answered:
-    """Counts answers by their status."""
+class _ResponseCounter:
+    """Counts responses by status."""
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
@@ -172,8 +177,8 @@ class _Answered:
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [Middleware(_Answered, services=services), Middleware(LocalOriginGuard, services=services)]
-    routes = [*API, Route("/healthz", healthz, methods=["GET"]), *dashboard.ROUTES]
+    middleware = [Middleware(_ResponseCounter, services=services), Middleware(LocalOriginGuard, services=services)]
+    routes = [*API, Route("/healthz", service.healthz, methods=["GET"]), *dashboard.ROUTES]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False
@@ -184,9 +189,9 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 
 
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    """The probes and the metrics of a process that serves no clients."""
-    probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
-    routes = [*probes, Route("/metrics", metrics, methods=["GET"])]
+    """Build the application of a process that serves no clients: only health probes and metrics."""
+    probes = [Route(path, service.healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
+    routes = [*probes, Route("/metrics", service.metrics, methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.model_gateway.register(VERB, partial(answer_request, services))

@@ -1,9 +1,9 @@
-"""Limits unauthenticated connections: one HTTP connection, with bounds on size and time.
+"""Limits unauthenticated connections: the protocol of one HTTP connection, with bounds on size and time.
 
-Bounds the size of a request's head and of chunk framing, the time in which a head arrives, and the silence of a client
-that sends or reads. Drops trailers, because a proxy has checked the head only. Refuses WebSockets. Joins the writes of
-one turn of the event loop: the head of an answer and a small body leave in one piece. uvicorn does everything else.
-Knows no paths and no keys.
+The protocol bounds the size of a request's head and of chunk framing, the time for receiving a head, and the idle time
+of a client that sends or receives. It drops trailers, because a proxy validates only the head, and refuses WebSockets.
+It joins the writes of one iteration of the event loop, so that the head of a response and a short body leave in one
+system call. uvicorn does everything else. This module knows no paths and no keys.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers together; the SDK's have about 1 KiB."""
 
 MAX_FRAMING = 8
-"""Bytes of framing to a byte of a chunked body: chunks of one byte have five."""
+"""Bytes of framing per byte of a chunked body. Chunks of one byte have five."""
 
 HEAD_S = 20.0
-"""From the first byte of a head (or the beginning of the connection) to its last."""
+"""Seconds from the first byte of a head (or the start of the connection) to its last byte."""
 
 SILENCE_S = 60.0
-"""Seconds without a byte from a client that sends a body, or without one read by a client that receives an answer."""
+"""Idle timeout: seconds without a byte from a client that sends a body, or to a client that receives a response."""
 
 LINGER_S = 300.0
-"""Seconds in which the rest of a body is read after an early answer (a wrong key, a wrong type). A client that sends
-its whole body reads the answer only afterwards.
+"""Seconds for reading the rest of a body after an early response, such as a 401 or a 415. Many clients send the whole
+body before they read the response.
 """
 
 
 JOINED_BYTES = 64 * 1024
-"""The most bytes that are copied into one write; for larger answers a second system call is cheaper."""
+"""Largest body that is copied into one write with its head; above this size a second system call is cheaper."""
 
 
 class _HeadTooLargeError(Exception):
-    """Ends the parser."""
+    """Stops the parser."""
 
 
-class _Joining:
-    """A transport that buffers writes until the turn of the event loop ends, or `flush` is called."""
+class _BufferedTransport:
+    """A transport that buffers writes until the current iteration of the event loop ends or `flush` is called."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -75,20 +75,20 @@ class _Joining:
 
 
 class Connection(HttpToolsProtocol):
-    """Numbers its requests, because one piece of data may hold the end of one request and the start of others."""
+    """One connection. It numbers its requests, since one segment may contain parts of several requests."""
 
     _number = 0
-    _in_head = True  # or before one
+    _in_head = True  # or between requests
     _head_bytes = 0  # of the parsed request line and headers
     _body_bytes = 0
-    _other_bytes = 0  # received, and not of the body
-    _until = math.inf  # on the loop's clock
+    _other_bytes = 0  # received bytes that are not part of a body
+    _until = math.inf  # deadline on the loop's clock
     _receiving: asyncio.TimerHandle | None = None
     _sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._joining = _Joining(transport, self.loop)
-        super().connection_made(cast(asyncio.Transport, self._joining))
+        self._buffered = _BufferedTransport(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._buffered))
         self._await_more(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
         elif not self._in_head:
             self._await_more(SILENCE_S)
 
-    # What the parser finds.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -127,8 +127,8 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # All in one function: a request has twenty of them.
-        self._head_bytes += len(name) + len(value) + 4  # with what stands between and behind them
+        # Written without helper calls, since a request has about twenty headers.
+        self._head_bytes += len(name) + len(value) + 4  # the separator and the line end
         if self._head_bytes > MAX_HEAD_BYTES:
             raise _HeadTooLargeError
         if self._in_head:
@@ -152,13 +152,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._joining.flush()
+        self._buffered.flush()
         super().on_response_complete()
         if not self._in_head:
             self._until = self.loop.time() + LINGER_S
 
     def send_400_response(self, msg: str) -> None:
-        """In the form of all other errors; uvicorn calls this for whatever its parser refuses."""
+        """Refuse a malformed request with the usual error body. uvicorn calls this when its parser fails."""
         self._await_nothing()
         status, detail = 400, "malformed HTTP/1.1 request"
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + head + content)
         self.transport.close()
 
-    # Time.
+    # Timeouts.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -182,10 +182,10 @@ class Connection(HttpToolsProtocol):
 
     def _await_more(self, seconds: float) -> None:
         self._await_nothing()
-        self._receiving = self.loop.call_at(min(self.loop.time() + seconds, self._until), self._gave_up)
+        self._receiving = self.loop.call_at(min(self.loop.time() + seconds, self._until), self._on_timeout)
 
     def _await_head_if_idle(self) -> None:
-        # Empty lines before a head begin none, but they end uvicorn's own wait for one.
+        # Empty lines before a head start no request, but they end uvicorn's keep-alive timeout.
         if self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
             self._await_more(HEAD_S)
 
@@ -194,8 +194,8 @@ class Connection(HttpToolsProtocol):
             self._receiving.cancel()
             self._receiving = None
 
-    def _gave_up(self) -> None:
-        if self.flow.read_paused:  # the server does not read
+    def _on_timeout(self) -> None:
+        if self.flow.read_paused:  # the server, not the client, has paused
             self._await_more(SILENCE_S)
         else:
             self.transport.abort()

@@ -1,8 +1,9 @@
-"""Errors -> HTTP answers.
+"""Maps exceptions to HTTP responses.
 
-The body is `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty: the SDK
-retries an empty 400 for minutes. A TinsmithError has its own status; a database or an object store that does not answer
-is a 503; any other exception is a 500 with the id of its log entry. Bodies and headers of requests are not logged.
+The body is `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic. It is never empty, because
+the SDK retries an empty 400 for minutes. A TinsmithError carries its own status, an unreachable database or object
+store is a 503, and any other exception is a 500 with the id of its log entry. Request bodies and headers are not
+logged.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ def error_response(
         return answer({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
     if not (is_openai(request) or is_anthropic(request)):
         return answer({"detail": text}, status, headers)
-    if status == HTTPStatus.NOT_IMPLEMENTED:  # these clients would retry it
+    if status == HTTPStatus.NOT_IMPLEMENTED:  # these clients retry a 501
         status = HTTPStatus.BAD_REQUEST
     if is_anthropic(request):
-        return answer(anthropic_error(_in_anthropics_words(text, status, error), status), status, headers)
-    return answer({"error": openai_error(_in_openais_words(text, status, error), status, error)}, status, headers)
+        return answer(anthropic_error(anthropic_text(text, status, error), status), status, headers)
+    return answer({"error": openai_error(_openai_text(text, status, error), status, error)}, status, headers)
 
 
-def _in_openais_words(text: str, status: int, error: TinsmithError | None) -> str:
-    """Clients match on the first words of some errors."""
+def _openai_text(text: str, status: int, error: TinsmithError | None) -> str:
+    """Return the text as OpenAI words it, since clients match on the first words of some errors."""
     if isinstance(error, MissingKeyError):
         return "You didn't provide an API key. Send it as Authorization: Bearer KEY; a key starts with 'tml-'"
     return f"Incorrect API key provided: {text}" if status == HTTPStatus.UNAUTHORIZED else text
 
 
-def _in_anthropics_words(text: str, status: int, error: TinsmithError | None) -> str:
+def anthropic_text(text: str, status: int, error: TinsmithError | None) -> str:
     if isinstance(error, ContextLengthError):
         return error.anthropic
     if isinstance(error, MissingKeyError):
@@ -66,7 +67,7 @@ def _in_anthropics_words(text: str, status: int, error: TinsmithError | None) ->
 
 
 def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str, str]:
-    """An error as clients of the Hugging Face hub know it: in headers."""
+    """Return the headers in which clients of the Hugging Face hub read an error."""
     headers = {"x-error-message": " ".join(text.encode("ascii", "backslashreplace").decode().split())[:MAX_HEADER]}
     if status == HTTPStatus.NOT_FOUND:
         headers["x-error-code"] = error.code if isinstance(error, MissingError) else MissingError.code
@@ -76,7 +77,7 @@ def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str
 
 
 def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
-    """An error as OpenAI's clients know it; `param` is the field that is to blame, where one is."""
+    """Return OpenAI's error body; `param` names the invalid field, if there is one."""
     kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     if status == HTTPStatus.TOO_MANY_REQUESTS:
         kind = "rate_limit_error"
@@ -96,7 +97,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 
 
 def anthropic_error(text: str, status: int) -> JsonObject:
-    """An error as Anthropic's clients know it."""
+    """Return Anthropic's error body."""
     usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, usual), "message": text}}
 
@@ -108,31 +109,31 @@ def on_tinsmith_error(request: Request, error: Exception) -> Response:
         wait_s = error.retry_after_s
         headers = {"retry-after-ms": str(round(wait_s * 1000)), "retry-after": str(math.ceil(wait_s))}
     elif isinstance(error, InvalidTokenError):
-        headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # so the SDK exchanges its key and tries again
+        headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # makes the SDK exchange its key and retry
     return error_response(request, str(error), error.status, headers, error)
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
-    """Errors of the router: an unknown path or method."""
+    """Respond to an error of the router: an unknown path or method."""
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
         path = request.url.path[:200]
         detail = f"not found: {request.method} {path!a}; the API's paths begin with /api/v1/ or /v1/"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        detail = f"{request.url.path[:200]!a} does not take {request.method}"
+        detail = f"{request.url.path[:200]!a} does not accept {request.method}"
     return error_response(request, detail, error.status_code, error.headers)
 
 
 def on_disconnect(request: Request, _error: Exception) -> Response:
-    return error_response(request, "the client went away before its body was complete", CLIENT_CLOSED_REQUEST)
+    return error_response(request, "the client disconnected before its body was complete", CLIENT_CLOSED_REQUEST)
 
 
 def on_unexpected(request: Request, error: Exception) -> Response:
     error_id = uuid.uuid4().hex
     log.error("unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error)
     return error_response(
-        request, f"the server failed on this request; its log has more under error_id={error_id}", 500
+        request, f"the server failed on this request; its log has the details under error_id={error_id}", 500
     )
 
 
@@ -141,26 +142,26 @@ def _unavailable(request: Request, event: str, error: Exception, detail: str, le
     return error_response(request, detail, 503, {"retry-after-ms": "1000", "retry-after": "1"})
 
 
-def on_silent_database(request: Request, error: Exception) -> Response:
+def on_unreachable_database(request: Request, error: Exception) -> Response:
     detail = "the server's database does not answer; try again in a moment"
     return _unavailable(request, "the database does not answer", error, detail)
 
 
-def on_moved_database(request: Request, error: Exception) -> Response:
+def on_lost_database(request: Request, error: Exception) -> Response:
     detail = "the server's database was moved or deleted; nothing was stored, and the server stops: tell its operator"
     return _unavailable(request, "the database is gone", error, detail, "critical")
 
 
-def on_silent_store(request: Request, error: Exception) -> Response:
+def on_unreachable_store(request: Request, error: Exception) -> Response:
     detail = "the server's object store does not answer; try again in a moment"
     return _unavailable(request, "the object store does not answer", error, detail)
 
 
 def on_database_error(request: Request, error: Exception) -> Response:
-    """A broken connection has several error classes, by the moment at which it breaks."""
+    """Respond to an error of the database. A broken connection raises several classes, depending on when it breaks."""
     assert isinstance(error, DBAPIError)
     gone = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
-    return on_silent_database(request, error) if gone else on_unexpected(request, error)
+    return on_unreachable_database(request, error) if gone else on_unexpected(request, error)
 
 
 HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
@@ -168,8 +169,8 @@ HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
     HTTPException: on_http_exception,
     ClientDisconnect: on_disconnect,
     DBAPIError: on_database_error,
-    DatabaseMovedError: on_moved_database,
-    UnreachableError: on_silent_store,
-    TimeoutError: on_silent_database,
+    DatabaseMovedError: on_lost_database,
+    UnreachableError: on_unreachable_store,
+    TimeoutError: on_unreachable_database,
     Exception: on_unexpected,
 }

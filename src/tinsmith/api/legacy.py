@@ -1,11 +1,11 @@
-"""The JSON-only API of older clients: its paths, and its passes and results as JSON <-> protobuf.
+"""The JSON-only API of older clients: its routes, and the conversion of passes and results between JSON and protobuf.
 
-The paths call the routes of the current API and translate the answers. Requests have no sequence numbers, so one that
-is sent twice is two requests. Results are fetched by path as JSON, always with status 200: `{"status": "pending" |
+The routes call those of the current API and translate the responses. Requests have no sequence numbers, so a repeated
+request is a second request. Results are fetched by path as JSON, always with status 200: `{"status": "pending" |
 "completed" | "failed", "result"?, "error"?}`.
 
-A JSON pass becomes the protobuf message of the SDK before it is checked and stored; a result becomes JSON when it is
-fetched. No other module knows these forms. Shape letters: N positions of one datum.
+A JSON pass is converted to the SDK's protobuf message before it is validated and stored; a result is converted to JSON
+when it is fetched. No other module knows these formats. Shape letters: N positions of one datum.
 """
 
 from __future__ import annotations
@@ -22,30 +22,11 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import (
-    ANYTHING,
-    COUNT,
-    NUMBER,
-    PAGE,
-    PROJECT,
-    SCOPE,
-    TEXT,
-    TEXTS,
-    fields,
-    integer,
-    one_of,
-)
+from tinsmith.api.openapi import ANYTHING, COUNT, NUMBER, PAGE, PROJECT, SCOPE, TEXT, TEXTS, fields, integer, one_of
 from tinsmith.api.operation import (
     SUBMITTED,
     Access,
@@ -74,7 +55,7 @@ from tinsmith.wire.images import ImageBytes, image_chunk, refuse_chunk
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
-# The dtype of a plain list, as in the SDK (training_client.py); any other input must name its dtype.
+# The dtypes of plain lists, as in the SDK (training_client.py). Any other input must give its dtype.
 LIST_DTYPES = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -88,7 +69,7 @@ STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
 class JsonTensor(TensorDataBody):
-    """Other fields are ignored, as older servers did."""
+    """A tensor. Unknown fields are ignored, as older servers did."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -122,7 +103,7 @@ class PassBody(Body):
 
 
 class JsonPassBody(Body):
-    """A pass, flat or below one of two names."""
+    """A pass, either flat or nested under one of two names."""
 
     model_id: Text
     seq_id: SequenceNumber | None = None
@@ -134,7 +115,7 @@ class JsonPassBody(Body):
 
 
 def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """The protobuf message of the same content."""
+    """Return a pass as a protobuf message."""
     request = validate(JsonPassBody, values)
     inner = request.forward_backward_input or request.forward_input or request
     if inner.loss_fn is None or inner.data is None:
@@ -166,11 +147,11 @@ def _write_chunk(message: pb.Chunk, chunk: npt.NDArray[np.int32] | ImageBytes) -
 
 
 def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32] | ImageBytes]:
-    """Token ids, as a list, `tokens` or `input_ids`; or the SDK's chunks, which may be images."""
+    """Read a prompt: token ids as a list, `tokens` or `input_ids`, or the SDK's chunks, which may be images."""
     if isinstance(value, list):
         return [token_ids(value, where)]
     if not isinstance(value, dict):
-        raise UserError(f"{where} is {show(value)}; it must be a list of token ids, or an object that holds one")
+        raise UserError(f"{where} is {show(value)}; it must be a list of token ids, or an object with one")
     for name in ("tokens", "input_ids"):
         if name in value:
             return [token_ids(value[name], f"{where}.{name}")]
@@ -226,7 +207,7 @@ def _flat(value: object, where: str) -> np.ndarray:
 
 
 def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarray:
-    """A list of numbers, nested if it is a dense array of more dimensions."""
+    """Read a list of numbers; a dense array of several dimensions is a nested list."""
     if not isinstance(value, list):
         raise UserError(f"{where} is {show(value)}; it must be a list of numbers")
     if not value:
@@ -237,13 +218,13 @@ def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarr
         raise UserError(f"{where} is not an array of numbers: {error}") from error
     if found.dtype.kind not in ("i" if dtype.kind == "i" else "iuf"):
         wanted = "integers of at most 64 bits" if dtype.kind == "i" else "numbers"
-        raise UserError(f"{where} must be a list of {wanted}, which {show(value)} is not")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and the loss refuses it
+        raise UserError(f"{where} is {show(value)}; it must be a list of {wanted}")
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, which the loss refuses
         return found.astype(dtype)
 
 
 def pass_result(body: bytes) -> dict[str, object]:
-    """Losses and logprobs as the SDK's JSON types have them."""
+    """Return losses and logprobs in the form of the SDK's JSON types."""
     message = pb.ForwardBackwardOutput.FromString(body)
     outputs: list[dict[str, object]] = []
     for record in message.loss_fn_outputs:
@@ -266,7 +247,7 @@ def _arrays(tensor: pb.BatchedTensor) -> list[dict[str, object]]:
 
 
 def sample_result(body: bytes) -> dict[str, object]:
-    """Undefined logprobs (NaN on the wire) are null."""
+    """Return a sample as JSON. Undefined logprobs (NaN in protobuf) are null."""
     message = pb.SampleResponse.FromString(body)
     scored = message.HasField("prompt_logprobs")
     sequences = [
@@ -282,7 +263,7 @@ def sample_result(body: bytes) -> dict[str, object]:
 
 
 def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str, object]:
-    """One of the prompts of a `sample` as the body of an asample, but for its session and number."""
+    """Return the body of an asample for one prompt of a `sample`, without its session and sequence number."""
     chunks = [_shown(chunk) for chunk in prompt_chunks(prompt, where)]
     kept = {
         name: value
@@ -293,7 +274,7 @@ def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str
 
 
 def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
-    """These clients send token ids as `stop_token_ids`; asample has both in `stop`."""
+    """Move `stop_token_ids`, which these clients send, to `stop`, where asample expects both strings and ids."""
     values = dict(params)
     stop_token_ids = values.pop("stop_token_ids", None)
     if stop_token_ids:
@@ -304,12 +285,12 @@ def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 HOLD_S = 2.0
-"""Seconds that a fetch by path waits. These clients poll again, and some give up after five seconds."""
+"""Seconds for which a fetch by path is held. These clients poll again, and some time out after five seconds."""
 
 MAX_PROMPTS = 1024
 HOUR_S = 3600
 MAX_AGE_HOURS = 24 * 3650
-VERSION = version("tinsmith")  # read from a file
+VERSION = version("tinsmith")  # cached, since it is read from a file
 _FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
 
 
@@ -323,7 +304,7 @@ BY_PATH = fields(
 @operation(
     "GET",
     "/health",
-    "The same with its version",
+    "Check health and read the version",
     answer=HEALTH,
     errors=(503,),
     access=Access.NOTHING,
@@ -331,7 +312,7 @@ BY_PATH = fields(
     at_root=True,
 )
 async def health(request: Request) -> Response:
-    """Needs no key."""
+    """Report health and version without authentication."""
     services: Services = request.app.state.services
     facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
     if why := services.failing():
@@ -342,7 +323,7 @@ async def health(request: Request) -> Response:
 @operation(
     "GET POST",
     "/list_sessions",
-    "As GET /sessions",
+    "List sessions, as GET /sessions",
     answer=sessions.SESSION_IDS,
     access=Access.LISTING,
     query={**PAGE, **SCOPE, **PROJECT},
@@ -357,13 +338,13 @@ def list_sessions(call: Call) -> JsonObject:
 @operation(
     "POST",
     "/delete_model",
-    "Unload, and wait",
+    "Unload a model and wait",
     body=models.UnloadModelRequest,
     answer=fields({"model_id": TEXT, "status": TEXT}),
     errors=(404, 410, 429, 501),
 )
 async def delete_model(request: Request) -> Response:
-    """Unload, and wait for `hold_s`; a busy engine unloads later."""
+    """Unload a model and wait up to `hold_s` for it; a busy engine unloads later."""
     services, tenant_id = await authenticate(request)
     body = await read_json(request, models.UnloadModelRequest)
     call = call_of(request, services, tenant_id, body.model_dump_json().encode())
@@ -379,7 +360,7 @@ async def delete_model(request: Request) -> Response:
 @operation(
     "GET",
     "/get_tokenizer",
-    "Facts of a tokenizer",
+    "Describe a tokenizer",
     answer=fields({"vocab_size": COUNT}),
     query={"model_id": TEXT},
     example="?model_id={model_id}",
@@ -397,7 +378,7 @@ def get_tokenizer(call: Call) -> JsonObject:
 
 
 class CreateSamplingClientRequest(Body):
-    """Needs one of the two."""
+    """Requires one of the two fields."""
 
     model_path: Text | None = None
     base_model: Text | None = None
@@ -406,21 +387,21 @@ class CreateSamplingClientRequest(Body):
 @operation(
     "POST",
     "/create_sampling_client",
-    "A sampling session",
+    "Create a sampling session",
     body=CreateSamplingClientRequest,
     answer=fields({"session_id": TEXT}),
     errors=(404, 410, 501),
     example={"model_path": "{tinker_path}"},
 )
 def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> JsonObject:
-    """A sampling session in a session of its own. Samples and heartbeats keep it alive."""
+    """Create a sampling session inside a new session. Samples and heartbeats keep the session alive."""
     model_path, base_model = request.model_path, request.base_model
     if model_path is not None:
         call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
     elif base_model is not None:
         call.services.bases.get(base_model)
     else:
-        raise UserError("base_model and model_path are both missing; one of them is needed")
+        raise UserError("base_model and model_path are both missing; send one of them")
     opened = sessions.create_session(call, sessions.CreateSessionRequest(display_name="create_sampling_client"))
     wanted = sampling.CreateSamplingSessionRequest(
         session_id=str(opened["session_id"]), sampling_session_seq_id=0, base_model=base_model, model_path=model_path
@@ -436,7 +417,7 @@ def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> 
 
 
 class SamplesRequest(CreateSamplingClientRequest):
-    """Samples for several prompts: of a sampling session, or of a new one."""
+    """Samples for several prompts, from an existing sampling session or from a new one."""
 
     prompts: Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS})]
     sampling_client_id: Text | None = None
@@ -457,13 +438,13 @@ class SamplesRequest(CreateSamplingClientRequest):
     example={"sampling_client_id": "{sampling_session_id}", "prompts": [[1, 2]]},
 )
 def sample(call: Call, request: SamplesRequest) -> JsonObject:
-    """One asample per prompt; one request_id names all of them."""
+    """Submit one asample per prompt. One request_id names all of them."""
     prompts = request.prompts
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
     bodies = [sample_body(request, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
     sampling_session_id = _sampling_session(call, request)
-    # Samples have no order, so any unused number will do.
+    # Samples have no order, so any unused number is valid.
     first = secrets.randbelow(2**61)
     request_ids: list[object] = []
     for seq_id, body in enumerate(bodies, first):
@@ -487,7 +468,7 @@ def _sampling_session(call: Call, request: SamplesRequest) -> str:
 # Futures.
 
 
-@operation("GET POST", "/retrieve_future/{request_id}", "A result as JSON", answer=BY_PATH, errors=(404, 410))
+@operation("GET POST", "/retrieve_future/{request_id}", "Retrieve a result as JSON", answer=BY_PATH, errors=(404, 410))
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     request_id = request.path_params["request_id"]
@@ -507,7 +488,7 @@ async def retrieve_future(request: Request) -> Response:
 
 
 def _ids_of(request_id: str) -> list[str]:
-    """The requests that one id names: `{sampling_session_id}:{first seq_id}+{how many}` is those of a `sample`."""
+    """Return the request ids behind one id. A `sample` has `{sampling_session_id}:{first seq_id}+{count}`."""
     one, plus, count = request_id.rpartition("+")
     owner, _, first = one.rpartition(":")
     if not plus or not (count.isascii() and count.isdigit() and first.isascii() and first.isdigit()):
@@ -525,7 +506,7 @@ def _result(services: Services, tenant_id: str, request_id: str, outcome: Future
 
 
 def _together(results: Sequence[JsonObject]) -> JsonObject:
-    """The samples of several prompts in their order."""
+    """Join the samples of several prompts, in the order of the prompts."""
     lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
     return {"type": "sample", "sequences": [one for some in lists for one in some], "results": list(results)}
 
@@ -547,16 +528,16 @@ class CleanupRequest(Body):
 @operation(
     "POST",
     "/cleanup_futures",
-    "Forget old results",
+    "Delete old results",
     body=CleanupRequest,
     answer=fields({"futures_cleaned": NUMBER}),
     access=Access.LISTING,
 )
 def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
-    """Delete results of sessions that were closed for that long. Recovery needs those of open sessions."""
+    """Delete the results of sessions that closed long enough ago. Open sessions keep theirs for recovery."""
     age_hours = request.max_age_hours
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
     while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
-        deleted += services.futures.delete_of_sessions(closed, usage.folded)
-    message = f"forgot {deleted} settled requests of sessions that were closed {age_hours:g} or more hours ago"
+        deleted += services.futures.delete_of_sessions(closed, usage.fold_usage)
+    message = f"deleted {deleted} settled requests of sessions that closed {age_hours:g} or more hours ago"
     return {"futures_cleaned": deleted, "cleaned_count": deleted, "message": message}

@@ -1,7 +1,8 @@
-"""`GET /openapi.json`: this API as an OpenAPI 3.1 document, without a key.
+"""`GET /openapi.json`: the OpenAPI 3.1 document of this API, served without authentication.
 
-Built from the declarations of the endpoints. Owns the schema helpers for their answers and queries, and the answers
-that several endpoints share. tests/contract/test_openapi.py compares it with the SDK's types.
+The document is built from the declarations of the endpoints. This module also has the schema helpers for responses and
+queries, and the responses that several endpoints share. tests/contract/test_openapi.py compares the document with the
+SDK's types.
 """
 
 from __future__ import annotations
@@ -103,14 +104,22 @@ LINK: Mapping[str, Schema] = {"expires": TEXT, "signature": TEXT}
 LINKED = (403, 404, 410)
 
 
-@operation("GET", "/openapi.json", "This document", answer=ANYTHING, access=Access.NOTHING, keyed=False, at_root=True)
+@operation(
+    "GET",
+    "/openapi.json",
+    "Get the OpenAPI document",
+    answer=ANYTHING,
+    access=Access.NOTHING,
+    keyed=False,
+    at_root=True,
+)
 async def openapi(request: Request) -> Response:
     return Response(_bytes(request.app.state.operations), media_type=JSON_TYPE)
 
 
 @cache
 def _bytes(operations: tuple[Operation, ...]) -> bytes:
-    """Cached: callers need no key."""
+    """Return the serialized document, cached because callers are not authenticated."""
     return orjson.dumps(document(operations))
 
 
@@ -124,7 +133,7 @@ def document(operations: tuple[Operation, ...]) -> Schema:
     key = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tinsmith", "version": version("tinsmith"), "description": "docs/wire.md says more"},
+        "info": {"title": "Tinsmith", "version": version("tinsmith"), "description": "see docs/wire.md"},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": key}},
         "security": [{"key": []}],
@@ -132,14 +141,14 @@ def document(operations: tuple[Operation, ...]) -> Schema:
 
 
 def body_schema(operation: Operation) -> Schema:
-    """The schema of a body; its references lead to the document's components."""
+    """Return the schema of a body. Its references point to the document's components."""
     if isinstance(operation.body, type):
         return described(operation.body)[operation.body.__name__.removesuffix("Body")]
     return operation.body or {}
 
 
 def _parts(operation: Operation) -> dict[str, Schema]:
-    """The objects inside a body, by their names."""
+    """Return the schemas of the objects inside a body, by name."""
     if not isinstance(operation.body, type):
         return {}
     own = operation.body.__name__.removesuffix("Body")
@@ -186,11 +195,11 @@ def _contents(operation: Operation) -> Schema:
 
 def _answered(operation: Operation, status: int) -> Schema:
     if status == HTTPStatus.REQUEST_TIMEOUT:
-        return _content("Not yet: ask again", ref("TryAgain"))
+        return _content("Not ready; ask again", ref("TryAgain"))
     if status >= HTTPStatus.BAD_REQUEST:
         return _content(HTTPStatus(status).phrase, ref(_error_of(operation)))
     if status == HTTPStatus.FOUND:
-        return {"description": "Where it is", "headers": {"location": {"schema": TEXT}}}
+        return {"description": "The location", "headers": {"location": {"schema": TEXT}}}
     if isinstance(operation.answer, str):
         return {"description": operation.summary, "content": {operation.answer: {}}}
     described = _content(operation.summary, operation.answer)

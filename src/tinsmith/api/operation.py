@@ -1,26 +1,27 @@
-"""One declaration an endpoint: `@operation` on its handler.
+"""Declares endpoints: `@operation` on a handler is the only declaration of its endpoint.
 
-The declaration gives the route, the validation of the body, the OpenAPI document, the page of routes in the reference
-and the case of the isolation test. `app.py` collects the declarations of its modules.
+The declaration defines the route, the validation of the body, the entry in the OpenAPI document, the row on the
+reference page of routes, and the case of the isolation test. `app.py` collects the declarations of its modules.
 
 A handler has one of three forms:
 
-- A function of a `Call`, and of the typed body where one is declared, to a JSON object. It runs on a worker thread and
-  may use the database. The order is: key, size of the body, content type, decoding, validation, the function, the
-  answer. Exceptions become answers in `errors`.
-- The same to a `Submission`, which is stored before it is answered (`submits`). A short body is validated on the event
-  loop, and stored there if no other writer is active: a thread switch would take longer.
-- A coroutine function of a Starlette request to a response, which authenticates and reads the body itself.
+- A function that takes a `Call`, and the typed body if one is declared, and returns a JSON object. It runs on a worker
+  thread and may use the database. The order is authentication, body size, content type, decoding, validation, the
+  function, the response. `errors` turns exceptions into responses.
+- The same, but it returns a `Submission`, which is stored before the response is sent (`submits`). A short body is
+  validated on the event loop, and stored there if no other writer is active, because a thread switch takes longer.
+- A coroutine function that takes a Starlette request and returns a response. It authenticates and reads the body
+  itself.
 
-How a request becomes a future: without a known model, an open session and a sequence number it is an HTTP error. Any
-other request is stored, valid or not: an invalid one is a future that has failed at once, so that its number counts as
-used and the client reads the reason where it waits for the result. Such a handler gets a `Draft` of its body (`late`).
-The request_id consists of the model and the number: a request that is sent twice finds the future of the first. Another
-request under the same number is an HTTP error.
+A request becomes a future as follows. Without a known model, an open session and a sequence number it is an HTTP error.
+Any other request is stored. An invalid one becomes a future that has already failed, so that its number counts as used
+and the client reads the reason where it waits for the result; its handler gets a `Draft` of the body (`late`). The
+request_id consists of the model and the number, so a repeated request finds the existing future. A different request
+with the same number is an HTTP error.
 
-JSON operations of older clients have no number and take the model's next one as they arrive. Such a request that is
-sent twice is two requests, and its client must wait for each answer before the next request. If clients of both kinds
-share a model, they may collide on a number, which is the same error.
+JSON operations of older clients have no number and take the model's next one on arrival. Repeating such a request
+creates a second one, and the client must wait for each response before it sends the next request. If clients of both
+kinds share a model, they may use the same number, which is the same error.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.executors import Dispatch
+from tinsmith.cluster.executors import DedicatedSamplers, Dispatch
 from tinsmith.db.wakeups import Waiters
-from tinsmith.errors import NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
+from tinsmith.errors import ForbiddenError, NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
 from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
@@ -86,36 +87,39 @@ T = TypeVar("T")
 B = TypeVar("B", bound=Body)
 Part = TypeVar("Part", bound=Body)
 
-PREFIX = "/api/v1"  # of every path but those of OPENAI
+PREFIX = "/api/v1"  # of every path except those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
-"""Both prefixes of OpenAI's paths."""
+"""The two prefixes of OpenAI's paths."""
 OPENAI_PATHS = (*(f"{prefix}/" for prefix in OPENAI), "/inference/v1/", "/tokenize", "/detokenize")
-"""What the paths for clients of OpenAI's protocol begin with; those at the root are vLLM's."""
+"""The prefixes of all paths for clients of OpenAI's protocol. The paths at the root are vLLM's."""
 ANTHROPIC = ("/anthropic/api/v1", *OPENAI)
-"""The prefixes of Anthropic's. On OpenAI's, path or header show that a client is Anthropic's."""
+"""The prefixes of Anthropic's paths. On shared prefixes, the path or a header identifies Anthropic's clients."""
 HUB = "/hub"
 """The prefix for clients of the Hugging Face hub."""
 _HUB = f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
 CAPTURE_HEADER, CAPTURE_MARK = "x-tinsmith-session", "#"
-"""How a request names its capture session: in this header, or behind this mark in its key."""
+"""A request names its capture session in this header, or after this separator in its API key."""
 MAX_CAPTURE = 128
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_PATH = 2000
-"""Characters of a path. The longest valid one names a file of a checkpoint."""
+"""Most characters of a path. The longest valid path names a file of a checkpoint."""
 MAX_POLL_BYTES = 16 << 20
 MOST_LARGE = 4
-"""Large results in memory at once."""
+"""Most large results in memory at the same time."""
 SHORT_BYTES = 64 << 10
-"""Bodies that are parsed faster than a thread switch takes."""
+"""Largest body whose parsing takes less time than a thread switch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The services that routes use. `queue_state` gives the reason why a base model's queue does not move, `failing`
-    that of a failing process (or ""). `reads_wait`: the database is remote, so that no read belongs on the event loop.
+    """The services that routes use.
+
+    `queue_state` returns why a base model's queue is not moving, `cannot_start` why it will never move, and `failing`
+    why a process is failing (or ""). `reads_wait` is True for a remote database, which must not be read on the event
+    loop.
     """
 
     settings: Settings
@@ -152,16 +156,18 @@ class Services:
     queue_state: Callable[[str], tuple[str, str | None]]
     engine_for_run: Callable[[str], str | None]
     dispatch: Dispatch
+    dedicated_samplers: DedicatedSamplers
     meters: ServerMeters
     tracing: Tracing
     threads: ThreadPools
     reads_wait: bool = True
     failing: Callable[[], str] = str
+    cannot_start: Callable[[str], str | None] = lambda _base_model: None
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 
 
 class WouldWaitError(Exception):
-    """A worker thread must handle the request from the beginning."""
+    """The event loop must not handle this request; a worker thread handles it from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +183,16 @@ class Call:
     may_wait: bool = True
 
     def wait(self) -> None:
-        """Before work that may block. Raises WouldWaitError on the event loop."""
+        """Call this before work that may block. Raises WouldWaitError on the event loop."""
         if not self.may_wait:
             raise WouldWaitError
 
     def fields(self) -> dict[str, object]:
-        """The JSON body, for a handler that reads it by itself."""
+        """The JSON body, for handlers without a typed body."""
         return read_object(self.body)
 
     def page(self, default_limit: int) -> tuple[int, int]:
-        """The query's limit and offset."""
+        """Return the query's limit and offset."""
         limit = self._query_integer("limit", default_limit, MAX_PAGE)
         return limit, self._query_integer("offset", 0, 2**31 - 1)
 
@@ -205,27 +211,28 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 FORM_TYPE = "multipart/form-data"
 FUTURE: Schema = {"$ref": "#/components/schemas/Future"}
 SUBMITTED = (404, 410, 429, 501)
-"""The error statuses of a request that becomes a future, beside those of its form."""
+"""The error statuses of a request that becomes a future, in addition to those of its form."""
 _IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
-"""Fields with ids of a tenant's objects; examples have them in braces."""
+"""Fields that hold ids of a tenant's objects. Examples give these ids in braces."""
 
 
 class Access(Enum):
-    """The access of an endpoint to tenants' objects: its case in the isolation test."""
+    """How an endpoint accesses tenants' objects, which selects its case in the isolation test."""
 
     IDS = "takes ids of a tenant's objects; those of another tenant are 404"
     LISTING = "lists or counts the caller's own objects"
     LINK = "needs a signed link instead of a key"
     NOTHING = "shows no tenant's objects"
+    OPERATOR = "for the tenants of TINSMITH_OPERATOR_TENANTS; 403 for others"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
     """One method of one path, as declared.
 
-    `body` is a typed body, or the schema of one that the handler reads by itself. `answer` is a schema, or the content
-    type of bytes that are not JSON. `errors` are the statuses beside those that follow from the declaration. `example`
-    is a body, and `filters` are queries or bodies of a listing, with ids in braces.
+    `body` is a typed body, or the schema of one that the handler reads itself. `answer` is the schema of the response,
+    or the content type if the response is not JSON. `errors` are the statuses in addition to those that follow from the
+    declaration. `example` is a body, and `filters` are queries or bodies of a listing, with ids in braces.
     """
 
     method: str
@@ -245,12 +252,12 @@ class Operation:
 
     @property
     def url(self) -> str:
-        """Without the converters of the router."""
+        """The URL template, without the router's converters."""
         return self.route.replace(":path", "")
 
     @property
     def path(self) -> str:
-        """Below PREFIX, or whole where other services' clients expect it."""
+        """The path below PREFIX, or the whole path for clients of other services."""
         return self.url.removeprefix(PREFIX)
 
     @property
@@ -278,11 +285,12 @@ def operation(  # noqa: PLR0913
     late: bool = False,
     quick: bool = False,
 ) -> Callable[[H], H]:
-    """Declare the handler of a path, below each of the prefixes. Several declarations may stand above one handler.
+    """Declare the handler of a path below each of the prefixes. One handler may have several declarations.
 
-    The defaults are those of most endpoints; an example has the required ids of a typed body by itself. `methods` are
-    separated by spaces. `at_root` serves the path without a prefix, too. `submits` and `late` say what the handler
-    answers and takes. `quick` is for what every client needs in time, however busy the other threads are.
+    The defaults fit most endpoints, and an example automatically contains the required ids of a typed body. `methods`
+    are separated by spaces. `at_root` also serves the path without a prefix. With `submits` the handler returns a
+    `Submission`, and with `late` it takes a `Draft`. `quick` runs the handler on threads that stay free for short,
+    urgent requests when all other threads are busy.
     """
 
     def declare(handler: H) -> H:
@@ -290,7 +298,7 @@ def operation(  # noqa: PLR0913
             assert isinstance(body, type)
             endpoint = submission(handler, takes[0], body)
         else:
-            endpoint = answering(handler, body, late=late, quick=quick)
+            endpoint = json_endpoint(handler, body, late=late, quick=quick, operators=access is Access.OPERATOR)
         declared = [
             Operation(
                 method=method,
@@ -320,7 +328,8 @@ def operation(  # noqa: PLR0913
 def _errors(errors: tuple[int, ...] | None, access: Access, answer: Schema | str) -> tuple[int, ...]:
     if errors is not None:
         return errors
-    return SUBMITTED if answer is FUTURE else (HTTPStatus.NOT_FOUND,) if access is Access.IDS else ()
+    by_access = {Access.IDS: (HTTPStatus.NOT_FOUND,), Access.OPERATOR: (HTTPStatus.FORBIDDEN,)}
+    return SUBMITTED if answer is FUTURE else by_access.get(access, ())
 
 
 def _example(example: object, access: Access, body: type[Body] | Schema | None) -> object:
@@ -331,8 +340,8 @@ def _example(example: object, access: Access, body: type[Body] | Schema | None) 
     return found or None
 
 
-def declared_in(*modules: ModuleType) -> list[Operation]:
-    """The operations of these modules, in their order."""
+def operations_in(*modules: ModuleType) -> list[Operation]:
+    """Return the operations of the modules, in the order of declaration."""
     handlers = [each for module in modules for each in vars(module).values() if callable(each)]
     found = [each for handler in handlers for each in getattr(handler, "operations", ())]
     return list(dict.fromkeys(found))
@@ -346,17 +355,22 @@ class Draft(Generic[B]):
     values: Mapping[str, object]
 
     def part(self, model: type[Part]) -> Part:
-        """The fields without which there is no future."""
+        """Read the fields that are required for creating a future."""
         return validate(model, self.values)
 
     def read(self) -> B:
         return validate(self.model, self.values)
 
 
-def answering(
-    handler: Handler, body: type[Body] | Schema | None = None, *, late: bool = False, quick: bool = False
+def json_endpoint(
+    handler: Handler,
+    body: type[Body] | Schema | None = None,
+    *,
+    late: bool = False,
+    quick: bool = False,
+    operators: bool = False,
 ) -> Endpoint:
-    """The endpoint of a function that answers a JSON object."""
+    """Make the endpoint of a function that returns a JSON object, for operators only or for every tenant."""
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
@@ -364,6 +378,8 @@ def answering(
         encoding = request.headers.get("content-encoding")
 
         def work() -> bytes:
+            if operators:
+                _check_operator(services, tenant_id)
             decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
             call = call_of(request, services, tenant_id, decoded)
             if isinstance(body, type):
@@ -371,15 +387,22 @@ def answering(
                 return orjson.dumps(handler(call, Draft(body, values) if late else validate(body, values)))
             return orjson.dumps(handler(call))
 
-        with traced(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
+        with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
             lane = services.threads.quick if quick else None
             return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
 
     return respond
 
 
+def _check_operator(services: Services, tenant_id: str) -> None:
+    if tenant_id not in services.settings.operator_tenants and not services.tenants.accepts_anyone():
+        raise ForbiddenError(
+            f"tenant {tenant_id!r} is no operator; the server allows it with TINSMITH_OPERATOR_TENANTS"
+        )
+
+
 def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -> Call:
-    """An authenticated request as routes see it; `body` is decoded."""
+    """Make the Call of an authenticated request with a decoded body."""
     scope = request.scope
     peer = scope["client"][0] if scope.get("client") else ""
     return Call(
@@ -390,13 +413,11 @@ def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -
 async def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
     if "\x00" in request.scope["path"]:
-        raise NotFoundError("no id holds a NUL character")  # Postgres cannot compare with it
+        raise NotFoundError("the id contains a NUL character")  # Postgres cannot compare it
     if len(request.scope["path"]) > MAX_PATH:
-        raise NotFoundError(
-            f"the path has {len(request.scope['path'])} characters; no id makes it longer than {MAX_PATH}"
-        )
+        raise NotFoundError(f"the path has {len(request.scope['path'])} characters; a path has at most {MAX_PATH}")
     if b"%00" in request.scope["query_string"]:
-        raise UserError("the query holds a NUL character; leave it out")
+        raise UserError("the query contains a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
     if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -405,16 +426,14 @@ async def authenticate(request: Request) -> tuple[Services, str]:
         credential = credential.partition(CAPTURE_MARK)[0]
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
-        credential = ANY_KEY  # these clients send no key, or a hub token
+        credential = ANY_KEY  # these clients send no key, or a token of the hub
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential, on=quick)
-    bind_contextvars(tenant_id=caller.tenant_id)  # each request has a context of its own
+    bind_contextvars(tenant_id=caller.tenant_id)  # each request has its own context
     return services, caller.tenant_id
 
 
 def capture_session(request: Request) -> str | None:
-    """The session that a request of OpenAI's or Anthropic's client is captured in, by its header or behind its key.
-    Raises UserError.
-    """
+    """Return the capture session of an OpenAI or Anthropic request, from header or key. Raises UserError."""
     given = request.headers.get(CAPTURE_HEADER)
     if given is None:
         credential = request.headers.get("x-api-key") or request.headers.get("authorization", "")
@@ -425,23 +444,23 @@ def capture_session(request: Request) -> str | None:
 
 
 def is_openai(request: Request) -> bool:
-    """Whether a request is from one of OpenAI's clients, by its path: keys and errors have OpenAI's form."""
+    """Whether a request comes from an OpenAI client, by its path. Keys and errors then have OpenAI's form."""
     return request.scope["path"].startswith(OPENAI_PATHS) and not is_anthropic(request)
 
 
 def is_anthropic(request: Request) -> bool:
-    """The same for Anthropic's, which always send their API's version."""
+    """Whether a request comes from an Anthropic client; these always send their API's version."""
     path = request.scope["path"]
     return path.startswith(_ANTHROPIC) or (path.startswith(OPENAI_PATHS) and _ANTHROPIC_HEADER in request.headers)
 
 
 def is_hub(request: Request) -> bool:
-    """The same for those of the Hugging Face hub."""
+    """Whether a request comes from a client of the Hugging Face hub."""
     return request.scope["path"].startswith(_HUB)
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
-    """The body as sent. Refuses it at the first byte beyond the limit."""
+    """Read the raw body. Raises TooLargeError at the first byte beyond the limit."""
     services: Services = request.app.state.services
     limit_bytes = min(limit_bytes or services.settings.max_body_bytes, services.settings.max_body_bytes)
     bodies.check_content_type(request.headers.get("content-type"), takes)
@@ -457,7 +476,7 @@ async def read_body(request: Request, takes: str, limit_bytes: int | None = None
 
 
 async def read_json(request: Request, model: type[B]) -> B:
-    """The typed body of a poll; a short one is read on the event loop."""
+    """Read the typed body of a poll, on the event loop if it is short."""
     services: Services = request.app.state.services
     limit_bytes = min(MAX_POLL_BYTES, services.settings.max_body_bytes)
     body = await read_body(request, bodies.JSON_TYPE, limit_bytes)
@@ -469,16 +488,14 @@ async def read_json(request: Request, model: type[B]) -> B:
     return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
 
-def traced(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
-    """A span of the request, a child of its client's."""
+def request_span(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
+    """Open a tracing span for the request, as a child of the client's span."""
     attributes = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
     return services.tracing.span(name.lstrip("_"), request.headers.get("traceparent"), attributes)
 
 
 async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
-    """Call `work` on a worker thread with the request's context. `on` is a lane of the service's threads; the default
-    is that of the handlers.
-    """
+    """Call `work` on a worker thread with the request's context. `on` is an executor; the default is for handlers."""
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(on, lambda: context.run(work, *args))
 
@@ -488,14 +505,14 @@ def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | 
 
 
 MAX_ID_LENGTH = 128
-SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")  # with a path, to a checkpoint
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")  # with a path, these save a checkpoint
 
 Check = Callable[[Model, str], int]
-"""Validates a request for (model, request_id); answers its tokens, or raises UserError."""
+"""Validates a request for (model, request_id). Returns its number of tokens, or raises UserError."""
 
 
 class ModelRequest(Body):
-    """What every JSON operation on a model needs."""
+    """The required fields of every JSON operation on a model."""
 
     model_id: Text
     seq_id: Integer | None = None
@@ -503,8 +520,8 @@ class ModelRequest(Body):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request, which is stored before it is answered. Without a seq_id it takes the model's next one.
-    `more` are fields of the answer beside the request_id.
+    """A validated request, which is stored before the response is sent. Without a seq_id it takes the model's next one.
+    `more` are the fields of the response other than the request_id.
     """
 
     new: NewFuture
@@ -513,7 +530,7 @@ class Submission:
 
 
 def submission(handler: Handler, takes: str, model: type[Body] | None = None) -> Endpoint:
-    """The endpoint of a function that answers a Submission; `takes` is the content type of its body."""
+    """Make the endpoint of a function that returns a Submission. `takes` is the content type of its body."""
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
@@ -530,7 +547,7 @@ def submission(handler: Handler, takes: str, model: type[Body] | None = None) ->
         def work() -> JsonObject:
             return stored(services, submit(may_wait=True))
 
-        with traced(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
+        with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
             if services.reads_wait or not bodies.is_within(body, encoding, SHORT_BYTES):
                 content = await run(work)
             else:
@@ -546,7 +563,7 @@ def submission(handler: Handler, takes: str, model: type[Body] | None = None) ->
 
 
 def stored(services: Services, submitted: Submission) -> JsonObject:
-    """Store a request, for its answer. May wait for other writers."""
+    """Store a request and return the response. May wait for other writers."""
     if submitted.new.seq_id is None:
         return _answer(services, submitted, _submit_next(services, submitted))
     return _answer(services, submitted, services.futures.submit(submitted.new, submitted.refusal))
@@ -559,13 +576,13 @@ def _stored_nowait(services: Services, submitted: Submission) -> JsonObject | No
 
 
 def _answer(services: Services, submitted: Submission, request_id: str) -> JsonObject:
-    if submitted.refusal is not None:  # a poll of the whole session may wait for it already
+    if submitted.refusal is not None:  # a poll of the whole session may already be waiting for it
         services.waiters.settled_from_thread([request_id])
     return {"request_id": request_id, **submitted.more}
 
 
 def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, check: Check) -> Submission:
-    """One operation on a model, to be stored; without a seq_id it takes the next."""
+    """Validate one operation on a model and return its Submission. Without a seq_id it takes the model's next one."""
     if seq_id is not None:
         check_seq_id(seq_id, first=1)
     model = owned_model(call, model_id)
@@ -576,7 +593,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
         model.require_usable()
         num_tokens = check(model, request_id)
     except TooManyRequestsError:
-        raise  # nothing is stored, and the client sends it again
+        raise  # nothing is stored; the client retries
     except UserError as error:
         refusal = error
     new = NewFuture(
@@ -597,20 +614,20 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
 
 
 def _submit_next(services: Services, submitted: Submission) -> str:
-    """Store a request under the next number of its model. Its id is unique, so that a collision is visible."""
+    """Store a request under the model's next number. Its id is unique, so that a collision is detected."""
     new, futures = submitted.new, services.futures
     assert new.model_id is not None
     while True:
         seq_id = futures.next_seq_id(new.model_id)
         request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
-        with suppress(SeqIdTakenError):  # by a request that came in between
+        with suppress(SeqIdTakenError):  # a concurrent request took the number
             return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), submitted.refusal)
 
 
 def submit_json_operation(
     call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
 ) -> Submission:
-    """The same for a JSON body with model_id and seq_id. `refusal` is an error that is known already."""
+    """Like `submit_operation`, for a JSON body with model_id and seq_id. `refusal` is an error known before."""
     named = draft.part(ModelRequest)
 
     def checked(model: Model, request_id: str) -> int:
@@ -625,8 +642,8 @@ def submit_json_operation(
 
 
 def owned_model(call: Call, model_id: str) -> Model:
-    """The tenant's own model in a session that has not ended."""
-    if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # from protobuf it comes unbounded
+    """Return a model of the tenant whose session has not ended. Raises UserError otherwise."""
+    if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # protobuf does not bound it
         raise NotFoundError(f"model_id {show(model_id)} is unknown")
     model, ended = call.services.models.get_with_session(call.tenant_id, model_id)
     if model.state == "copied":

@@ -1,8 +1,8 @@
-"""Authentication: a credential (an API key, or a token exchanged for one) names a tenant, and everything has a tenant.
+"""Authentication: a credential (an API key, or a token exchanged for one) identifies the tenant of a request.
 
-Routes use `tenants.StoredTenants`. Until the first key is made, every well-formed credential is the tenant `local`, and
-`server` makes such a server listen on loopback only. Keys are never stored, logged or repeated in messages; `keys`
-stores their digests.
+Routes use `tenants.StoredTenants`. Until the first key is created, every well-formed credential is the tenant `local`,
+and the server listens on loopback only. Keys are never stored, logged or repeated in messages; `keys` stores their
+digests.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from tinsmith.errors import MissingKeyError, NotAuthenticatedError
 
 ANY_KEY = "tml-any"
-"""A well-formed key, for a server that accepts any."""
+"""A well-formed key for servers that accept any key."""
 
 LOCAL_TENANT = "local"
-KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK accepts as a key, and as a token
+KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK sends as a key, and as a token
 MAX_CREDENTIAL_LENGTH = 8192
 NO_MAIL_DOMAIN = "tinsmith.invalid"
-"""Under a top-level domain that is reserved for names that do not exist (RFC 2606)."""
+"""Its top-level domain is reserved for names that do not exist (RFC 2606)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that a credential names. `key_id` is 0 and `name` the tenant's where the server accepts any key;
-    `expires_at` (epoch seconds) is set for tokens only.
+    """The tenant of a credential. On a server that accepts any key, `key_id` is 0 and `name` is the tenant's;
+    `expires_at` (seconds since the epoch) is set for tokens only.
     """
 
     tenant_id: str
@@ -39,14 +39,15 @@ def user_urn(tenant_id: str) -> str:
 
 
 def user_email(tenant_id: str) -> str:
-    """An undeliverable address: the API gives every user one, and tenants have no mailbox."""
+    """An undeliverable address, since the API has one for every user."""
     return f"{tenant_id}@{NO_MAIL_DOMAIN}"
 
 
-def check_form(credential: str | None) -> str:
-    """The credential, if it is well-formed. Raises NotAuthenticatedError."""
+def check_form(credential: str | None, prefixes: tuple[str, ...] = (KEY_PREFIX,)) -> str:
+    """The credential, if it is a token or a key that starts with one of these. Raises NotAuthenticatedError."""
     if not credential:
-        raise MissingKeyError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
-    if not credential.startswith((KEY_PREFIX, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:
-        raise NotAuthenticatedError("the API key has not the form of one; a key starts with 'tml-'")
+        raise MissingKeyError(f"the header X-API-Key is missing; set TINKER_API_KEY to a key like '{prefixes[0]}...'")
+    if not credential.startswith((*prefixes, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:
+        begins = " or ".join(map(repr, prefixes))
+        raise NotAuthenticatedError(f"the API key is malformed; a key starts with {begins}")
     return credential

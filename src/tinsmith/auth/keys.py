@@ -1,6 +1,6 @@
-"""API keys as rows, found by the digest of the secret. The secret is returned once, by `create`, and never stored.
+"""API keys: rows that are found by the digest of the secret. `create` returns the secret, which is never stored.
 
-A key is never deleted, only revoked, so that a server that ever had keys never accepts anonymous clients again.
+Keys are revoked but never deleted, so that a server that has had keys never accepts anonymous clients again.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class Keys:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def create(self, tenant_id: str, name: str = "", quotas: Mapping[str, int] | None = None) -> tuple[Key, str]:
-        """Create a key and return it with its secret. The first key of a tenant creates the tenant; `quotas` are merged
-        into the tenant's own. Raises UserError.
+    def create(
+        self, tenant_id: str, name: str = "", quotas: Mapping[str, int] | None = None, prefix: str = KEY_PREFIX
+    ) -> tuple[Key, str]:
+        """Create a key and return it with its secret, which starts with `prefix`. The first key of a tenant creates the
+        tenant; `quotas` update the tenant's quotas. Raises UserError.
         """
         check_tenant_id(tenant_id)
         if len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise UserError(f"the name {name!r} must have at most {MAX_NAME_LENGTH} characters, all printable")
-        secret = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+        secret = prefix + secrets.token_urlsafe(KEY_BYTES)
         created_at = now()
         row = {"tenant_id": tenant_id, "name": name, "digest": digest_of(secret), "created_at": created_at}
         mine = TENANTS.c.tenant_id == tenant_id
@@ -83,7 +85,7 @@ class Keys:
             changed = connection.execute(active.values(revoked_at=now())).rowcount
             row = connection.execute(_BY_ID, {"key_id": key_id}).one_or_none()
             if row is None:
-                raise NotFoundError(f"key {key_id} does not exist; `tinsmith keys list` shows those that do")
+                raise NotFoundError(f"key {key_id} does not exist; `tinsmith keys list` lists the keys")
             if changed:
                 connection.execute(entry(row.tenant_id, "key_revoked", {"key_id": key_id, "name": row.name}))
         return Key(**row._mapping)
@@ -92,7 +94,7 @@ class Keys:
         """The key with this secret, revoked or not."""
         digest = digest_of(secret)
         row = self._db.first(_BY_DIGEST, {"digest": digest})
-        # The time of the look-up reveals at most digests, which a caller cannot choose.
+        # The timing of the lookup reveals at most digests, which a caller cannot choose.
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         return Key(row.key_id, row.tenant_id, row.name, row.created_at, row.revoked_at)
@@ -102,7 +104,7 @@ class Keys:
         return None if row is None else Key(**row._mapping)
 
     def any(self) -> bool:
-        """Whether a key was ever made."""
+        """Whether a key was ever created."""
         return self._db.scalar(sa.select(KEYS.c.key_id).limit(1)) is not None
 
 

@@ -1,10 +1,10 @@
-"""Quotas: how much a tenant may have queued, loaded and stored, and how many tokens it may add in a minute.
+"""Quotas: limits of what a tenant has queued, loaded and stored, and of its tokens per minute.
 
-A request over a quota is refused with 429 before anything is stored, and the client sends it again. Stored requests are
-never refused. Limits come from the settings, overridden by the tenant's row; 0 is no limit. Queue counts are read from
-the database at most once a second for each tenant, and this server adds what it admits in between; several servers
-learn of each other's requests a second late. Models are counted in the transaction that creates one, so that limit is
-exact. Tokens are counted in memory, by each server for itself.
+A request over a quota is refused with 429 before it is stored, and the client retries it. Stored requests are never
+refused. Limits come from the settings, overridden by the tenant's row; 0 means no limit. Queue counts are read from the
+database at most once a second per tenant; in between, this server adds the requests that it admits, and sees those of
+other servers up to a second late. Models are counted in the transaction that creates one, so that their limit is exact.
+Each server counts tokens in its own memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tinsmith.store.futures import NewFuture
 COUNTED_EVERY_S = 1.0
 COUNTED_WHEN_FULL_EVERY_S = 0.2
 LIMITS_READ_EVERY_S = 5.0
-LONGEST_WAIT_S = 30.0  # the SDK ignores one above 60
+LONGEST_WAIT_S = 30.0  # the SDK ignores a Retry-After above 60
 MOST_TENANTS = 10_000
-"""Tenants kept in memory; more only while more are active."""
+"""Most tenants in memory; exceeded only while more are active."""
 
 IDLE_S = 60.0
 """A tenant without a request for this long has none in progress."""
 
-LOOKED_AT = 16
-"""Tenants that are examined for eviction at each access while there are too many."""
+EVICTION_SCAN = 16
+"""Tenants that each access examines for eviction while there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """The limits by name; 0 is no limit."""
+    """The limits by name; 0 means no limit."""
 
     queued_requests: int = 0
     queued_bytes: int = 0
@@ -54,7 +54,7 @@ NAMES = tuple(field.name for field in fields(QuotaLimits))
 
 @dataclass(slots=True)
 class _Tenant:
-    """Counts and limits of one tenant. `level` is the tokens that it may still add; one request may overdraw it."""
+    """Counts and limits of one tenant. `level` is the token bucket's, which one request may overdraw."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     limits: QuotaLimits = field(default_factory=QuotaLimits)
@@ -67,7 +67,7 @@ class _Tenant:
     used_at: float = 0.0
 
     def is_idle(self, moment: float) -> bool:
-        """Whether this can be evicted: no request is in progress and the token bucket is full again."""
+        """Whether the tenant can be evicted: it has no request in progress, and its token bucket is full."""
         if moment - self.used_at < IDLE_S:
             return False
         per_s = self.limits.tokens_per_minute / 60
@@ -78,7 +78,7 @@ _COUNT = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(FUTURES.c.body_
     FUTURES.c.tenant_id == sa.bindparam("tenant_id"), FUTURES.c.state == "pending"
 )
 _IS_STORED = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
-# A model's unfinished operations; those up to applied_seq_id have taken effect, and there may be many of them.
+# Only operations after applied_seq_id, since a model may have many earlier ones.
 _FIRST_WAITING = (
     sa.select(sa.func.min(FUTURES.c.seq_id))
     .join(MODELS, MODELS.c.model_id == FUTURES.c.model_id)
@@ -126,8 +126,8 @@ class Quotas:
         return admit if limit else None
 
     def admit_checkpoint(self, tenant_id: str, request_id: str | None = None) -> None:
-        """Raises TooManyRequestsError if the tenant's checkpoints have reached the limit. `request_id` is the save's,
-        if it is a future; a save that is already stored is admitted.
+        """Raise TooManyRequestsError if the tenant's checkpoints have reached the limit. A save that is already stored,
+        by its `request_id`, is admitted.
         """
         limit = self.limits(tenant_id).checkpoint_bytes
         if not limit:
@@ -143,7 +143,7 @@ class Quotas:
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 
     def admit_file(self, tenant_id: str, size_bytes: int) -> None:
-        """Raises TooManyRequestsError if the tenant's files and one more of `size_bytes` exceed the limit."""
+        """Raise TooManyRequestsError if the tenant's files and a new one of `size_bytes` exceed the limit."""
         limit = self.limits(tenant_id).file_bytes
         if not limit:
             return
@@ -165,7 +165,7 @@ class Quotas:
                 tenant = self._tenants[tenant_id] = _Tenant()
             self._tenants.move_to_end(tenant_id)
             tenant.used_at = self._clock()
-            for name in list(islice(self._tenants, LOOKED_AT)):
+            for name in list(islice(self._tenants, EVICTION_SCAN)):
                 if len(self._tenants) <= MOST_TENANTS:
                     break
                 if self._tenants[name].is_idle(tenant.used_at):
@@ -210,7 +210,7 @@ class Quotas:
         tenant.level, tenant.filled_at = min(level, limit), moment
         if num_tokens == 0 or tenant.level > 0:
             return None
-        # A request of any size is admitted once the debt is paid, so that small ones cannot starve a large one.
+        # A request of any size is admitted while the level is positive, so that small ones cannot starve a large one.
         wait_s = min(max(-tenant.level / per_s, 0.1), LONGEST_WAIT_S)
         used = f"{round(limit - tenant.level)} tokens were admitted within a minute"
         return _exceeded("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
@@ -229,7 +229,7 @@ class Quotas:
 def _is_full(tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> bool:
     if limits.queued_requests and tenant.requests >= limits.queued_requests:
         return True
-    # A body over the limit itself is admitted when nothing else is queued; otherwise it could never be.
+    # A body larger than the limit is admitted when nothing else is queued, or it never would be.
     return bool(limits.queued_bytes) and tenant.bytes > 0 and tenant.bytes + len(new.body) > limits.queued_bytes
 
 

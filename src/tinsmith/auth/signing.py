@@ -1,8 +1,7 @@
 """HMAC signatures of tokens and download links, valid on all servers that share one secret.
 
 Each purpose has its own key derived from the secret, so a signature for one purpose is invalid for another. The secret
-is the setting `signing_secret`, or else a file in the data directory that is created once with mode 0600. Knows nothing
-of what is signed.
+is the setting `signing_secret`, or else a file in the data directory that is created once with mode 0600.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Signer:
         return hmac.compare_digest(self.sign(purpose, message).encode(), signature.encode(errors="replace"))
 
     def key(self, purpose: str) -> bytes:
-        """The derived key of one purpose, for a library that signs itself."""
+        """The derived key of one purpose, for libraries that sign by themselves."""
         return hmac.digest(self._secret, b"tinsmith:" + purpose.encode(), hashlib.sha256)
 
 
@@ -55,7 +54,7 @@ def load_secret(configured: str, data_dir: Path) -> bytes:
 def keep_secret(secret: bytes, data_dir: Path) -> bytes:
     """Store `secret` in the data directory unless it has one, and return the stored one. Raises SettingsError."""
     path = data_dir / SECRET_FILE
-    # Written under another name and linked: if several processes create it, one wins and all read the same secret.
+    # Written under another name and linked, so that processes which create it concurrently read the same secret.
     draft = data_dir / f".{SECRET_FILE}.{uuid.uuid4().hex}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,8 +1,8 @@
 """Authenticates keys and tokens against the database.
 
-Results are cached for `REMEMBERED_S`, so that most requests need no query; a revocation takes effect on all servers
-within that time. Until the first key is made, any well-formed credential is the tenant `local`; that ends within
-`REMEMBERED_S` of the first key and never returns. The cache is keyed by digests and holds no credential.
+Results are cached for `CACHE_S`, so that most requests need no query; a revocation takes effect on all servers
+within that time. Until the first key is created, any well-formed credential is the tenant `local`; this ends for good
+within `CACHE_S` after that. The cache is keyed by digests and holds no credentials.
 """
 
 from __future__ import annotations
@@ -10,40 +10,47 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tinsmith.auth import LOCAL_TENANT, TOKEN_PREFIX, Caller, check_form
+from tinsmith.auth import KEY_PREFIX, LOCAL_TENANT, TOKEN_PREFIX, Caller, check_form
 from tinsmith.auth.keys import Key, Keys, digest_of
 from tinsmith.auth.tokens import Tokens
 from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, UserError
 
-REMEMBERED_S = 2.0
-MOST_REMEMBERED = 10_000
+CACHE_S = 2.0
+MAX_CACHED = 10_000
 
 
 class StoredTenants:
-    def __init__(self, keys: Keys, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        tokens: Tokens,
+        clock: Callable[[], float] = time.monotonic,
+        prefixes: tuple[str, ...] = (KEY_PREFIX,),
+    ) -> None:
         self._keys = keys
+        self._prefixes = prefixes
         self._tokens = tokens
         self._clock = clock
-        self._remembered: dict[str, tuple[float, Caller]] = {}
+        self._cache: dict[str, tuple[float, Caller]] = {}
         self._open_until = 0.0
         self._has_keys = False
 
     def known(self, credential: str | None) -> Caller | None:
         """The caller, if cached; makes no query. Raises NotAuthenticatedError."""
-        digest = digest_of(check_form(credential))
-        until, caller = self._remembered.get(digest, (0.0, None))
+        digest = digest_of(check_form(credential, self._prefixes))
+        until, caller = self._cache.get(digest, (0.0, None))
         return caller if caller is not None and self._clock() < until else None
 
     def authenticate(self, credential: str | None) -> Caller:
         """The caller that the credential names. Raises NotAuthenticatedError."""
-        text = check_form(credential)
+        text = check_form(credential, self._prefixes)
         if self.accepts_anyone():
             caller = Caller(LOCAL_TENANT)
         elif text.startswith(TOKEN_PREFIX):
             caller = self._caller_of_token(text)
         else:
             caller = self._caller_of_key(text)
-        self._remember(digest_of(text), caller)
+        self._add_to_cache(digest_of(text), caller)
         return caller
 
     def known_to_accept_anyone(self) -> bool | None:
@@ -55,7 +62,7 @@ class StoredTenants:
         if (known := self.known_to_accept_anyone()) is not None:
             return known
         self._has_keys = self._keys.any()
-        self._open_until = self._clock() + REMEMBERED_S
+        self._open_until = self._clock() + CACHE_S
         return not self._has_keys
 
     def keys_of(self, tenant_id: str) -> list[Key]:
@@ -69,14 +76,16 @@ class StoredTenants:
     def revoke(self, caller: Caller) -> None:
         """Revoke the caller's key. Raises UserError if the server has no keys."""
         if caller.key_id == 0:
-            raise UserError("this server has no keys and takes any; `tinsmith keys create TENANT` makes the first one")
+            raise UserError("this server accepts any key; `tinsmith keys create TENANT` creates the first one")
         self._keys.revoke(caller.key_id)
-        self._remembered = {}  # takes effect on this server at once
+        self._cache = {}  # takes effect on this server at once
 
     def _caller_of_key(self, secret: str) -> Caller:
         key = self._keys.find(secret)
         if key is None:
-            raise NotAuthenticatedError("the API key is no key of this server; `tinsmith keys create TENANT` makes one")
+            raise NotAuthenticatedError(
+                "this server does not know the API key; `tinsmith keys create TENANT` makes one"
+            )
         if key.revoked_at is not None:
             raise NotAuthenticatedError(f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
         return Caller(key.tenant_id, key.key_id, key.name)
@@ -90,14 +99,14 @@ class StoredTenants:
             raise InvalidTokenError(f"key {key.key_id}, for which the token was issued, has been revoked")
         return caller
 
-    def _remember(self, digest: str, caller: Caller) -> None:
+    def _add_to_cache(self, digest: str, caller: Caller) -> None:
         moment = self._clock()
-        if len(self._remembered) >= MOST_REMEMBERED:
-            # Without keys any invented credential is accepted, so the cache must be bounded.
-            self._remembered = {key: kept for key, kept in self._remembered.copy().items() if kept[0] > moment}
-            if len(self._remembered) >= MOST_REMEMBERED:
-                self._remembered = {}
-        until = moment + REMEMBERED_S
+        if len(self._cache) >= MAX_CACHED:
+            # Without keys every well-formed credential is accepted, so the cache must be bounded.
+            self._cache = {key: kept for key, kept in self._cache.copy().items() if kept[0] > moment}
+            if len(self._cache) >= MAX_CACHED:
+                self._cache = {}
+        until = moment + CACHE_S
         if caller.key_id == 0:
             until = min(until, self._open_until)
-        self._remembered[digest] = (until, caller)
+        self._cache[digest] = (until, caller)

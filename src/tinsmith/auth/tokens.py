@@ -1,7 +1,7 @@
 """Tokens: JWTs signed by this server, valid for an hour, for which the SDK exchanges its key.
 
-A token names its key, and `tenants` rejects it once the key is revoked. A token issued in exchange for another expires
-no later than that one. The SDK reads the claims exp, iat, sub, org_id, email and iss.
+A token names its key, and `tenants` rejects it once the key is revoked. A token issued in exchange for another token
+expires no later than that token. The SDK reads the claims exp, iat, sub, org_id, email and iss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinsmith.auth.signing import Signer
 from tinsmith.errors import InvalidTokenError
 
 LIFETIME_S = 3600
-ISSUER = "passport-tinsmith"  # the SDK recognises a token that is given as a key by the prefix "passport"
+ISSUER = "passport-tinsmith"  # the SDK recognizes tokens by the issuer's prefix "passport"
 PURPOSE = "token"
 ALGORITHM = "HS256"
 CLAIMS = ["exp", "iat", "sub", "org_id", "iss", "key_id", "key_name"]
@@ -43,7 +43,7 @@ class Tokens:
 
     def read(self, token: str) -> Caller:
         """The caller that the token names. Raises InvalidTokenError."""
-        # Expiry is checked below with our clock; the library would read the machine's.
+        # Expiry is checked below, by `clock`; the library would use the machine's time.
         try:
             claims = jwt.decode(
                 token,

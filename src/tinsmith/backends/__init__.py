@@ -1,9 +1,9 @@
 """The Backend protocol: what the engine calls on a device. Each implementation is a module or package beside this file.
 
 A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no HTTP.
-The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that one
-request; an exception out of a call means that nothing has changed, and MemoryError that the work does not fit. A
-`Capture` may be written by another thread meanwhile.
+The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list fails that one request;
+any other exception means that nothing changed, and MemoryError that the work does not fit. Another thread may write a
+`Capture` meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tinsmith.types import LoraSpec, OptimStep, Pass, PassResult
 T = TypeVar("T")
 
 MicroBatches = Generator[None, None, list[PassResult | UserError]]
-"""A packed step: it pauses between micro-batches and returns the outcome of each pass. `close` abandons the step."""
+"""A packed step: it pauses between micro-batches and returns the outcome of each pass. `close` aborts the step."""
 
 
 def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | None = None) -> T:
-    """Run all parts of some work and return its result. `between` is called at each pause; what it raises ends the
-    work.
+    """Run a generator to its end and return its result. `between` is called at each pause; an exception from it aborts
+    the work.
     """
     with closing(parts):
         while True:
@@ -40,7 +40,7 @@ def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | No
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A model or version as it was at one moment. `write` writes it into a directory, from any thread."""
+    """A model or version at one moment. `write` writes it into a directory, from any thread."""
 
     num_bytes: int
     write: Callable[[Path], None]
@@ -66,42 +66,42 @@ class Backend(Protocol):
 
     @property
     def model_budget_bytes(self) -> int:
-        """How many bytes all models in training may take together."""
+        """The most bytes that all models in training may use together."""
         ...
 
     def model_bytes(self, model_id: str) -> int:
-        """How many bytes a model in training takes."""
+        """Bytes of a model in training."""
         ...
 
     def memory_use(self) -> Mapping[str, int]:
-        """Bytes of the device by holder, and the memory `budget` if there is one."""
+        """Bytes of device memory by holder, and the memory `budget` if one is set."""
         ...
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient.
 
-        It pauses between micro-batches, so that samples are decoded during a long step; meanwhile no model may
-        change. All or nothing: when an exception comes out, or the step is closed, no gradient has changed.
+        It pauses between micro-batches, so that samples are decoded during a long step; no model may change meanwhile.
+        All or nothing: if it raises or is closed, no gradient has changed.
         """
         ...
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         """Apply its own optimizer to each named adapter (distinct model_ids), then zero its gradient. All or nothing:
-        when an exception comes out, no adapter and no gradient has changed.
+        if it raises, no adapter and no gradient has changed.
         """
         ...
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        """The model as it is now, in the form of a stacked `save`; with `gradient`, the accumulated gradient too."""
+        """The model as it is now, in the format of a stacked `save`; with `gradient`, the accumulated gradient too."""
         ...
 
     def capture_version(self, version_id: str) -> Capture:
-        """A version, in the form of `save_version`."""
+        """A version, in the format of `save_version`."""
         ...
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         """Write the adapter in PEFT's format into a directory, with `optimizer.safetensors` if `optimizer` is set.
-        `stacked`: experts in the form of Tinker's exports, which is a fraction of PEFT's size.
+        `stacked`: experts in the format of Tinker's exports, a fraction of PEFT's size.
         """
         ...
 
@@ -114,19 +114,19 @@ class Backend(Protocol):
         ...
 
     def publish(self, model_id: str, version_id: str) -> None:
-        """Copy the adapter's present weights into the version `version_id`, replacing it if it exists."""
+        """Copy the adapter's current weights into the version `version_id`, replacing it if it exists."""
         ...
 
     def load_version(self, version_id: str, directory: Path) -> None:
-        """Make a version from a saved adapter (PEFT format)."""
+        """Create a version from a saved adapter (PEFT format)."""
         ...
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        """Write a version for `load_version`: in PEFT's format, experts stacked."""
+        """Write a version for `load_version`: in PEFT's format with stacked experts."""
         ...
 
     def has_version(self, version_id: str) -> bool: ...
 
     def drop_version(self, version_id: str) -> None:
-        """Forget a version once no running sample uses it. Unknown ids are ignored."""
+        """Drop a version once no running sample uses it. Unknown ids are ignored."""
         ...

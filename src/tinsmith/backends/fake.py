@@ -1,4 +1,4 @@
-"""A backend without a model: deterministic, instant, for tests of everything around compute.
+"""A backend without a model: deterministic and instant, for tests of everything around compute.
 
 An adapter is one number, `weight`; a gradient is the sum over targets of weight-independent tokens; a logprob is
 -(token mod 7 + 1) / 8 - weight. It keeps every promise of the Backend protocol (isolation, all or nothing, save and

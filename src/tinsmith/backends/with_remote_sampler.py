@@ -1,8 +1,8 @@
 """Backends and version stores whose versions an external inference engine samples.
 
-`with_remote_sampler` wraps a backend that trains: it writes its versions to files, and the external engine loads those.
-`only_sampling` is for a process that only samples: its `VersionFiles` holds nothing but files. A trainer that shares a
-device with the external engine has it to itself during passes and steps; the engine wakes when there is something to
+`with_remote_sampler` wraps a training backend: it writes versions to files, which the external engine loads.
+`only_sampling` serves a process that does not train: its `VersionFiles` holds only files. A trainer that shares a
+device with the external engine uses it exclusively during passes and steps; the engine wakes when there is work to
 sample.
 """
 
@@ -26,7 +26,7 @@ DIALECTS = {"vllm": VllmDialect, "sglang": SglangDialect}
 
 
 class VersionSource(Protocol):
-    """Where the external engine's versions come from."""
+    """Source of the versions that the external engine loads."""
 
     @property
     def model_budget_bytes(self) -> int: ...
@@ -37,7 +37,7 @@ class VersionSource(Protocol):
 
 
 class RemotelySampledVersions:
-    """Versions that an external engine samples; a `VersionHolder`."""
+    """Versions sampled by an external engine; a `VersionHolder`."""
 
     def __init__(self, source: VersionSource, sampler: ExternalSampler) -> None:
         self._source = source
@@ -58,7 +58,7 @@ class RemotelySampledVersions:
 
 
 class RemotelySampledBackend(RemotelySampledVersions):
-    """A `Backend` that puts the external engine to sleep before it trains; the rest is the wrapped backend's."""
+    """A `Backend` that puts the external engine to sleep before it trains; everything else is delegated."""
 
     def __init__(self, backend: Backend, sampler: ExternalSampler) -> None:
         super().__init__(backend, sampler)
@@ -76,7 +76,7 @@ class RemotelySampledBackend(RemotelySampledVersions):
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.sampler.sleep()
-        # It does not pause: the external engine samples by itself, or sleeps.
+        # No pauses are needed: the external engine samples on its own, or sleeps.
         yield from ()
         return run_to_end(self._backend.run_passes(passes))
 
@@ -90,7 +90,7 @@ class RemotelySampledBackend(RemotelySampledVersions):
 
 
 class VersionFiles:
-    """Versions as files only, for a process that does not train. `directory` must be its own."""
+    """Versions as files only, for a process that does not train. It must own `directory`."""
 
     def __init__(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -108,7 +108,7 @@ class VersionFiles:
 
     @property
     def model_budget_bytes(self) -> int:
-        """What the disk has free."""
+        """Free space on the disk."""
         return shutil.disk_usage(self._directory.parent).free
 
     def has_version(self, version_id: str) -> bool:
@@ -119,7 +119,7 @@ class VersionFiles:
             shutil.rmtree(directory, ignore_errors=True)
 
     def capture_version(self, version_id: str) -> Capture:
-        # Hard links, made at once: a capture outlives its version.
+        # Hard links, made immediately, because a capture outlives its version.
         held = self._directory / f"captured-{self._number}"
         self._number += 1
         shutil.copytree(self._versions[version_id], held, copy_function=_link)
@@ -147,7 +147,9 @@ def _sampler(
     if kind not in DIALECTS:
         raise SettingsError(f"sampler {kind!r} is unknown; choose 'local', 'vllm' or 'sglang'")
     if not engine.url and not shutil.which(engine.python):
-        raise SettingsError(f"sampler_python {engine.python!r} cannot be run; name an interpreter that has {kind}")
+        raise SettingsError(
+            f"sampler_python {engine.python!r} cannot be run; name a Python interpreter with {kind} installed"
+        )
 
     def capture(version_id: str) -> Callable[[Path], None] | None:
         return source.capture_version(version_id).write if source.has_version(version_id) else None
@@ -156,7 +158,7 @@ def _sampler(
 
 
 def options_of(text: str) -> tuple[str, ...]:
-    """Words of a command line. Raises SettingsError if a quote is left open."""
+    """The words of a command line. Raises SettingsError on an unclosed quote."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -1,12 +1,13 @@
-"""The base models that this server offers: names, directories and the limits that requests are checked against.
+"""The base models that this server offers: names, directories, and the limits for validating requests.
 
-Reads only its JSON files, so that the server can know a model without loading it. A hub id is resolved to a local
-directory (downloading it, if the machine may) before anything starts.
+Only a model's JSON files are read, never its weights. A hub id is resolved to a local directory, downloading it if
+needed, before the server starts.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,12 @@ from typing import Any, cast
 
 from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
-from tinsmith.types import VISION_TYPES, ModelShape, VisionShape
+from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES, ModelShape, VisionShape
+
+INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+"""Values of model_type whose attention sees only the `index_topk` tokens that an indexer selects; config.json may omit
+transformers' default, 2,048.
+"""
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -29,7 +35,7 @@ class Bases:
         return iter(self.shapes)
 
     def get(self, name: str) -> ModelShape:
-        """Raise NotFoundError that lists what is served."""
+        """The base model. Raises a NotFoundError that lists the served models."""
         for shape in self.shapes:
             if shape.name == name:
                 return shape
@@ -38,18 +44,18 @@ class Bases:
 
 
 def resolve(models: Iterable[str], *, vision: bool = True) -> Bases:
-    """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry means the embedded model."""
+    """Resolve `NAME=DIRECTORY_OR_HUB_ID` entries; without entries, the embedded model is served."""
     entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
     shapes = [_resolve_one(entry, vision=vision) for entry in entries]
     names = [shape.name for shape in shapes]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise SettingsError(f"--model names {sorted(twice)} more than once; give each its own NAME=...")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        raise SettingsError(f"--model names {sorted(duplicates)} more than once; give each its own NAME=...")
     return Bases(tuple(shapes))
 
 
 def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape:
-    """Read what the server needs of a model's config.json, and of its image processor's if `vision` is wanted."""
+    """Read a model's shape from its config.json and, with `vision`, from its image processor's configuration."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
@@ -57,6 +63,7 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
     except ValueError as error:
         raise SettingsError(f"model {name!r}: {directory / 'config.json'} is not JSON: {error}") from None
     text = config.get("text_config", config)
+    text = {**CONFIG_DEFAULTS.get(text.get("model_type"), {}), **text}
     try:
         return ModelShape(
             name=name,
@@ -74,7 +81,7 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
 
 
 def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
-    """None for a model of text alone, or without its image processor's file. Raises KeyError for a missing number."""
+    """Read the vision shape; None for a text model or without an image processor's file. Raises KeyError."""
     if config.get("model_type") not in VISION_TYPES:
         return None
     found: Any = json_object(directory / "preprocessor_config.json")
@@ -83,6 +90,8 @@ def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
         return None
     processor: dict[str, Any] = found
     size = processor.get("size") or {}
+    if config["model_type"] == "gemma3":
+        return _square_vision(config, int(size["height"]))
     return VisionShape(
         image_token_id=int(config["image_token_id"]),
         token_pixels=int(processor["patch_size"]) * int(processor["merge_size"]),
@@ -91,9 +100,29 @@ def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
     )
 
 
+def _square_vision(config: dict[str, Any], height: int) -> VisionShape:
+    """The shape of a model that resizes every image to one square. transformers' config.json omits default values."""
+    side = math.isqrt(int(config.get("mm_tokens_per_image", 256)))
+    return VisionShape(
+        image_token_id=int(config.get("image_token_index", 262_144)),
+        token_pixels=height // side,
+        min_pixels=height**2,
+        max_pixels=height**2,
+        side_tokens=side,
+        begin_token_id=int(config.get("boi_token_index", 255_999)),
+        end_token_id=int(config.get("eoi_token_index", 256_000)),
+    )
+
+
 def _context(text: Mapping[str, Any]) -> int:
-    """The longest sequence: with RoPE of type 'longrope', the length up to which keys stay as they are."""
-    context = int(text.get("model_max_length") or text["max_position_embeddings"])
+    """Return the longest sequence. With RoPE of type 'longrope' it is the length up to which keys are not rescaled;
+    with sparse attention, the length up to which attention sees all tokens.
+    """
+    # GPT-2 and similar models name it n_positions.
+    own = text.get("model_max_length") or text.get("max_position_embeddings") or text.get("n_positions")
+    context = int(own or text["max_position_embeddings"])
+    if text.get("model_type") in INDEXED:
+        context = min(context, int(text.get("index_topk", 2048)))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) == "longrope":
         unchanged = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
@@ -113,7 +142,7 @@ def named_tokens(shape: ModelShape) -> dict[str, str]:
 
 
 def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
-    """What the model's directory says of its tokenizer; null where it says nothing."""
+    """The tokenizer's properties from the model's files; null for those that the files do not have."""
     config = json_object(Path(shape.path) / "tokenizer_config.json")
     added = cast("list[dict[str, object]]", json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
     ids = {token["content"]: token["id"] for token in added}
@@ -131,7 +160,7 @@ def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
 
 
 def eos_token_ids(shape: ModelShape) -> frozenset[int]:
-    """The tokens that end an answer, by every file of the model that says so."""
+    """Return the end-of-sequence tokens of all of the model's files."""
     directory = Path(shape.path)
     config = json_object(directory / "config.json")
     sources = (json_object(directory / "generation_config.json"), config.get("text_config", config))
@@ -143,7 +172,7 @@ def eos_token_ids(shape: ModelShape) -> frozenset[int]:
 
 
 def json_object(path: Path) -> dict[str, object]:
-    """A file's JSON object; an empty one if it holds none."""
+    """Read a file's JSON object; empty if the file has none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -162,7 +191,7 @@ def _resolve_one(entry: str, *, vision: bool) -> ModelShape:
     directory = Path(target).expanduser()
     if not directory.is_dir():
         if target.startswith(("/", ".", "~")):
-            raise SettingsError(f"--model {entry!r}: there is no directory {directory}")
+            raise SettingsError(f"--model {entry!r}: the directory {directory} does not exist")
         directory = _download(target)
     return read_shape(name, directory.resolve(), vision=vision)
 
@@ -176,6 +205,6 @@ def _download(hub_id: str) -> Path:
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(
-            f"--model: could not load {hub_id!r}: there is no such directory here, and the model hub did not send "
-            f"it; --model NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
+            f"--model: could not load {hub_id!r}: no such local directory, and the hub did not provide it; "
+            f"--model NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
         ) from error

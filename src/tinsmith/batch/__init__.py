@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from tinsmith.batch.client.http import Client
     from tinsmith.batch.client.job import Job, JobFailedError
     from tinsmith.batch.formats.csv import CsvReader, CsvWriter
-    from tinsmith.batch.formats.huggingface import HuggingFaceReader
+    from tinsmith.batch.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
     from tinsmith.batch.formats.images import ImageReader, ImageWriter
     from tinsmith.batch.formats.lines import ItemsReader, JsonReader, JsonWriter, TextReader, TextWriter
     from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
@@ -67,7 +67,7 @@ WHERE = {
     "operations.rollout": "Retry Rollout Turns",
     "operations.sample": "Sample",
     "formats.csv": "CsvReader CsvWriter",
-    "formats.huggingface": "HuggingFaceReader",
+    "formats.huggingface": "HuggingFaceReader HuggingFaceWriter",
     "formats.images": "ImageReader ImageWriter",
     "formats.lines": "ItemsReader JsonReader JsonWriter TextReader TextWriter",
     "formats.openai": "OpenAIBatchReader OpenAIBatchWriter",

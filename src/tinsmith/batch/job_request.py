@@ -19,6 +19,8 @@ MAX_NUMBER = 2**53 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER, allow_inf_nan=False)]
 
+Rate = Annotated[float, Field(gt=0, le=MAX_NUMBER, allow_inf_nan=False)]
+
 
 class FormatBody(Body):
     """A reader or writer: its format, its path, and the fields of its class."""
@@ -60,6 +62,14 @@ class JobRequest(ClosedBody):
     if_exists: Annotated[str, OneOf(IF_EXISTS)] = "error"
     weight: Number = 1.0
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
+    retry_on: list[str] | None = None
+    concurrency: Count | None = None
+    num_cpus: Number | None = None
+    num_gpus: Number | None = None
+    memory: Count | None = None
+    resources: dict[str, Rate] | None = None
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
     resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     directory: str = ""
     limits: LimitsBody | None = None
@@ -75,6 +85,13 @@ class JobRequest(ClosedBody):
         """The specification. Raises UserError for fields that contradict each other."""
         if self.weight == 0:
             raise UserError("weight is 0; it must be more than 0, since it is the job's share of its pool")
+        if self.num_gpus is not None and self.num_gpus > 1 and not self.num_gpus.is_integer():
+            raise UserError(f"num_gpus is {self.num_gpus:g}; above 1 it must be a whole number")
+        if self.requests_per_minute is not None and self.batch_size > self.requests_per_minute:
+            raise UserError(
+                f"batch_size is {self.batch_size} and requests_per_minute is {self.requests_per_minute:g}; a batch "
+                "begins as a whole and counts as its rows, so batch_size must not be larger"
+            )
         ignored = {"input_version", "part_formats", "purge"}
         spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)

@@ -1,4 +1,4 @@
-"""The values of bulk jobs: rows, spans, parts, assignments, outcomes, and the specification of a job.
+"""The values of bulk jobs: rows, ranges of rows, parts, assignments, outcomes, and the specification of a job.
 
 Invariants:
 - Row indices count input rows from 0. Both ends of a span are inclusive: in the database, in file names, in readers.
@@ -8,8 +8,10 @@ Invariants:
 
 Routes below /api/v1/batch/jobs, all JSON:
 - POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, pool,
-  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
-  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as in /errors, or null};
+  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out,
+  worker_seconds: of workers that have ended, error, created_at, started_at, ended_at, outputs: [OutputInfo],
+  first_error: the first failed row as in /errors, or null, workers: [{worker_id, kind, state, started_at, batches,
+  rows, first_row, retried}], the last four of its batches now};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
   {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
@@ -25,7 +27,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -76,9 +78,16 @@ class PartInfo(WrittenInfo):
     the same."""
 
     schema: Schema | None = None
+    offset: int | None = None
+    """Where the part begins in an object that holds the parts of several batches; None if the part is an object."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().to_dict().items() if name != "schema" or value is not None}
+        known = {"path": self.path, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256, "etag": self.etag}
+        if self.schema is not None:
+            known["schema"] = self.schema
+        if self.offset is not None:
+            known["offset"] = self.offset
+        return known
 
 
 class OutputInfo(WrittenInfo):
@@ -118,6 +127,10 @@ class Assignment:
     """The types of the committed rows of each output; empty if no output has types yet."""
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.batch_idx, self.attempt_id
+
+    @property
     def span(self) -> RowRange:
         return RowRange(self.start_idx, self.end_idx)
 
@@ -149,13 +162,19 @@ class AttemptOutcome:
     error: str = ""
     final: bool = False
     """Whether no other attempt can succeed, so that the job fails at once."""
+    retry: bool = True
+    """Whether another attempt at the same rows may succeed; else they are split at once."""
 
     @property
     def failed(self) -> bool:
         return bool(self.error)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            **vars(self),
+            "parts": [part.to_dict() for part in self.parts],
+            "row_failures": [vars(failure) for failure in self.row_failures],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttemptOutcome:
@@ -177,6 +196,19 @@ class ProgramError(RuntimeError):
 
 FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
 """Errors that a retry cannot resolve. An ImportError names the module that the interpreter lacks."""
+ERRORS_OF_DATA = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError,
+)  # fmt: skip
+"""Errors that the same rows raise again, unless the job's `retry_on` says otherwise."""
+
+
+def is_retried(error: BaseException, retry_on: Sequence[str] | None) -> bool:
+    """Whether the same rows are tried again after this error. `retry_on` has names of classes, with or without their
+    module, or is None for all but `ERRORS_OF_DATA`."""
+    if retry_on is None:
+        return not isinstance(error, ERRORS_OF_DATA)
+    names = {name for each in type(error).__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
+    return not names.isdisjoint(retry_on)
 
 
 class MapperStartError(Exception):
@@ -229,6 +261,21 @@ class JobSpec:
     if_exists: str = "error"
     weight: float = 1.0
     priority: int = 0
+    retry_on: list[str] | None = None
+    """Names of the classes of errors after which rows are tried again (`is_retried`). A function of rows is tried again
+    only for these; without them, any of its errors fails its row."""
+    concurrency: int | None = None
+    """The most workers of the pool that run the job at a time; None for all."""
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    memory: int | None = None
+    resources: dict[str, float] | None = None
+    """What each worker needs, by Ray's names and units (`memory` in bytes); None for what its pool gives. On a cluster,
+    Ray reserves it. On one machine, fewer workers run the job at a time (`pools/specs.py`)."""
+    requests_per_minute: float | None = None
+    """The rate at which rows are given to the function, on all workers together; None for no limit."""
+    tokens_per_minute: float | None = None
+    """The same for the tokens that operations count and that `save_results` is told."""
     resume_from: int | None = None
     directory: str = ""
     """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""
@@ -267,16 +314,37 @@ class JobSpec:
         return cls(**{**given, "limits": Limits(**(given.get("limits") or {}))})
 
 
+CHAIN = "chain"
+"""The type of a payload whose `steps` are the payloads of functions and operations, one after the other."""
+
+
+def packed(data: Mapping[str, Any]) -> str:
+    """A payload as `JobSpec.batch_serialized_fn`. Raises ValueError, TypeError for what is not JSON."""
+    return base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
+
+
+def unpacked(payload: str) -> dict[str, Any]:
+    """Runs nothing of a payload. Raises ValueError."""
+    try:
+        data = json.loads(base64.b64decode(payload, validate=True))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the function's payload is not base64 of JSON: {error}") from None
+    return data if isinstance(data, dict) else {}
+
+
 def identity_of(payload: str) -> str:
     """A digest that is equal for two payloads if and only if they do the same: of the source, its parameters and how it
     is called, or of the operations. Runs nothing of a payload; for an invalid one, the digest of its text.
     """
-    try:
-        data = json.loads(base64.b64decode(payload))
-    except (ValueError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
-        return hashlib.sha256(payload.encode()).hexdigest()
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
-    text = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
+
+    def essence(data: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: data.get(name) for name in names}
+        return found | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else found
+
+    try:
+        data = unpacked(payload)
+        text = json.dumps(essence(data), sort_keys=True) if data else payload
+    except (ValueError, TypeError, AttributeError, KeyError):
+        text = payload
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Chats and completions, as OpenAI's and Anthropic's clients send them <-> sampling.
+"""Translates the chats and completions of OpenAI's and Anthropic's clients to and from sampling.
 
-Pure translation. A request becomes a plan: prompts as token ids, sampling parameters, and the parts of the answer.
-Sampled tokens become the answer's JSON, whole or in pieces. A field of a request is honoured or refused by name, never
-ignored. Knows tokenizers and chat templates; no HTTP, no SQL, no device.
+A request becomes a plan: prompts as token ids, sampling parameters, and the contents of the response. Sampled tokens
+become the response's JSON, whole or in chunks. Every field of a request is honoured or refused by name, never ignored.
+The package uses tokenizers and chat templates, and is free of HTTP, SQL and device code.
 """

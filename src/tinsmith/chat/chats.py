@@ -1,22 +1,18 @@
-"""OpenAI's requests, `/chat/completions` and `/completions` -> plans."""
+"""Turns OpenAI's requests to `/chat/completions` and `/completions` into plans."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from tinsmith.chat.generation_request import (
-    MAX_TOKENS,
-    MAX_TOP_LOGPROBS,
-    GenerationPlan,
-    GenerationRequest,
-    bounded,
-)
+from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, GenerationRequest, bounded
 from tinsmith.chat.images import Prompt, prompt_of
-from tinsmith.chat.texts import SWITCH, Text, thinking_of
+from tinsmith.chat.splicing import Recorded, digest_of, digests_of, splice
+from tinsmith.chat.texts import SWITCH, Channels, Text, channels_of, thinking_of
 from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Grammar, SamplingParams
@@ -25,7 +21,7 @@ from tinsmith.wire.fields import Body, ClosedBody, Integer, LongText, OneOf, Onl
 
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def _arguments(given: str) -> dict[str, Any]:
@@ -54,7 +50,7 @@ class ImageUrl(Body):
 
 
 class TextPart(Body):
-    type: Annotated[fields.Text, Only(("text", "image_url"), "models here read text and images only")]
+    type: Annotated[fields.Text, Only(("text", "image_url"), "this server's models accept only text and images")]
     text: LongText = ""
     image_url: ImageUrl | None = None
 
@@ -78,19 +74,19 @@ class ChatMessage(ClosedBody):
     tool_call_id: LongText | None = None
     reasoning_content: LongText | None = None
     tool_calls: list[RecordedCall] | None = None
-    refusal: Annotated[Unread, refused("put what was said into content")] = None
-    audio: Annotated[Unread, refused("models here know text only")] = None
+    refusal: Annotated[Unread, refused("put the text into content")] = None
+    audio: Annotated[Unread, refused("this server's models accept only text")] = None
     function_call: Annotated[Unread, refused("send tool_calls")] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise wrong("has no content; only an assistant's message may be without")
+            raise wrong("has no content; only an assistant's message may omit it")
         return self
 
     def shown(self, template: str) -> Mapping[str, object]:
-        """The message for a chat template: arguments of calls as objects, parts of a text on lines of their own. One
-        with images keeps its parts.
+        """Return the message for a chat template. Arguments of calls become objects, and text parts are joined by line
+        ends; a message with images keeps its parts.
         """
         role = "system" if self.role == "developer" and "developer" not in template else self.role
         content = self.content or ""
@@ -100,6 +96,8 @@ class ChatMessage(ClosedBody):
         named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
         message: dict[str, object] = {"role": role, "content": text}
         message |= {name: value for name, value in named.items() if value is not None}
+        if self.reasoning_content is not None and "message.thinking" in template:  # harmony's name for it
+            message["thinking"] = self.reasoning_content
         if self.tool_calls is not None:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls
@@ -108,8 +106,8 @@ class ChatMessage(ClosedBody):
 
 
 class ChatRequest(GenerationRequest):
-    """`separate_reasoning` is SGLang's; `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message` and
-    `add_special_tokens` are vLLM's.
+    """A chat completion. `separate_reasoning` is a field of SGLang; `chat_template_kwargs`, `add_generation_prompt`,
+    `continue_final_message` and `add_special_tokens` are fields of vLLM.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -126,49 +124,53 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Annotated[
-        Unread, refused("the model's own is used; render yours in the client and send prompt_token_ids")
+        Unread, refused("the model's own template is used; render yours in the client and send prompt_token_ids")
     ] = None
-    functions: Annotated[Unread, refused("an older form; send tools")] = None
-    function_call: Annotated[Unread, refused("an older form; send tool_choice")] = None
-    audio: Annotated[Unread, refused("models here write text only")] = None
-    modalities: Annotated[Unread, refused("models here write text only; leave it out", unless=["text"])] = None
-    prediction: Annotated[Unread, refused("answers are sampled one token at a time")] = None
+    functions: Annotated[Unread, refused("an outdated field; send tools")] = None
+    function_call: Annotated[Unread, refused("an outdated field; send tool_choice")] = None
+    audio: Annotated[Unread, refused("this server's models generate only text")] = None
+    modalities: Annotated[Unread, refused("this server's models generate only text", unless=["text"])] = None
+    prediction: Annotated[Unread, refused("completions are sampled one token at a time")] = None
     reasoning_effort: Annotated[str, OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))] | None = None
-    verbosity: Annotated[Unread, refused("models here have no such switch")] = None
-    web_search_options: Annotated[Unread, refused("this server fetches nothing")] = None
-    moderation: Annotated[Unread, refused("this server judges no content")] = None
+    verbosity: Annotated[Unread, refused("this server's models have no such option")] = None
+    web_search_options: Annotated[Unread, refused("this server does not access the web")] = None
+    moderation: Annotated[Unread, refused("this server does not moderate content")] = None
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
-            raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens {new}; send one of them")
+            raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens is {new}; send one")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs", f"top_logprobs is {self.top_logprobs}, but logprobs is not true")
         if self.continue_final_message:
             if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
                 raise RequestError(
-                    "continue_final_message", "continue_final_message does not go with add_generation_prompt"
+                    "continue_final_message", "continue_final_message cannot be combined with add_generation_prompt"
                 )
             if self.messages[-1].role != "assistant":
                 role = self.messages[-1].role
                 raise RequestError(
                     "continue_final_message",
-                    f"continue_final_message needs a last message of the assistant; its role is {role!r}",
+                    f"continue_final_message needs an assistant's message at the end; its role is {role!r}",
                 )
         return self
 
-    def plan(self, text: Text) -> GenerationPlan:
-        """Raises RequestError."""
+    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
+        """`recorded` looks up the exchanges captured in the chat's session. Raises RequestError."""
         template = text.template.source
         definitions: Any = self.tools
         tools = read_tools(definitions, self.tool_choice, self.parallel_tool_calls, template, text.has_token(OPEN))
         given, images = self.prompt(text, tools)
+        conversation = None
+        if recorded is not None and not (images or self.prompt_token_ids or self.continue_final_message):
+            given, conversation = self._spliced(text, tools, given, recorded)
         prompt = self.kept(given)
         if images and len(prompt) < len(given):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.params(text, max_tokens, _one_grammar(self.asked_grammar, tools), tools.stops if tools else ())
+        params = self.params(text, max_tokens, _one_grammar(self.response_grammar, tools), tools.stops if tools else ())
+        counted = thinking_of(text, prompt) if may_think(params, tools) else None
         return GenerationPlan(
             name=self.model,
             prompts=(prompt,),
@@ -176,59 +178,81 @@ class ChatRequest(GenerationRequest):
             params=params,
             top_logprobs=self.top_logprobs if self.logprobs else None,
             tools=tools,
-            thinking=thinking_of(text, prompt) if self.separate_reasoning and may_think(params, tools) else None,
+            thinking=counted if self.separate_reasoning else None,
+            counted=counted,
+            channels=self._channels(text, prompt, may_think(params, tools) or tools is not None),
             images=images,
+            conversation=conversation,
             **self.shown(),
         )
 
+    def _spliced(
+        self, text: Text, tools: ToolUse | None, given: list[int], recorded: Recorded
+    ) -> tuple[list[int], str]:
+        """Return the prompt with the recorded tokens of earlier completions, and the digest of the chat."""
+        template = text.template.source
+        messages = [each.shown(template) for each in self.messages]
+        definitions = [tool.definition for tool in tools.tools] if tools else None
+        variables = self._variables(template)
+        found = splice(text, messages, definitions, variables, recorded, generation_prompt=self.add_generation_prompt)
+        return found or given, digests_of(digest_of(definitions, variables), messages)[-1]
+
+    def _variables(self, template: str) -> dict[str, object]:
+        return self.chat_template_kwargs | self._effort(template)
+
     def prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
-        """The messages in the model's chat template, or the token ids in place of them."""
+        """Return the messages rendered by the model's chat template, or the token ids that replace them."""
         template = text.template.source
         if self.prompt_token_ids:
             if any(isinstance(each.content, list) and any(part.image_url for part in each.content)
                    for each in self.messages):  # fmt: skip
-                raise not_supported("prompt_token_ids", "together with images; leave one of them out")
+                raise not_supported("prompt_token_ids", "together with images; send one of them")
             return self.prompt_token_ids, ()
         return prompt_of(
             text,
             [each.shown(template) for each in self.messages],
             [tool.definition for tool in tools.tools] if tools else None,
-            self.chat_template_kwargs | self._effort(template),
+            self._variables(template),
             generation_prompt=self.add_generation_prompt,
             continues=self.continue_final_message,
             special=self.add_special_tokens,
         )
 
+    def _channels(self, text: Text, prompt: Sequence[int], written: bool) -> Channels | None:
+        """Return the completion's channels; None if special tokens are shown or a grammar excludes channels."""
+        found = channels_of(text, prompt) if written and self.skip_special_tokens else None
+        return found if found is None or self.separate_reasoning else replace(found, thoughts="text")
+
     def _effort(self, template: str) -> dict[str, object]:
-        """The template's variables for `reasoning_effort`. Raises RequestError if it knows no such level."""
+        """Return the template's variables for `reasoning_effort`. Raises RequestError for an unknown level."""
         effort = self.reasoning_effort
         if effort is not None and "reasoning_effort" in template:
             return {"reasoning_effort": effort}
         if effort == "none" and SWITCH in template:
             return {SWITCH: False}
         if effort not in (None, "medium"):
-            off = ", or 'none', which switches thinking off" if SWITCH in template else ""
+            off = ", or 'none' to turn thinking off" if SWITCH in template else ""
             raise not_supported(
-                "reasoning_effort", f"{show(effort)}; this model's template has no levels: use 'medium'{off}"
+                "reasoning_effort", f"{show(effort)}; this model's template has no levels, so use 'medium'{off}"
             )
         return {}
 
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
-    """Whether an answer may think: not if a grammar constrains it from its first token."""
+    """Whether a completion may contain reasoning. A grammar from the first token on excludes it."""
     held = params.adjustments is not None and params.adjustments.grammar is not None
     return not held or (tools is not None and tools.choice == "auto")
 
 
 def _one_grammar(wanted: Grammar | None, tools: ToolUse | None) -> Grammar | None:
-    """An answer follows one grammar at most."""
+    """Return the grammar of a completion. Raises RequestError for more than one."""
     called = tools.grammar() if tools else None
     if wanted and tools:
-        raise not_supported("response_format", "together with tools; set tool_choice to 'none', or leave one out")
+        raise not_supported("response_format", "together with tools; set tool_choice to 'none', or send one of them")
     return bounded(called) if called else wanted
 
 
-# Completions: a prompt is text, or token ids as they are.
+# Completions: a prompt is text or token ids.
 
 
 def _prompts(prompt: object) -> list[object]:
@@ -257,18 +281,18 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     best_of: Integer | None = None
     add_special_tokens: bool = True
-    suffix: Annotated[Unread, refused("models here continue a text and do not fill one in")] = None
+    suffix: Annotated[Unread, refused("this server's models do not fill in the middle")] = None
 
     @model_validator(mode="after")
     def _check_limits(self) -> CompletionRequest:
         if self.best_of not in (None, self.n):
-            raise not_supported("best_of", "every answer is returned; ask for n and choose")
+            raise not_supported("best_of", "all completions are returned; set n and choose among them")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens", f"max_tokens is 0; it must lie between 1 and {MAX_TOKENS} (0 with echo)")
         if self.echo and self.stream:
             raise not_supported("echo", "together with stream")
         if len(self.prompts) * self.n > MAX_PROMPTS:
-            raise RequestError("n", f"{len(self.prompts)} prompts with n={self.n} answers are more than {MAX_PROMPTS}")
+            raise RequestError("n", f"n is {self.n} for {len(self.prompts)} prompts; use at most {MAX_PROMPTS} in all")
         return self
 
     @property
@@ -284,7 +308,7 @@ class CompletionRequest(GenerationRequest):
             name=self.model,
             prompts=tuple(map(self.kept, prompts)),
             num_choices=self.n,
-            params=self.params(text, 1 if echo_only else self.max_tokens, self.asked_grammar),
+            params=self.params(text, 1 if echo_only else self.max_tokens, self.response_grammar),
             top_logprobs=self.logprobs,
             echo=self.echo,
             echo_only=echo_only,
@@ -297,7 +321,7 @@ def _prompt(prompt: object, where: str, text: Text, special: bool) -> Sequence[i
     if isinstance(prompt, str):
         found = text.encode(prompt, special=special)
         if not found:
-            raise RequestError("prompt", f"{where} has no token; it must have at least one")
+            raise RequestError("prompt", f"{where} is empty; it must have at least one token")
         return found
     if isinstance(prompt, list) and _is_ids(prompt):
         return prompt

@@ -1,7 +1,7 @@
-"""Parameters that chats, completions and requests of tokens share, and the `GenerationPlan` that each becomes.
+"""The parameters that chats, completions and token requests share, and the `GenerationPlan` that each becomes.
 
-A `GenerationPlan` holds prompts as token ids and everything else that sampling and the answer need. Parameters have
-OpenAI's names, and vLLM's where OpenAI has none.
+A `GenerationPlan` has the prompts as token ids and everything else that sampling and the response need. Parameters have
+OpenAI's names, or vLLM's if OpenAI has none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from tinsmith.chat.texts import Channels, Thinking
 from tinsmith.chat.texts import Text as ModelText
-from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
@@ -45,7 +45,7 @@ MAX_BAD_WORDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelTarget:
-    """The weights that answer: a base model's, or those of a checkpoint on it. `name` is the request's own text."""
+    """The weights to sample from: a base model, or a checkpoint of it. `name` is the request's text."""
 
     name: str
     base_model: str | None
@@ -53,7 +53,7 @@ class ModelTarget:
 
     @classmethod
     def of(cls, name: str) -> ModelTarget:
-        """`base`, `tinker://...`, or `base;tinker://...`."""
+        """Parse `base`, `tinker://...` or `base;tinker://...`."""
         base_model, separator, path = name.partition(";")
         if separator:
             return cls(name, base_model, path)
@@ -62,11 +62,15 @@ class ModelTarget:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """`top_logprobs` None: the answer has no logprobs. `echo` puts the prompt before a completion. Without `thinking`,
-    thoughts are part of the text, or are left out of it if `hidden` has their marks. `prompt_field` is the request's
-    field that holds the prompt. `prompt_logprobs` counts the likeliest tokens that are shown for each of the prompt's.
-    With `token_ids` the answer has the ids of its tokens; with `tokens_as_ids` logprobs name a token by its id. With
-    either, logprobs cover every sampled token, also those that are not part of the text. `answer_id` is the client's.
+    """What to sample, and the contents of the response.
+
+    `top_logprobs` is None for a response without logprobs. `echo` puts the prompt before a completion. `thinking` has
+    the tags of reasoning that is returned apart from the text; without it, reasoning is part of the text, or is removed
+    if `hidden` has its tags. `counted` has the tags by which reasoning tokens are counted. `channels` replaces all
+    three for the harmony format. `prompt_field` is the request's field with the prompt. `prompt_logprobs` is the number
+    of most likely tokens returned per prompt token. With `token_ids` the response has the ids of its tokens; with
+    `tokens_as_ids` logprobs name tokens by id. With either, logprobs cover every sampled token, including those that
+    are not part of the text. `answer_id` is chosen by the client. `conversation` is the digest of a captured chat.
     """
 
     name: str
@@ -81,6 +85,8 @@ class GenerationPlan:
     tools: ToolUse | None = None
     thinking: Thinking | None = None
     hidden: Thinking | None = None
+    counted: Thinking | None = None
+    channels: Channels | None = None
     prompt_field: str = "messages"
     images: tuple[Image, ...] = ()  # of the one prompt of a chat
     prompt_logprobs: int | None = None
@@ -89,6 +95,7 @@ class GenerationPlan:
     shows_stop: bool = False
     shows_special: bool = False
     answer_id: str | None = None
+    conversation: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -96,15 +103,15 @@ class GenerationPlan:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end an answer and are not part of it."""
+        """The strings that end a completion without being part of it."""
         own = self.tools.stops if self.tools else ()
         return tuple(text for text in self.params.stop_strings if text not in own)
 
 
 class ContextLengthError(RequestError):
-    """Prompt and answer are longer than the model's context. Clients match on the first words, OpenAI's or Anthropic's.
+    """Prompt and completion exceed the model's context. Clients match on the first words, OpenAI's or Anthropic's.
 
-    `max_tokens` is None where the request set no limit; `param` is the field that holds the prompt.
+    `max_tokens` is None if the request has no limit; `param` is the field with the prompt.
     """
 
     def __init__(self, param: str, num_prompt: int, max_tokens: int | None, context: int) -> None:
@@ -136,7 +143,7 @@ class ContextLengthError(RequestError):
 
 
 def json_grammar(schema: Mapping[str, object] | None) -> Grammar:
-    """Without a schema, any object."""
+    """Make the grammar of a JSON schema; without a schema, of any object."""
     return bounded(Grammar("json_schema", json.dumps(schema if schema is not None else {"type": "object"})))
 
 
@@ -144,7 +151,7 @@ def bounded(grammar: Grammar) -> Grammar:
     if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
             "response_format",
-            f"the schema is {len(grammar.text)} characters long; at most {MAX_GRAMMAR_CHARACTERS} are compiled",
+            f"the schema is {len(grammar.text)} characters long; use at most {MAX_GRAMMAR_CHARACTERS}",
         )
     return grammar
 
@@ -171,7 +178,7 @@ class ResponseFormat(Body):
 
 
 def _structured(given: dict[str, Any]) -> Grammar:
-    """vLLM's form: exactly one of json, regex and choice."""
+    """Read vLLM's structured outputs: exactly one of json, regex and choice."""
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1 or named[0] not in ("json", "regex", "choice"):
         raise unsupported(f"{show(named)}; use exactly one of json, regex and choice")
@@ -187,7 +194,7 @@ def _structured(given: dict[str, Any]) -> Grammar:
         return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
     raise wrong(
         f"has the {kind} {show(value)}; json is a schema, regex a string of at most {MAX_TEXT} characters without NUL, "
-        f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} of them that are not empty"
+        f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} such strings that are not empty"
     )
 
 
@@ -201,7 +208,7 @@ def _is_text(value: object) -> bool:
 def _stops(given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise wrong(f"is {show(given)}; use a string that is not empty, or a list of them")
+        raise wrong(f"is {show(given)}; use a non-empty string or a list of such strings")
     return tuple(texts)
 
 
@@ -222,7 +229,7 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
 
 class StreamOptions(ClosedBody):
     include_usage: bool = False
-    include_obfuscation: Annotated[bool, Only((False,), "pieces are sent as they are")] = False
+    include_obfuscation: Annotated[bool, Only((False,), "chunks are not padded; leave it out")] = False
 
 
 Stops = Annotated[
@@ -235,7 +242,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class SamplingFields(ClosedBody):
-    """How tokens are drawn, and when they end."""
+    """The parameters of sampling and of its end."""
 
     ignores_zero = False
 
@@ -247,7 +254,7 @@ class SamplingFields(ClosedBody):
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] = Field(default_factory=dict)
-    # vLLM's.
+    # Fields of vLLM.
     top_k: Annotated[Integer, Field(description="-1 or 0 turns it off")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
@@ -262,14 +269,14 @@ class SamplingFields(ClosedBody):
     guided_choice: list[Text] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: Annotated[bool, Only((True,), "text is as the tokenizer joins it")] = True
+    spaces_between_special_tokens: Annotated[bool, Only((True,), "the tokenizer decides on spaces")] = True
     truncate_prompt_tokens: (
         Annotated[int, Field(ge=1, le=MAX_TOKENS, description="keeps the prompt's last tokens")] | None
     ) = None
 
     @property
     def _asked_structure(self) -> tuple[str, Grammar] | None:
-        """The grammar of vLLM's fields, and the field that has it."""
+        """Return the grammar of vLLM's fields, and the field that contains it."""
         given: dict[str, Any] = {"structured_outputs": self.structured_outputs}
         for kind in ("json", "regex", "choice"):
             value = getattr(self, f"guided_{kind}")
@@ -279,16 +286,16 @@ class SamplingFields(ClosedBody):
                 raise RequestError(f"guided_{kind}", f"guided_{kind} {error.message()}") from None
         named = [(name, grammar) for name, grammar in given.items() if grammar is not None]
         if len(named) > 1:
-            raise RequestError(named[1][0], f"{named[1][0]} does not go with {named[0][0]}; send one of them")
+            raise RequestError(named[1][0], f"{named[1][0]} cannot be combined with {named[0][0]}")
         return named[0] if named else None
 
     def params(
         self, text: ModelText, max_tokens: int | None, called: Grammar | None, own_stops: Sequence[str] = ()
     ) -> SamplingParams:
-        """`called` is the grammar of a tool call, or of the response format. Raises RequestError."""
+        """Return the sampling parameters; `called` is the grammar of the response. Raises RequestError."""
         structure = self._asked_structure
         if structure and called:
-            raise RequestError(structure[0], f"{structure[0]} does not go with tools or response_format")
+            raise RequestError(structure[0], f"{structure[0]} cannot be combined with tools or response_format")
         grammar = structure[1] if structure else called
         for name in ("min_tokens", "allowed_token_ids", "bad_words"):
             if grammar and getattr(self, name):
@@ -320,28 +327,27 @@ class SamplingFields(ClosedBody):
         )
 
     def kept(self, prompt: Sequence[int]) -> Sequence[int]:
-        """The prompt's last tokens, as many as the request keeps."""
+        """Truncate the prompt to the last tokens that the request keeps."""
         return prompt[-self.truncate_prompt_tokens :] if self.truncate_prompt_tokens else prompt
 
 
 class GenerationRequest(SamplingFields):
-    """What chats and completions have in common. Fields that ask for nothing of the answer are `Unread`."""
+    """The common fields of chats and completions. Fields without an effect on the response are `Unread`."""
 
     model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_token_ids: (
-        Annotated[list[Position], Field(min_length=1, description="the prompt, in place of what its text would become")]
-        | None
+        Annotated[list[Position], Field(min_length=1, description="the prompt as token ids, replacing its text")] | None
     ) = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: Unread = None
     priority: Unread = None
-    store: Annotated[bool, Only((False,), "answers are not kept for later; leave it out")] = False
-    service_tier: Annotated[Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
+    store: Annotated[bool, Only((False,), "completions are not stored; leave it out")] = False
+    service_tier: Annotated[Text, Only(("auto", "default"), "the only tier is 'default'")] = "auto"
     user: Unread = None
     metadata: Unread = None
     safety_identifier: Unread = None
@@ -350,17 +356,17 @@ class GenerationRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", "stream_options is for stream=true only")
+            raise RequestError("stream_options", "stream_options requires stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise not_supported("prompt_logprobs", "together with stream")
         return self
 
     @property
-    def asked_grammar(self) -> Grammar | None:
+    def response_grammar(self) -> Grammar | None:
         return self.response_format.grammar if self.response_format else None
 
     def shown(self) -> dict[str, Any]:
-        """The fields of the plan that say what the answer shows, those that every request has."""
+        """Return the plan's fields about the response's contents that all requests have."""
         return {
             "stream": self.stream,
             "include_usage": self.stream_options is not None and self.stream_options.include_usage,

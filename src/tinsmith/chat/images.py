@@ -1,7 +1,8 @@
-"""Conversations with images: OpenAI's `image_url` parts -> the prompt's token ids and its images.
+"""Turns conversations with OpenAI's `image_url` parts into the prompt's token ids and its images.
 
-A chat template writes one image token for each image. Here each becomes as many as the image has by the model's image
-processor. Only `data:` URLs are read: a server that fetched addresses for its clients would reach what they cannot.
+A chat template writes one token for each image. This module replaces it by as many tokens as the model's image
+processor makes of the image, with the model's tokens around them. Only `data:` URLs are read, because fetching URLs for
+clients would let them reach internal addresses.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ def prompt_of(
     variables: Mapping[str, object] | None = None,
     **options: bool,
 ) -> Prompt:
-    """The prompt of a conversation in the model's chat template; `options` are those of `Text.chat`. Raises UserError
-    over an image that is not taken.
-    """
+    """Render a conversation; `options` are those of `Text.chat`. Raises UserError for an unsupported image."""
     images: list[tuple[str, ImageBytes]] = []
     shown = [_shown(message, f"messages[{index}]", text, images) for index, message in enumerate(messages)]
-    tokens = text.chat(shown, tools, variables, **options)
+    tokens = text.chat(shown, tools, variables, images=bool(images), **options)
     if not images or text.vision is None:
         return tokens, ()
     places = [place for place, token_id in enumerate(tokens) if token_id == text.vision.image_token_id]
     if len(places) != len(images):
         raise RequestError(
             "messages",
-            f"messages have {len(images)} images, and the model's chat template makes {len(places)} image tokens of "
-            "them; leave the image token out of texts, or use a model whose template knows images",
+            f"messages have {len(images)} images, but the model's chat template writes {len(places)} image tokens for "
+            "them; remove the image token from texts, or use a model whose template supports images",
         )
     parts = InputParts(text.vision)
     begin = 0
@@ -53,7 +52,7 @@ def prompt_of(
 
 
 def _shown(message: Message, where: str, text: Text, images: list[tuple[str, ImageBytes]]) -> Message:
-    """The message as templates know it, `{"type": "image"}` for each image; its images are added to `images`."""
+    """Return the message for a template, with `{"type": "image"}` for each image, and add its images to `images`."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -72,7 +71,7 @@ def _shown(message: Message, where: str, text: Text, images: list[tuple[str, Ima
 
 
 def read_url(url: object, where: str) -> ImageBytes:
-    """The file in a data URL (RFC 2397)."""
+    """Read the file in a data URL (RFC 2397)."""
     if not isinstance(url, str):
         raise RequestError(where, f"{where} is {show(url)}; it must be a data: URL")
     head, comma, data = url.partition(",")
@@ -89,7 +88,7 @@ def read_url(url: object, where: str) -> ImageBytes:
 def from_base64(media_type: str, data: str, where: str) -> ImageBytes:
     form = MEDIA_TYPES.get(media_type.replace("image/jpg", "image/jpeg"))
     if form is None:
-        raise RequestError(where, f"{where} is of type {show(media_type)}; images are {' or '.join(MEDIA_TYPES)}")
+        raise RequestError(where, f"{where} has type {show(media_type)}; use {' or '.join(MEDIA_TYPES)}")
     try:
         return ImageBytes(base64.b64decode(data, validate=True), form)
     except (binascii.Error, ValueError) as error:

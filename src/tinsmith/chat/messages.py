@@ -1,7 +1,7 @@
-"""`/v1/messages`: Anthropic's requests -> plans, and results -> its messages, whole and as events.
+"""Turns Anthropic's requests to `/v1/messages` into plans, and results into its messages, whole and as events.
 
-A request is translated into a chat completion and read as one, so that the same rules hold for both. What has no
-counterpart there is refused here, by name.
+A request is translated into a chat completion and validated as one, so that both follow the same rules. Fields without
+a counterpart are refused here by name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from tinsmith.chat.chats import ChatRequest, may_think
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
+from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import read_sequence
-from tinsmith.chat.texts import SWITCH, Text, marks_of, thinking_of
+from tinsmith.chat.splicing import Recorded
+from tinsmith.chat.texts import SWITCH, Text, channels_of, tags_of, thinking_of
 from tinsmith.chat.tools import ToolCall
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampleResult
@@ -39,7 +41,7 @@ from tinsmith.wire.fields import (
 JsonObject = dict[str, object]
 Event = tuple[str, JsonObject]
 
-MIN_BUDGET = 1024  # Anthropic's
+MIN_BUDGET = 1024  # Anthropic's minimum
 
 
 # Requests.
@@ -50,6 +52,10 @@ class TextBlock(ClosedBody):
     text: LongText = ""
     cache_control: Unread = None
     citations: Unread = None
+
+    @property
+    def part(self) -> JsonObject:
+        return {"type": "text", "text": self.text}
 
 
 class ImageSource(ClosedBody):
@@ -88,12 +94,24 @@ class ToolUseBlock(ClosedBody):
 Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], OrText()]
 
 
+ResultBlock = Annotated[TextBlock | ImageBlock, ByType({"text": TextBlock, "image": ImageBlock})]
+
+
 class ToolResultBlock(ClosedBody):
     type: Unread = None
     tool_use_id: fields.Text
-    content: Annotated[Texts, BeforeValidator(lambda given: given or "")] = ""
+    content: Annotated[Annotated[str | list[ResultBlock], OrText()], BeforeValidator(lambda given: given or "")] = ""
     is_error: Unread = None
     cache_control: Unread = None
+
+    @property
+    def message(self) -> JsonObject:
+        """Return the result as a separate message. A result with images keeps its parts."""
+        content: object = self.content
+        if not isinstance(self.content, str):
+            texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+            content = "\n".join(texts) if len(texts) == len(self.content) else [block.part for block in self.content]
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
 Block = TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -115,11 +133,11 @@ class Turn(ClosedBody):
     def _check_blocks(self) -> Turn:
         for index, block in enumerate([] if isinstance(self.content, str) else self.content):
             if not isinstance(block, OF_USER if self.role == "user" else OF_ASSISTANT):
-                raise wrong(f"has in content[{index}] a {block.type}, which a {self.role} does not write")
+                raise wrong(f"has a {block.type} in content[{index}], which role {self.role} cannot have")
         return self
 
     def chat_messages(self) -> Iterator[JsonObject]:
-        """The turn in order; results of tools become messages of their own."""
+        """Yield the turn's messages in order. Tool results become separate messages."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -129,16 +147,14 @@ class Turn(ClosedBody):
         for block in self.content:
             match block:
                 case ToolResultBlock():
-                    yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+                    yield block.message
                 case ToolUseBlock():
                     function = {"name": block.name, "arguments": json.dumps(block.input)}
                     calls.append({"id": block.id, "type": "function", "function": function})
                 case ThinkingBlock():
                     said["reasoning_content"] = block.thinking
-                case ImageBlock():
+                case ImageBlock() | TextBlock():
                     parts.append(block.part)
-                case TextBlock():
-                    parts.append({"type": "text", "text": block.text})
         if parts or calls or said:
             content = {"role": self.role, "content": parts or ""}
             yield content | said | ({"tool_calls": calls} if calls else {})
@@ -153,7 +169,7 @@ class CustomTool(ClosedBody):
     input_schema: dict[str, Any]
     description: Any = None
     strict: Any = None
-    type: Annotated[fields.Text, Only(("custom",), "this server calls no tools itself; describe one of your own")] = (
+    type: Annotated[fields.Text, Only(("custom",), "this server does not run tools; describe one of your own")] = (
         "custom"
     )
     cache_control: Unread = None
@@ -177,7 +193,7 @@ class ToolChoice(fields.Body):
 
 
 class ThinkingConfig(ClosedBody):
-    type: Annotated[fields.Text, Only(("enabled", "adaptive", "disabled"), "known are enabled, adaptive and disabled")]
+    type: Annotated[fields.Text, Only(("enabled", "adaptive", "disabled"), "use enabled, adaptive or disabled")]
     budget_tokens: Annotated[Integer, Field(description=f"at least {MIN_BUDGET} and less than max_tokens")] | None = (
         None
     )
@@ -190,7 +206,7 @@ class ThinkingConfig(ClosedBody):
 
 
 class OutputFormat(fields.Body):
-    type: Annotated[fields.Text, Only(("json_schema",), "only 'json_schema' is known")]
+    type: Annotated[fields.Text, Only(("json_schema",), "use 'json_schema'")]
     given: Annotated[dict[str, Any], Field(alias="schema")]
 
 
@@ -200,7 +216,7 @@ class OutputConfig(ClosedBody):
 
 
 class CountRequest(ClosedBody):
-    """A request whose prompt is only counted."""
+    """A request that only counts the prompt's tokens."""
 
     ignores_zero = False
 
@@ -212,24 +228,24 @@ class CountRequest(ClosedBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: Unread = None
-    container: Annotated[Unread, refused("this server runs no code of a model's")] = None
-    mcp_servers: Annotated[Unread, refused("this server calls no tools itself")] = None
-    inference_geo: Annotated[Unread, refused("there is one place, where this server is")] = None
-    speed: Annotated[Unread, refused("there is one speed")] = None
-    prefill: Annotated[Unread, refused("an answer begins with its first token")] = None
+    container: Annotated[Unread, refused("this server does not run code of models")] = None
+    mcp_servers: Annotated[Unread, refused("this server does not run tools")] = None
+    inference_geo: Annotated[Unread, refused("the only region is this server")] = None
+    speed: Annotated[Unread, refused("the only speed is the default")] = None
+    prefill: Annotated[Unread, refused("completions cannot be prefilled")] = None
 
     @model_validator(mode="after")
     def _check_end(self) -> CountRequest:
         if self.messages[-1].role == "assistant":
-            raise not_supported("messages", "an answer that is begun already; the last message must be the user's")
+            raise not_supported("messages", "a prefilled completion; the last message must be the user's")
         return self
 
-    def plan(self, text: Text) -> GenerationPlan:
+    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
-        return validate(ChatRequest, self.chat(text)).plan(text)
+        return validate(ChatRequest, self.chat(text)).plan(text, recorded)
 
     def chat(self, text: Text) -> JsonObject:
-        """The same as a chat completion's body."""
+        """Return the body of the equivalent chat completion."""
         system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         turns = [message for turn in self.messages for message in turn.chat_messages()]
         body: JsonObject = {"model": self.model, "messages": [*system, *turns]}
@@ -243,7 +259,7 @@ class CountRequest(ClosedBody):
         return body | self._effort(text) | self._thinking(text)
 
     def _effort(self, text: Text) -> JsonObject:
-        """'high' is what Anthropic's API does without it."""
+        """Return the template's effort. 'high' is the default of Anthropic's API."""
         effort = self.output_config and self.output_config.effort
         if effort and effort != "max" and "reasoning_effort" in text.template.source:
             return {"reasoning_effort": effort}
@@ -252,12 +268,14 @@ class CountRequest(ClosedBody):
         return {}
 
     def _thinking(self, text: Text) -> JsonObject:
-        """Thoughts are blocks of their own where the request asks for them, and left out where it does not."""
+        """Return the field that separates reasoning into blocks if the request asks for it, or hides it."""
         if self.thinking is None:
             return {"separate_reasoning": False}
         thinks = self.thinking.type != "disabled"
-        if thinks and thinking_of(text) is None:
-            raise not_supported("thinking", "this model's chat template and tokenizer mark no thoughts; leave it out")
+        if thinks and thinking_of(text) is None and channels_of(text) is None:
+            raise not_supported(
+                "thinking", "this model has no tags for reasoning in template and tokenizer; leave it out"
+            )
         switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {}
         return {"separate_reasoning": thinks, **switch}
 
@@ -269,7 +287,7 @@ class MessageRequest(CountRequest):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Integer | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    service_tier: Annotated[fields.Text, Only(("auto", "standard_only"), "there is one tier, 'standard_only'")] = "auto"
+    service_tier: Annotated[fields.Text, Only(("auto", "standard_only"), "the only tier is 'standard_only'")] = "auto"
     metadata: Unread = None
 
     @model_validator(mode="after")
@@ -284,27 +302,30 @@ class MessageRequest(CountRequest):
         own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         return super().chat(text) | own | {"stop": list(self.stop_sequences or ()) or None}
 
-    def plan(self, text: Text) -> GenerationPlan:
-        plan = super().plan(text)
+    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
+        plan = super().plan(text, recorded)
         if self.thinking is not None and self.thinking.type != "disabled":
-            if plan.thinking is None:
+            if plan.thinking is None and plan.channels is None:
                 raise not_supported("thinking", "together with output_config.format or a tool that must be called")
             return plan
-        hidden = marks_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
-        return replace(plan, hidden=hidden)
+        if plan.channels is not None:
+            return replace(plan, channels=replace(plan.channels, thoughts="hidden"))
+        hidden = tags_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
+        return replace(plan, hidden=hidden, counted=hidden)
 
 
-# Answers.
+# Responses.
 
 
-def usage(plan: GenerationPlan, result: SampleResult | None, num_sampled: int) -> JsonObject:
-    """Cached tokens count apart; their number is known at the end."""
+def usage(plan: GenerationPlan, result: SampleResult | None, num_sampled: int, reasoning: int = 0) -> JsonObject:
+    """Return the usage. Cached tokens are counted separately; their number is known only at the end."""
     cached = result.prompt_cache_hit_tokens if result else 0
     return {
         "input_tokens": len(plan.prompts[0]) - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": num_sampled,
+        "output_tokens_details": {"thinking_tokens": reasoning},
     }
 
 
@@ -323,14 +344,14 @@ def message(message_id: str, plan: GenerationPlan, content: Sequence[JsonObject]
 
 def whole_message(message_id: str, plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
     sequence = result.sequences[0]
-    choice = Choice(plan, text, 0)
+    choice = new_choice(plan, text, 0)
     read_sequence(choice, sequence)
     piece = choice.piece()
-    content: list[JsonObject] = [_thought(piece.reasoning)] if piece.reasoning else []
+    content: list[JsonObject] = [_thinking_block(piece.reasoning)] if piece.reasoning else []
     if piece.text:
         content.append({"type": "text", "text": piece.text})
     content += [_call(call) for call in piece.calls]
-    used = usage(plan, result, len(sequence.tokens_T))
+    used = usage(plan, result, len(sequence.tokens_T), choice.reasoning_tokens)
     return message(message_id, plan, content, used) | stop(choice, piece.calls, sequence.stop_reason)
 
 
@@ -342,8 +363,8 @@ def stop(choice: Choice, calls: Sequence[ToolCall], stop_reason: str) -> JsonObj
     return {"stop_reason": "max_tokens" if stop_reason == "length" else "end_turn", "stop_sequence": None}
 
 
-def _thought(reasoning: str) -> JsonObject:
-    """Without a signature: a client may send thoughts of any origin."""
+def _thinking_block(reasoning: str) -> JsonObject:
+    """Make a thinking block without a signature, since clients may send reasoning of any origin."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
 
 
@@ -353,7 +374,7 @@ def _call(call: ToolCall) -> JsonObject:
 
 
 class Blocks:
-    """The content blocks of a stream: which one is open, and the events that follow from a piece."""
+    """The content blocks of a stream: tracks the open block and makes the events for each piece."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -361,7 +382,7 @@ class Blocks:
 
     def events(self, piece: TextPiece) -> Iterator[Event]:
         if piece.reasoning:
-            yield from self._opened(_thought(""))
+            yield from self._opened(_thinking_block(""))
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             yield from self._opened({"type": "text", "text": ""})

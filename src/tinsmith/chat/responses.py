@@ -1,7 +1,7 @@
-"""`/v1/responses`: OpenAI's newer requests -> plans, and results -> its responses, whole and as events.
+"""Turns OpenAI's requests to `/v1/responses` into plans, and results into its responses, whole and as events.
 
-A request is translated into a chat completion and read as one, so that the same rules hold for both. The items of an
-earlier response come before its own; the caller gets them from where they are stored.
+A request is translated into a chat completion and validated as one, so that both follow the same rules. The items of an
+earlier response precede the request's own; the caller reads them from the store.
 """
 
 from __future__ import annotations
@@ -13,38 +13,30 @@ from typing import Annotated, Any, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.choices import TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
+from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import chat_logprobs, read_sequence
+from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import MAX_TOOLS, ToolCall
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
-from tinsmith.wire.fields import (
-    ByType,
-    ClosedBody,
-    LongText,
-    OneOf,
-    Only,
-    OrText,
-    Unread,
-    refused,
-    validate,
-)
+from tinsmith.wire.fields import ByType, ClosedBody, LongText, OneOf, Only, OrText, Unread, refused, validate
 
 JsonObject = dict[str, Any]
 MAX_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name. Thoughts are never encrypted: items of reasoning have their text."""
+"""The valid names in `include`. Reasoning is never encrypted; its items contain the text."""
 
 
 # Requests.
 
 
 class InputPart(ClosedBody):
-    type: Annotated[fields.Text, Only(("input_text", "output_text", "text"), "models here read text only")]
+    type: Annotated[fields.Text, Only(("input_text", "output_text", "text"), "this server's models accept only text")]
     text: LongText
     annotations: Unread = None
     logprobs: Unread = None
@@ -98,7 +90,7 @@ ITEMS = {
 
 
 def _typed(given: object) -> object:
-    """The short form of a message has no type."""
+    """Add the type to the short form of a message."""
     if not isinstance(given, list):
         return given
     return [{"type": "message", **each} if isinstance(each, dict) else each for each in given]
@@ -108,7 +100,7 @@ Items = Annotated[list[Annotated[Item, ByType(ITEMS)]], Field(min_length=1, max_
 
 
 class FunctionTool(ClosedBody):
-    type: Annotated[fields.Text, Only(("function",), "this server calls no tools itself; describe a function")]
+    type: Annotated[fields.Text, Only(("function",), "this server does not run tools; describe a function")]
     name: fields.Text
     description: fields.LongText | None = None
     parameters: dict[str, Any] | None = None
@@ -134,7 +126,7 @@ class TextFormat(ClosedBody):
 
 class TextConfig(ClosedBody):
     format: TextFormat | None = None
-    verbosity: Annotated[Unread, refused("models here have no such switch", unless="medium")] = None
+    verbosity: Annotated[Unread, refused("this server's models have no such option", unless="medium")] = None
 
 
 class Reasoning(ClosedBody):
@@ -154,9 +146,7 @@ class ResponseRequest(ClosedBody):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Annotated[fields.Text, Only(INCLUDED, f"known are {', '.join(INCLUDED)}")]] = Field(
-        default_factory=list
-    )
+    include: list[Annotated[fields.Text, Only(INCLUDED, f"use {', '.join(INCLUDED)}")]] = Field(default_factory=list)
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[str | ResponseFunction, OrText(("none", "auto", "required"))] | None = None
     parallel_tool_calls: bool = True
@@ -166,8 +156,8 @@ class ResponseRequest(ClosedBody):
     stream_options: Unread = None
     store: bool = True
     background: bool = False
-    truncation: Annotated[fields.Text, Only(("disabled",), "a prompt that is too long is refused")] = "disabled"
-    service_tier: Annotated[fields.Text, Only(("auto", "default"), "there is one tier, 'default'")] = "auto"
+    truncation: Annotated[fields.Text, Only(("disabled",), "prompts are not truncated")] = "disabled"
+    service_tier: Annotated[fields.Text, Only(("auto", "default"), "the only tier is 'default'")] = "auto"
     metadata: dict[str, fields.Text] | None = None
     user: Unread = None
     safety_identifier: Unread = None
@@ -177,17 +167,17 @@ class ResponseRequest(ClosedBody):
     @model_validator(mode="after")
     def _check_background(self) -> ResponseRequest:
         if self.background and (self.stream or not self.store):
-            raise not_supported("background", "with stream, or with store=false: poll the stored response")
+            raise not_supported("background", "together with stream or store=false; poll the stored response")
         return self
 
     def items(self) -> list[JsonObject]:
-        """The input as stored for a later response."""
+        """Return the input in the form in which a later response reads it."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return [each.model_dump(exclude_none=True) for each in self.input]
 
     def chat(self, before: Sequence[JsonObject] = ()) -> JsonObject:
-        """The same as a chat completion's body, after the items of earlier responses."""
+        """Return the body of the equivalent chat completion, after the items of earlier responses."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         body: JsonObject = {
             "model": self.model,
@@ -212,13 +202,13 @@ class ResponseRequest(ClosedBody):
             body["response_format"] = {"type": wanted.type, **schema}
         return body
 
-    def plan(self, text: Text, before: Sequence[JsonObject] = ()) -> GenerationPlan:
+    def plan(self, text: Text, before: Sequence[JsonObject] = (), recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
-        return validate(ChatRequest, self.chat(before)).plan(text)
+        return validate(ChatRequest, self.chat(before)).plan(text, recorded)
 
 
 def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
-    """Items as messages of a chat: thoughts and calls become parts of one message of the assistant."""
+    """Convert items to messages of a chat. Reasoning and calls become parts of one assistant message."""
     messages: list[JsonObject] = []
     for item in items:
         kind = item.get("type", "message")
@@ -245,11 +235,11 @@ def _joined(content: str | Sequence[JsonObject]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-# Answers.
+# Responses.
 
 
 class Response:
-    """One response as it grows: its items, and the events that say so."""
+    """A response under construction: its items and its events."""
 
     def __init__(
         self, response_id: str, created_at: int, request: ResponseRequest, plan: GenerationPlan, text: Text
@@ -262,7 +252,7 @@ class Response:
         self.output: list[JsonObject] = []
         self._number = 0
 
-    def body(self, status: str, result: SampleResult | None = None, error: JsonObject | None = None) -> JsonObject:
+    def body(self, status: str, error: JsonObject | None = None) -> JsonObject:
         request = self._request
         cut = status == "incomplete"
         return {
@@ -287,31 +277,33 @@ class Response:
             "tools": [_shown(tool) for tool in request.tools],
             "top_p": request.top_p,
             "truncation": "disabled",
-            "usage": None if result is None else self._usage(result),
+            "usage": None,
             "metadata": request.metadata or {},
         }
 
-    def _usage(self, result: SampleResult) -> JsonObject:
+    def _usage(self, result: SampleResult, reasoning: int) -> JsonObject:
         read, written = len(self._plan.prompts[0]), sum(len(one.tokens_T) for one in result.sequences)
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": read + written,
         }
 
     def whole(self, result: SampleResult) -> JsonObject:
-        choice = Choice(self._plan, self._text, 0)
+        choice = new_choice(self._plan, self._text, 0)
         read_sequence(choice, result.sequences[0])
         for _ in self.added(choice.piece()):
             pass
         for _ in self.closed():
             pass
-        return self.ended(result)
+        return self.ended(result, choice.reasoning_tokens)
 
-    def ended(self, result: SampleResult) -> JsonObject:
-        return self.body("incomplete" if result.sequences[0].stop_reason == "length" else "completed", result)
+    def ended(self, result: SampleResult, reasoning: int) -> JsonObject:
+        """`reasoning` is the number of reasoning tokens."""
+        status = "incomplete" if result.sequences[0].stop_reason == "length" else "completed"
+        return self.body(status) | {"usage": self._usage(result, reasoning)}
 
     # Events.
 
@@ -320,7 +312,7 @@ class Response:
         return kind, {"type": kind, "sequence_number": self._number - 1, **more}
 
     def added(self, piece: TextPiece) -> Iterator[tuple[str, JsonObject]]:
-        """The events of one more piece."""
+        """Yield the events of the next piece."""
         if piece.reasoning:
             yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
         if piece.text:
@@ -331,7 +323,7 @@ class Response:
             yield from self._called(call)
 
     def closed(self) -> Iterator[tuple[str, JsonObject]]:
-        """The events that end the open item."""
+        """Yield the events that end the open item."""
         if not self.output or self.output[-1]["status"] != "in_progress":
             return
         item, place = self.output[-1], self._place
@@ -407,12 +399,12 @@ def new_response(
 
 
 def items_after(request: ResponseRequest, before: Sequence[JsonObject], body: JsonObject) -> list[JsonObject]:
-    """The items that a response has after it: those before it, its input and its output."""
+    """Return the conversation after a response: earlier items, its input and its output."""
     return [*before, *request.items(), *cast("list[JsonObject]", body["output"])]
 
 
 def refuse_in_batch(request: ResponseRequest) -> None:
-    """Raises RequestError for what a line of a file cannot ask."""
+    """Raise RequestError for fields that a line of a batch file cannot have."""
     if request.previous_response_id is not None or request.background:
         name = "background" if request.background else "previous_response_id"
-        raise RequestError(name, f"{name} is not for a line of a file, which has one answer of its own")
+        raise RequestError(name, f"{name} is not possible in a line of a file; leave it out")

@@ -1,4 +1,4 @@
-"""Sampled tokens -> OpenAI's answers, whole and in pieces."""
+"""Turns sampled tokens into OpenAI's responses, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, ShownToken, TextPiece, TopRow
 from tinsmith.chat.generation_request import GenerationPlan
+from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import ToolCall
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
@@ -16,7 +17,7 @@ JsonObject = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The common fields of all answers to one request; `chat` is the endpoint."""
+    """The common fields of a response and its chunks. `chat` selects the endpoint."""
 
     answer_id: str
     created: int
@@ -36,13 +37,13 @@ def top_rows(sequence: SampledSequence) -> list[TopRow]:
 
 
 def top_row(topk: TopK, position: int) -> TopRow:
-    """A position's likeliest tokens, without the empty cells of a small vocabulary."""
+    """Return a position's most likely tokens, without the empty cells of a small vocabulary."""
     full = topk.logprobs_Tk[position] > EMPTY_LOGPROB
     return topk.token_ids_Tk[position][full].tolist(), topk.logprobs_Tk[position][full].tolist()
 
 
 def read_sequence(choice: Choice, sequence: SampledSequence, first: int = 0) -> None:
-    """Feed a choice the tokens of a sequence from `first` on, and its end."""
+    """Push the tokens of a sequence from `first` on into a choice, and finish it."""
     tokens, logprobs, tops = sequence.tokens_T.tolist(), sequence.logprobs_T.tolist(), top_rows(sequence)
     for position in range(first, len(tokens)):
         choice.push(tokens[position], logprobs[position], tops[position])
@@ -50,14 +51,16 @@ def read_sequence(choice: Choice, sequence: SampledSequence, first: int = 0) -> 
 
 
 def whole(plan: GenerationPlan, text: Text, head: AnswerHead, results: Sequence[SampleResult]) -> JsonObject:
-    """The answer to a request that is not a stream."""
+    """Make the response to a request without streaming."""
     choices: list[JsonObject] = []
+    reasoning = 0
     for number, result in enumerate(results):
         for sequence in result.sequences:
             index = len(choices)
-            choice = Choice(plan, text, index)
+            choice = new_choice(plan, text, index)
             if not plan.echo_only:
                 read_sequence(choice, sequence)
+            reasoning += choice.reasoning_tokens
             piece = choice.piece()
             reason = finish_reason(plan, piece.calls, sequence.stop_reason)
             if head.chat:
@@ -67,7 +70,7 @@ def whole(plan: GenerationPlan, text: Text, head: AnswerHead, results: Sequence[
                 made |= _about_prompt(plan, text, plan.prompts[number], result)
             choices.append(made | _token_ids(plan, piece))
     about = _about_prompt(plan, text, plan.prompts[0], results[0]) if head.chat else {}
-    return head.of() | {"choices": choices, "usage": usage(plan, results)} | about
+    return head.of() | {"choices": choices, "usage": usage(plan, results, reasoning)} | about
 
 
 def _token_ids(plan: GenerationPlan, piece: TextPiece) -> JsonObject:
@@ -75,7 +78,7 @@ def _token_ids(plan: GenerationPlan, piece: TextPiece) -> JsonObject:
 
 
 def _about_prompt(plan: GenerationPlan, text: Text, prompt: Sequence[int], result: SampleResult) -> JsonObject:
-    """vLLM's fields: of a chat's answer, and of each choice of a completion."""
+    """Return vLLM's fields about the prompt, which are part of a chat's response and of each choice of a completion."""
     found: JsonObject = {"prompt_token_ids": list(prompt)} if plan.token_ids else {}
     if plan.prompt_logprobs is not None:
         found["prompt_logprobs"] = prompt_logprobs(text, prompt, result, plan.prompt_logprobs)
@@ -83,8 +86,8 @@ def _about_prompt(plan: GenerationPlan, text: Text, prompt: Sequence[int], resul
 
 
 def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[JsonObject | None]:
-    """For each token of the prompt its logprob and those of the likeliest, by id; null for the first. The rank of a
-    token that is not among the likeliest is unknown, and null.
+    """Return, for each prompt token, its logprob and those of the most likely tokens, by id; null for the first. The
+    rank of a token that is not among the most likely is unknown and null.
     """
     found: list[JsonObject | None] = []
     for token in echoed_tokens(text, prompt, result, num_top):
@@ -108,7 +111,8 @@ def finish_reason(plan: GenerationPlan, calls: Sequence[ToolCall], stop_reason: 
     return "stop" if calls else stop_reason
 
 
-def usage(plan: GenerationPlan, results: Sequence[SampleResult]) -> JsonObject:
+def usage(plan: GenerationPlan, results: Sequence[SampleResult], reasoning: int = 0) -> JsonObject:
+    """`reasoning` is the number of sampled reasoning tokens."""
     prompt = sum(len(tokens) for tokens in plan.prompts)
     sampled = 0 if plan.echo_only else sum(len(one.tokens_T) for result in results for one in result.sequences)
     return {
@@ -116,6 +120,7 @@ def usage(plan: GenerationPlan, results: Sequence[SampleResult]) -> JsonObject:
         "completion_tokens": sampled,
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": sum(result.prompt_cache_hit_tokens for result in results)},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -180,7 +185,7 @@ def _completion_choice(
 
 
 def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[ShownToken]:
-    """The prompt's own tokens, with so many of the likeliest; the first has no logprob, which NaN says."""
+    """Return the prompt's tokens with their `num_top` most likely ones. The first token's logprob is NaN."""
     assert result.prompt_logprobs_T is not None
     logprobs = result.prompt_logprobs_T.tolist()
     shown: list[ShownToken] = []
@@ -198,7 +203,7 @@ def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_t
 def completion_logprobs(
     plan: GenerationPlan, text: Text, tokens: Sequence[ShownToken], offset: int
 ) -> dict[str, list[object]]:
-    """The older form: parallel lists. The first token of a prompt has null."""
+    """Return the older form, parallel lists. The first token of a prompt has null."""
     found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in tokens:
         logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
@@ -220,11 +225,11 @@ def _spelled(text: Text, token_id: int) -> str:
     return text.token_bytes(token_id).decode(errors="replace")
 
 
-# Pieces.
+# Chunks.
 
 
 def opening(plan: GenerationPlan, head: AnswerHead, index: int) -> JsonObject | None:
-    """The first chunk of a choice, before its first token."""
+    """Make the first chunk of a choice, before its first token."""
     prompt: JsonObject = {"prompt_token_ids": list(plan.prompts[index // plan.num_choices])} if plan.token_ids else {}
     if not head.chat:
         choice: JsonObject = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
@@ -254,8 +259,8 @@ def piece_chunk(
     return _chunk(plan, head, choice | _token_ids(plan, piece))
 
 
-def usage_chunk(plan: GenerationPlan, head: AnswerHead, results: Sequence[SampleResult]) -> JsonObject:
-    return head.of(chunk=True) | {"choices": [], "usage": usage(plan, results)}
+def usage_chunk(plan: GenerationPlan, head: AnswerHead, results: Sequence[SampleResult], reasoning: int) -> JsonObject:
+    return head.of(chunk=True) | {"choices": [], "usage": usage(plan, results, reasoning)}
 
 
 def _chunk(plan: GenerationPlan, head: AnswerHead, choice: JsonObject) -> JsonObject:

@@ -1,18 +1,15 @@
-"""A base model's text side: its tokenizer and chat template, read from its directory without torch.
+"""Tokenizers and chat templates of base models, read from their directories without torch.
 
-`Texts` reads each model's files once, when they are first needed. Everything here is called from several threads; the
-tokenizer itself is safe to share. A model without a tokenizer or a template is refused by name, request by request.
+`Texts` reads each model's files once, on first use. All functions may be called from several threads, and a tokenizer
+can be shared between threads. Requests that need a missing tokenizer or template are refused by name.
 
-Chat templates: a model's own Jinja program that writes a conversation as text, run in a sandbox.
+A chat template is a Jinja program of the model that renders a conversation as text. It runs in a sandbox. The
+environment has the filters, functions and white-space rules of transformers 5 (utils/chat_template_utils.py), so that
+the text is the same. Templates come with the model; their input comes from clients and is plain JSON.
 
-The environment is that of transformers (its version 5, utils/chat_template_utils.py): the
-same filters, functions and white space, so that the text is the same. Templates come with the model; what they are
-given comes from clients and is plain JSON.
-
-Thinking: text between two special tokens before the answer, which is shown apart from it.
-
-A base model thinks if its chat template has a closing mark of MARKS and its tokenizer has both marks as tokens: text
-that only looks like a mark is text. Some templates begin the thought in the prompt.
+Reasoning is text between two tag tokens before the rest of the completion, and is returned apart from it. A base model
+reasons if its chat template contains a closing tag of TAGS and its tokenizer has both tags as tokens. Text that only
+looks like a tag is text. Some templates open the reasoning in the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +37,7 @@ from tinsmith.types import ModelShape, VisionShape
 Message = Mapping[str, object]
 
 MAX_RENDERED = 16 << 20
-"""Characters of one conversation."""
+"""Most characters of one conversation."""
 
 
 class _Generation(Extension):
@@ -60,7 +57,7 @@ class _Generation(Extension):
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` by the names that templates call them: bos_token, eos_token, ..."""
+        """`special_tokens` are keyed by their names in templates: bos_token, eos_token, ..."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -79,9 +76,7 @@ class ChatTemplate:
         *,
         generation_prompt: bool = True,
     ) -> str:
-        """The conversation, with `generation_prompt` up to where the model's turn begins. Raises RequestError with the
-        template's own reason.
-        """
+        """Render the conversation, with `generation_prompt` up to the model's turn. Raises RequestError."""
         given = {"messages": list(messages), "tools": tools, "documents": None}
         given["add_generation_prompt"] = generation_prompt
         try:
@@ -91,7 +86,7 @@ class ChatTemplate:
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
-                    raise RequestError("messages", f"messages become more than {MAX_RENDERED} characters of prompt")
+                    raise RequestError("messages", f"messages become more than {MAX_RENDERED} characters; shorten them")
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError("messages", f"messages do not fit the model's chat template: {error}") from error
         return "".join(parts)
@@ -104,7 +99,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape what HTML escapes."""
+    """Write JSON. Jinja's built-in filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -132,7 +127,7 @@ class Text:
 
     @property
     def vision(self) -> VisionShape | None:
-        """How the model counts images; None if it takes text only."""
+        """How the model counts image tokens; None for a model of text only."""
         return self._shape.vision
 
     @cached_property
@@ -141,7 +136,7 @@ class Text:
 
         path = self._directory / "tokenizer.json"
         if not path.is_file():
-            raise NotSupportedError(f"base model {self._shape.name!r} has no tokenizer.json; send it token ids")
+            raise NotSupportedError(f"base model {self._shape.name!r} has no tokenizer.json; send token ids")
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -168,7 +163,7 @@ class Text:
         return found if isinstance(found, str) else None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """`special` adds what the tokenizer puts around a text (the beginning of the text, for some)."""
+        """Encode a text. `special` adds the tokenizer's special tokens, such as the beginning of the text."""
         _check_text(text)
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
@@ -181,19 +176,34 @@ class Text:
         generation_prompt: bool = True,
         continues: bool = False,
         special: bool = False,
+        images: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation in the model's chat template, with the generation prompt. `continues` ends it
-        within the last message, which the answer continues; `special` is that of `encode`.
+        """Render a conversation with the model's chat template and the generation prompt, and encode it. `continues`
+        ends the prompt inside the last message, which the completion continues; `special` is that of `encode`. With
+        `images` the prompt has one image token per image.
         """
         if continues:
-            return self.encode(self._unfinished(messages, tools, variables or {}), special=special)
-        rendered = self.template.render(messages, tools, variables or {}, generation_prompt=generation_prompt)
-        return self.encode(rendered, special=special)
+            rendered = self._unfinished(messages, tools, variables or {})
+        else:
+            rendered = self.template.render(messages, tools, variables or {}, generation_prompt=generation_prompt)
+        return self.encode(self._with_image_tokens(rendered) if images else rendered, special=special)
+
+    def _with_image_tokens(self, rendered: str) -> str:
+        """Complete the image token's delimiters for templates that write only the first one (transformers,
+        Gemma3Processor.full_image_sequence)."""
+        vision = self.vision
+        if vision is None or vision.begin_token_id is None or vision.end_token_id is None:
+            return rendered
+        ids = (vision.begin_token_id, vision.image_token_id, vision.end_token_id)
+        begin, image, end = (self.tokenizer.id_to_token(token_id) or "" for token_id in ids)
+        return rendered.replace(begin, f"\n\n{begin}{image}{end}\n\n") if begin else rendered
 
     def _unfinished(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, variables: Mapping[str, object]
     ) -> str:
-        """As transformers does it: a mark with a space shows where the message ends, and whether spaces are trimmed."""
+        """End the text inside the last message. As in transformers, a marker with a space shows where the message ends
+        and whether the template trims spaces.
+        """
         mark = secrets.token_hex(16)
         *before, last = messages
         marked = {**last, "content": f"{last['content']}{mark} "}
@@ -201,29 +211,29 @@ class Text:
         text, found, after = rendered.rpartition(mark)
         if not found:
             raise RequestError(
-                "continue_final_message", "continue_final_message: the chat template leaves out the last message"
+                "continue_final_message", "continue_final_message is set, but the chat template drops the last message"
             )
         return text if after.startswith(" ") else text.rstrip()
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
-        """`special` keeps special tokens in the text."""
+        """Decode tokens. `special` keeps special tokens in the text."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences of words, each at the beginning of a text and after a space."""
+        """Return the token sequences of words, each at the start of a text and after a space."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         found = (tuple(self.encode(text, special=False)) for text in texts)
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def token_id(self, text: str) -> int | None:
-        """Of a text that is a token of its own."""
+        """Return the id of a text that is a single token."""
         return self.tokenizer.token_to_id(text)
 
     def has_token(self, text: str) -> bool:
         return self.token_id(text) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; some are a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""  # the model has more logits than the tokenizer has tokens
@@ -245,7 +255,7 @@ class Text:
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """All end-of-sequence tokens, as the engine reads them."""
+        """All end-of-sequence tokens; the engine reads the same files."""
         ids: set[int] = set()
         config = json_object(self._directory / "config.json")
         text_config = config.get("text_config")
@@ -275,11 +285,11 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError("messages", "the text holds half of a surrogate pair, which is not a character") from None
+        raise RequestError("messages", "the text contains half of a surrogate pair; remove it") from None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level tokenizers write each byte as one letter: the printable ones as themselves, the others from U+0100."""
+    """Return the alphabet of byte-level tokenizers: printable bytes are themselves, others are letters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -288,23 +298,23 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-MARKS = (
+TAGS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-"""What models write around a thought."""
+"""Opening and closing tags of reasoning."""
 SWITCH = "enable_thinking"
-"""The template's variable that turns thinking on and off, where it has one."""
+"""The template variable that turns reasoning on and off, if the template has one."""
 
 MOST_SPACE = 4
-"""Tokens of white space that a template may write after the mark."""
+"""Most tokens of white space that a template may write after the opening tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The marks' tokens; `begun`: the prompt ends inside a thought."""
+    """The tag tokens of reasoning. `begun`: the prompt ends inside the reasoning."""
 
     open_id: int
     close_id: int
@@ -312,16 +322,55 @@ class Thinking:
 
 
 def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
-    """How a model thinks in its answer to a prompt; None for one that does not."""
-    return _marks(text, prompt, [marks for marks in MARKS if marks[1] in text.template.source])
+    """Return the tags of a model that reasons, or None."""
+    return _tags(text, prompt, [tags for tags in TAGS if tags[1] in text.template.source])
 
 
-def marks_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
-    """The marks of any model that has them as tokens, without a look at its template."""
-    return _marks(text, prompt, MARKS)
+def tags_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+    """Return the tags of any model that has them as tokens, whatever its template."""
+    return _tags(text, prompt, TAGS)
 
 
-def _marks(text: Text, prompt: Sequence[int], among: Sequence[tuple[str, str]]) -> Thinking | None:
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """The tokens of the harmony format (gpt-oss), in which a turn is a sequence of messages with a header each.
+
+    `header` has the tokens of the header at the end of the prompt; with `begun` it is complete, and the completion
+    continues with the message. `thoughts` selects how the channel "analysis" is returned: apart, hidden, or as text.
+    """
+
+    start_id: int
+    channel_id: int
+    message_id: int
+    end_id: int
+    header: tuple[int, ...] = ()
+    begun: bool = False
+    thoughts: str = "apart"
+
+
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+
+
+def channels_of(text: Text, prompt: Sequence[int] = ()) -> Channels | None:
+    """Return the channels of a model whose chat template writes them, or None."""
+    start_id, channel_id, message_id, end_id = (text.token_id(each) for each in CHANNEL_TOKENS)
+    if CHANNEL_TOKENS[1] not in text.template.source or start_id is None or channel_id is None:
+        return None
+    if message_id is None or end_id is None:
+        return None
+    found = Channels(start_id, channel_id, message_id, end_id)
+    tokens = list(prompt)
+    if found.start_id not in tokens:
+        return found
+    last = tokens[len(tokens) - tokens[::-1].index(found.start_id) :]
+    if found.end_id in last:
+        return found
+    begun = found.message_id in last
+    header = last[: last.index(found.message_id)] if begun else last
+    return replace(found, header=tuple(header), begun=begun)
+
+
+def _tags(text: Text, prompt: Sequence[int], among: Sequence[tuple[str, str]]) -> Thinking | None:
     for opening, closing in among:
         open_id, close_id = text.token_id(opening), text.token_id(closing)
         if open_id is not None and close_id is not None:

@@ -1,7 +1,7 @@
-"""vLLM's requests about tokens: `/tokenize`, `/detokenize`, and `/inference/v1/generate` from ids to ids.
+"""vLLM's token requests: `/tokenize`, `/detokenize`, and `/inference/v1/generate`, which takes and returns token ids.
 
-The first two need a tokenizer and no engine. A chat to tokenize is read as a chat completion, so that its ids are the
-prompt which that would have. Without `model` a request is about the server's only base model.
+The first two need a tokenizer and no engine. A chat to tokenize is validated as a chat completion, so that its ids are
+the prompt of that completion. Without `model` a request uses the server's only base model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tinsmith.wire import fields
 from tinsmith.wire.fields import ClosedBody, LongText, Only, Position, Unread, refused, validate
 
 JsonObject = dict[str, object]
-Model = Annotated[fields.Text | None, Field(description="needed where the server has several base models")]
+Model = Annotated[fields.Text | None, Field(description="required if the server has several base models")]
 
 OF_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizeRequest(ClosedBody):
-    """A text, or a chat; `add_special_tokens` is true for a text and false for a chat unless it is there."""
+    """A text or a chat. `add_special_tokens` is true by default for a text and false for a chat."""
 
     ignores_zero = False
 
@@ -50,7 +50,7 @@ class TokenizeRequest(ClosedBody):
             raise RequestError("prompt", "send either prompt or messages")
         for name in OF_CHAT:
             if self.prompt is not None and getattr(self, name):
-                raise RequestError(name, f"{name} does not go with prompt; send messages")
+                raise RequestError(name, f"{name} cannot be combined with prompt; send messages")
         return self
 
     def token_ids(self, text: Text) -> Sequence[int]:
@@ -76,7 +76,8 @@ class GenerateParams(SamplingFields):
     ) = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    detokenize: Unread = None  # no text is answered
+    detokenize: Unread = None  # the response has no text, so skip_special_tokens has no effect
+    routed_experts_prompt_start: Unread = None  # and no routed experts
 
 
 class GenerateRequest(ClosedBody):
@@ -86,15 +87,15 @@ class GenerateRequest(ClosedBody):
     sampling_params: GenerateParams = Field(default_factory=lambda: validate(GenerateParams, {}))
     model: Model = None
     request_id: fields.Text | None = None
-    stream: Annotated[bool, Only((False,), "the answer comes whole; for pieces use /v1/completions")] = False
+    stream: Annotated[bool, Only((False,), "the response is sent whole; use /v1/completions for a stream")] = False
     cache_salt: Unread = None
     priority: Unread = None
 
     def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
         asked = self.sampling_params
-        if asked.include_stop_str_in_output or not asked.skip_special_tokens:
-            raise not_supported("sampling_params", "include_stop_str_in_output, skip_special_tokens: there is no text")
+        if asked.include_stop_str_in_output:
+            raise not_supported("sampling_params.include_stop_str_in_output", "the response has no text")
         return GenerationPlan(
             name=self.model or "",
             prompts=(asked.kept(self.token_ids),),
@@ -109,7 +110,7 @@ class GenerateRequest(ClosedBody):
 
 
 def generated(plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
-    """The answer to a GenerateRequest: ids, and the logprob of every one of them."""
+    """Make the response to a GenerateRequest: token ids, each with its logprob."""
     of_prompt = None
     if plan.prompt_logprobs is not None:
         of_prompt = prompt_logprobs(text, plan.prompts[0], result, plan.prompt_logprobs)

@@ -1,8 +1,9 @@
-"""Tools: functions that a model may call, how a call is written in its text, and how it is found there.
+"""Tools: functions that a model may call, and the formats of calls in its text.
 
-There are two forms, chosen by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A grammar enforces
-a required call, and arguments that fit their schema (`strict`). Text that only resembles a call stays text.
+The model's chat template decides on one of three formats: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's), Llama 3.1's (the whole completion is a JSON object with name and parameters) and harmony
+(gpt-oss, parsed in `harmony`). A grammar enforces a required call, and arguments that match their schema (`strict`).
+Text that only resembles a call remains text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""The most calls of an answer that must call tools; some models would never stop."""
+"""Most calls of a completion that must call tools; some models would never stop."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
@@ -31,7 +32,7 @@ NEWLINE = json.dumps("\n")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`definition` is what the chat template is shown."""
+    """A tool. `definition` is its form for the chat template."""
 
     name: str
     parameters: Mapping[str, object]
@@ -41,7 +42,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text."""
+    """A call. `arguments` is JSON text."""
 
     call_id: str
     name: str
@@ -56,23 +57,25 @@ class ToolUse:
     choice: str
     named: bool
     parallel: bool
-    form: str  # hermes | llama
-    marked: bool = True  # whether OPEN and CLOSE are tokens of their own
+    form: str  # hermes | llama | harmony
+    marked: bool = True  # whether OPEN and CLOSE are single tokens
 
     def grammar(self) -> Grammar | None:
-        """The grammar of an answer; None if any text is allowed."""
+        """Return the grammar of a completion, or None if any text is allowed."""
         if self.choice == "auto":
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
             return Grammar("json_lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
+        if self.form == "harmony":
+            return Grammar("json_lark", _harmony_rules(wanted))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
         return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
-            raise not_supported("tools[].function.strict", "with this model's form of calls only if tool_choice asks")
+            raise not_supported("tools[].function.strict", "with this model unless tool_choice requires a call")
         again = "*" if self.parallel else "?"
         begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quoted(OPEN)}"
         head = (
@@ -82,16 +85,16 @@ class ToolUse:
         return Grammar("lark", _rules(head, self.tools))
 
     def _mark(self, mark: str) -> str:
-        """As grammars write it: a token of its own without quotes."""
+        """Return a tag as grammars write it: a single token has no quotes."""
         return mark if self.marked else _quoted(mark)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop string of an answer with at most one call; the text is part of the call."""
+        """Return the stop string of a completion with at most one call. It is part of the call."""
         return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
 
-    def held(self, text: str) -> int:
-        """Length of the prefix of a growing text that is certainly not a call, nor white space before one."""
+    def decided_length(self, text: str) -> int:
+        """Return the length of a growing text's prefix that cannot be a call or white space before a call."""
         end = len(text)
         if self.choice != "auto" or (self.form == "llama" and text.lstrip()[:1] in ("{", "")):
             end = 0
@@ -101,7 +104,9 @@ class ToolUse:
         return len(text[:end].rstrip())
 
     def found(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The calls of a complete answer, and its text without them."""
+        """Split a complete text into its text without calls, and the calls."""
+        if self.form == "harmony":
+            return text, []
         pairs = self._llama_calls(text) if self.form == "llama" else self._hermes_calls(text)
         if not pairs or not {name for name, _ in pairs} <= {tool.name for tool in self.tools}:
             return text, []
@@ -136,7 +141,7 @@ class FunctionBody(Body):
 
 
 class ToolBody(Body):
-    type: Annotated[Text, Only(("function",), "only 'function' is known")]
+    type: Annotated[Text, Only(("function",), "use 'function'")]
     function: FunctionBody
 
 
@@ -162,16 +167,16 @@ ToolChoice = Annotated[str | NamedTool, OrText(("none", "auto", "required"))]
 def read_tools(
     tools: Sequence[Tool], wanted: NamedTool | str | None, parallel: bool, template: str, marked: bool
 ) -> ToolUse | None:
-    """The request's tools; None if it has none, or none may be used. `marked` as in ToolUse."""
+    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them."""
     named = isinstance(wanted, NamedTool)
     choice = wanted.function.name if isinstance(wanted, NamedTool) else wanted or "auto"
     if not tools:
         if named or choice == "required":
-            raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but there are no tools")
+            raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but tools is missing; send tools")
         return None
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
-        raise RequestError("tools", "two tools have the same name")
+        raise RequestError("tools", "two tools have the same name; use each name once")
     if choice == "none" and not named:
         return None
     if named and choice not in names:
@@ -181,12 +186,14 @@ def read_tools(
 
 def _form(template: str) -> str:
     if "tools" not in template:
-        raise not_supported("tools", "this model's chat template knows no tools")
+        raise not_supported("tools", "this model's chat template does not support tools")
     if OPEN in template and "<function=" not in template:
         return "hermes"
+    if "<|channel|>" in template and "functions." in template:
+        return "harmony"
     if "python_tag" in template or '"parameters": dictionary' in template:
         return "llama"
-    raise not_supported("tools", "the form of calls in this model's chat template is neither Hermes' nor Llama 3.1's")
+    raise not_supported("tools", "this model's chat template uses none of the formats Hermes, Llama 3.1 and harmony")
 
 
 def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ') -> str:
@@ -194,12 +201,28 @@ def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between:
     lines = [head, f"call: {calls}"]
     for index, tool in enumerate(tools):
         start = before + json.dumps(tool.name) + between
-        schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
         lines += [
             f'call_{index}: {_quoted(start)} arguments_{index} "}}"',
-            f"arguments_{index}: %json {json.dumps(schema)}",
+            f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
         ]
     return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def _harmony_rules(tools: Sequence[Tool]) -> str:
+    """Return the rules of one call, a message to the tool on the channel "commentary"."""
+    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
+    lines = ["%llguidance {}", "start: call", f"call: {calls}"]
+    for index, tool in enumerate(tools):
+        header = f"commentary to=functions.{tool.name} "
+        lines += [
+            f'call_{index}: <|channel|> {_quoted(header)} <|constrain|> "json" <|message|> arguments_{index}',
+            f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _arguments_schema(tool: Tool) -> dict[str, object]:
+    return {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
 
 
 def _quoted(text: str) -> str:
@@ -207,21 +230,32 @@ def _quoted(text: str) -> str:
 
 
 def _read_call(text: str, arguments: str) -> tuple[str, str] | None:
-    try:
-        call = json.loads(text, parse_float=_finite)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    call = _object(text)
+    if call is None or not isinstance(call.get("name"), str):
         return None
     given = call.get(arguments, call.get("arguments"))
     return (call["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
 
 
+def read_arguments(text: str) -> str | None:
+    """Return the arguments of a call as JSON text, or None unless the text is a JSON object."""
+    found = _object(text)
+    return None if found is None else json.dumps(found, ensure_ascii=False)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _finite(number: str) -> float:
-    """The nearest number that JSON can write again: one too large for a double would become Infinity."""
+    """Return the nearest finite number, since a number too large for a double would become Infinity."""
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def _partial_length(text: str, word: str) -> int:
-    """How many characters at the end of a text may be the beginning of a word."""
+    """Return how many characters at the end of a text may be the beginning of a word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

@@ -1,1 +1,1 @@
-"""The `tinsmith` command: `main` has the subcommands; the larger ones have a module each."""
+"""The `tinsmith` command. `main` defines the subcommands; each larger one has its own module."""

@@ -20,7 +20,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tinsmith.cli.remote import INTERRUPTED, REFUSED, AsJson, notes, output
+from tinsmith.cli.remote import INTERRUPTED, REFUSED, AsJson, json_object, notes, output, print_table
 from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
@@ -63,6 +63,10 @@ def submit(  # noqa: PLR0913  each is a flag
     weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="Any option of Dataset.map, a text or JSON; repeat it."),
+    ] = None,
     if_exists: IfExists = "ask",
     detach: Detach = False,
     yes: Yes = False,
@@ -78,8 +82,8 @@ def submit(  # noqa: PLR0913  each is a flag
         options: dict[str, Any] = {
             "batch_size": batch_size,
             "batched": batched or None,
-            "fn_kwargs": _object("--fn-kwargs", fn_kwargs) or None,
-            "rows": rows,
+            "fn_kwargs": json_object("--fn-kwargs", fn_kwargs) or None,
+            "rows": rows if rows != "one" else None,
             "max_failed_rows": max_failed_rows,
             "name": name,
             "weight": weight,
@@ -87,9 +91,10 @@ def submit(  # noqa: PLR0913  each is a flag
             "resume_from": resume_from,
             "if_exists": _if_exists(if_exists, [*writers, *([failed] if failed else [])], yes),
             "errors": failed,
+            **_named(more or []),
         }
         given = {name: value for name, value in options.items() if value is not None}
-        mapper = _mapper(function, sample, _object("--sample-options", sample_options))
+        mapper = _mapper(function, sample, json_object("--sample-options", sample_options))
         job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **given)
         assert isinstance(job, Job)
         _follow(client, job.job_id, detach, as_json)
@@ -117,7 +122,7 @@ def list_jobs(
             escape(job["pool"]),
             _moment(job["created_at"]),
         )
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
@@ -143,6 +148,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "started": _moment(status["started_at"]),
         "ended": _moment(status["ended_at"]),
         "error": escape(status["error"] or ""),
+        **{f"worker {index}": escape(_work_of(each)) for index, each in enumerate(status["workers"])},
         **{f"output {index}": escape(_said(each)) for index, each in enumerate(status["outputs"])},
     }
     for name, text in lines.items():
@@ -227,7 +233,29 @@ def purge(
     if as_json:
         _print_json(purged)
     else:
-        output.print(f"the parts of {_counted(chosen)} are being deleted" if chosen else "there is nothing to delete")
+        output.print(f"the parts of {_counted(chosen)} are being deleted" if chosen else "nothing to delete")
+
+
+def _work_of(worker: dict[str, Any]) -> str:
+    again = f", {worker['retried']} of {worker['batches']} batches tried again" if worker["retried"] else ""
+    works = f"{worker['rows']} rows from {worker['first_row']}{again}" if worker["batches"] else worker["state"]
+    return f"{worker['worker_id']}: {works}"
+
+
+def _named(given: list[str]) -> dict[str, Any]:
+    """Options from NAME=VALUE. Raises UserError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or name in ("output", "client", "errors", "stream"):
+            raise UserError(
+                f"--option is {text!r}; it must be NAME=VALUE, with an option of Dataset.map that has no flag"
+            )
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def _counted(job_ids: list[int]) -> str:
@@ -239,7 +267,7 @@ def resume(
     job_id: JobId,
     outputs: Annotated[
         list[str] | None,
-        typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Other outputs, as many as there are; repeat it."),
+        typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="New outputs, as many as the job has; repeat it."),
     ] = None,
     format: Annotated[str, typer.Option(help="Another format: jsonl, csv, parquet, txt.")] = "",
     detach: Detach = False,
@@ -258,7 +286,7 @@ def resume(
 def export(
     job_id: JobId,
     target: Annotated[str, typer.Argument(metavar="PATH", help="A file, or a directory with a final slash.")],
-    number: Annotated[int, typer.Option("--output", "-o", help="Which of the job's outputs.")] = 0,
+    number: Annotated[int, typer.Option("--output", "-o", help="Number of the job's output.")] = 0,
     if_exists: IfExists = "ask",
     yes: Yes = False,
     as_json: AsJson = False,
@@ -288,7 +316,27 @@ def pools(as_json: AsJson = False) -> None:
     for pool in found:
         running = ", ".join(map(str, pool["jobs"]))
         table.add_row(escape(pool["name"]), str(pool["workers"]), str(pool["accelerators_per_worker"]), running)
-    output.print(table)
+    print_table(table)
+
+
+@app.command()
+def task(
+    pool: Annotated[str, typer.Argument(metavar="NAME=FILE.yaml", help="A pool whose infra is SkyPilot's.")],
+    machines: Annotated[int, typer.Option(min=1, help="How many machines; each runs whole jobs.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Print the SkyPilot task whose machines run a pool's jobs, for `sky launch`."""
+    import yaml
+
+    from tinsmith.batch.pools.specs import skypilot_task
+    from tinsmith.settings import load
+
+    name, _, path = pool.partition("=")
+    settings = load({})
+    envs = {"MODELS": json.dumps(settings.models)} if settings.models else {}
+    envs |= {"STORAGE_DIR": settings.storage_dir} if settings.has_bucket else {}
+    found = skypilot_task(name, Path(path), machines, envs)
+    typer.echo(json.dumps(found) if as_json else yaml.safe_dump(found, sort_keys=False), nl=as_json)
 
 
 @contextmanager
@@ -338,7 +386,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
 def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
     """The function or operations of a file, or a Sample of the model. Raises UserError unless one of them is given."""
     if bool(reference) == bool(model):
-        raise UserError("say what to do with the rows: FILE.py:NAME or --sample MODEL, one of the two")
+        raise UserError("name what to run on the rows: either FILE.py:NAME or --sample MODEL")
     if reference:
         if fields:
             raise UserError("--sample-options belong to --sample; a file's operations have their own")
@@ -383,7 +431,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     marked = {name: each for name, each in own.items() if is_remote_function(each)}
     meant = marked or own
     if len(meant) != 1:
-        raise UserError(f"{file} has {sorted(meant) or 'no functions'}; say which one: {file}:FUNCTION")
+        raise UserError(f"{file} has {sorted(meant) or 'no functions'}; name one: {file}:FUNCTION")
     return next(iter(meant.values()))
 
 
@@ -413,16 +461,6 @@ def _found(registry: Registry[T], given: str) -> T:
         raise UserError(
             f"the format of {given!r} is not known by its ending: write FORMAT:{given} ({names})"
         ) from error
-
-
-def _object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{flag} is {text!r}, which is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{flag} is {text!r}; it must be a JSON object")
-    return found
 
 
 def _if_exists(given: str, writers: list[OutputWriter], yes: bool) -> str:

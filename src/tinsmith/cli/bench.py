@@ -1,8 +1,9 @@
-"""`tinsmith bench`: the same work, by the official SDK, on any Tinker-compatible servers side by side.
+"""`tinsmith bench`: compares Tinker-compatible servers on the same work.
 
-Runs of a measure are interleaved across the servers, so that other load affects all of them alike. Figures are medians,
-and ratios are to the first server. An operation that a server cannot do shows its error in the table. The SDK is
-imported when this runs and never by a server.
+The client is the official SDK or, for servers and keys that the SDK does not support, the JSON bodies of earlier SDKs.
+Runs of a measure are interleaved across the servers, so that other load affects all of them equally. Figures are
+medians, and ratios are relative to the first server. A measure that a server fails shows its error in the table. The
+SDK is imported only when this command runs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -23,46 +26,68 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from tinsmith.errors import SettingsError
+from tinsmith.auth import KEY_PREFIX, TOKEN_PREFIX
+from tinsmith.errors import SettingsError, TinsmithError
 
 if TYPE_CHECKING:
     import tinker
-    from tinker import types
 
 DATUM_TOKENS = 32
 BATCH, BATCH_TOKENS = 8, 128
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 32
 VOCAB = 400
-"""Token ids stay below it: every model has as many."""
+"""Upper bound of token ids, which every vocabulary contains."""
 WARM_UP = 2
 REACHED_S = 10.0
-"""How long a server may take to answer its health check; the SDK would retry for minutes."""
+"""Timeout of a server's health check; the SDK would retry for minutes."""
+
+
+POLL_S = 0.005
+SHOWN = 400
+"""Most characters of an error to show."""
+
+DIALECTS = ("sdk", "json")
+
+
+class BenchError(TinsmithError):
+    """A server failed a measure; the message is its reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """A server's address, a key, and one of its base models (None: the first)."""
+    """A server's URL, an API key, a base model (None: the first), and one of DIALECTS (None: json for keys that the SDK
+    does not send).
+    """
 
     url: str
     key: str
     model: str | None = None
+    dialect: str | None = None
+
+    @property
+    def takes_json(self) -> bool:
+        return (self.dialect or ("sdk" if self.key.startswith((KEY_PREFIX, TOKEN_PREFIX)) else "json")) == "json"
 
 
-def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) -> list[BenchTarget]:
-    """A server for each URL; models and keys are given once, or for each server. Raises SettingsError."""
-    for flag, values in (("--model", models), ("--key", keys)):
+def targets_of(
+    urls: Sequence[str], models: Sequence[str], keys: Sequence[str], dialects: Sequence[str] = ()
+) -> list[BenchTarget]:
+    """Make a target for each URL. Other flags are given once, or once per URL. Raises SettingsError."""
+    if unknown := [each for each in dialects if each not in DIALECTS]:
+        raise SettingsError(f"--dialect is {unknown[0]!r}; it must be {' or '.join(DIALECTS)}")
+    for flag, values in (("--model", models), ("--key", keys), ("--dialect", dialects)):
         if len(values) not in (0, 1, len(urls)):
             raise SettingsError(
                 f"{flag} is given {len(values)} times and --url {len(urls)}; give one for all, or one for each"
             )
-    every_model = [*models] if len(models) == len(urls) else [*models, None][:1] * len(urls)
+    every = [[*given] if len(given) == len(urls) else [*given, None][:1] * len(urls) for given in (models, dialects)]
     every_key = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
-    return [BenchTarget(url, key, model) for url, key, model in zip(urls, every_key, every_model, strict=True)]
+    return [BenchTarget(*each) for each in zip(urls, every_key, *every, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One kind of work; `run` returns its number of tokens. Its figure is tokens per second, or else milliseconds."""
+    """One kind of work. `run` returns its number of tokens. The figure is tokens per second or milliseconds."""
 
     name: str
     run: Callable[[BenchClient], int]
@@ -75,7 +100,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Figure:
-    """The figure of each run of one measure on one server, or the error."""
+    """The figures of all runs of one measure on one server, or the error."""
 
     values: list[float] = field(default_factory=list)
     error: str | None = None
@@ -87,7 +112,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One measure, with a figure for each server in order."""
+    """One measure, with a figure for each server."""
 
     measure: Measure
     figures: tuple[Figure, ...]
@@ -115,16 +140,56 @@ class Comparison:
         return {"measure": self.measure.name, "unit": self.measure.unit, "servers": servers}
 
 
-class BenchClient:
-    """A session on one server, and the work that is measured there."""
+class BenchClient(ABC):
+    """A session on one server, and the measured work. Each measure returns its number of tokens."""
+
+    def __init__(self, target: BenchTarget, model: str) -> None:
+        self.target = target
+        self.model = model
+        self._seeds = itertools.count()
+
+    @abstractmethod
+    def train(self, rows: Sequence[np.ndarray], *, forward_only: bool = False) -> None:
+        """Run passes over sequences with next-token targets, and an optimizer step unless `forward_only`."""
+
+    @abstractmethod
+    def sample(self, prompts: Sequence[np.ndarray], new: int, *, published: bool = False) -> int:
+        """Sample at most `new` tokens for all prompts at once, from the current trained weights if `published`."""
+
+    def forward(self) -> int:
+        self.train([self._tokens(DATUM_TOKENS + 1)], forward_only=True)
+        return DATUM_TOKENS
+
+    def step(self) -> int:
+        self.train([self._tokens(DATUM_TOKENS + 1)])
+        return DATUM_TOKENS
+
+    def batch(self) -> int:
+        self.train([self._tokens(BATCH_TOKENS + 1) for _ in range(BATCH)])
+        return BATCH * BATCH_TOKENS
+
+    def first_token(self) -> int:
+        return self.sample([self._tokens(PROMPT_TOKENS)], 1)
+
+    def publish(self) -> int:
+        return self.sample([self._tokens(PROMPT_TOKENS)], 1, published=True)
+
+    def samples(self) -> int:
+        return self.sample([self._tokens(PROMPT_TOKENS) for _ in range(SAMPLES)], NEW_TOKENS)
+
+    def _tokens(self, length: int) -> np.ndarray:
+        """Draw new tokens each time, so that no cache has them."""
+        return np.random.default_rng(next(self._seeds)).integers(1, VOCAB, length)
+
+
+class SdkClient(BenchClient):
+    """A client that uses the official SDK."""
 
     def __init__(self, service: tinker.ServiceClient, target: BenchTarget, rank: int, patience_s: float) -> None:
-        self.target = target
-        self.model = target.model or _first_model(target)
+        super().__init__(target, target.model or _first_model(target))
         self._service = service
         self._rank = rank
         self._patience_s = patience_s
-        self._seeds = itertools.count()
 
     @cached_property
     def training(self) -> tinker.TrainingClient:
@@ -135,54 +200,154 @@ class BenchClient:
     def sampling(self) -> tinker.SamplingClient:
         return self._service.create_sampling_client(base_model=self.model).result(timeout=self._patience_s)
 
-    def forward(self) -> int:
-        self.training.forward([self._datum(DATUM_TOKENS)], "cross_entropy").result(timeout=self._patience_s)
-        return DATUM_TOKENS
-
-    def step(self) -> int:
-        return self._train(1, DATUM_TOKENS)
-
-    def batch(self) -> int:
-        return self._train(BATCH, BATCH_TOKENS)
-
-    def first_token(self) -> int:
-        return self._sample(self.sampling, 1, 1)
-
-    def publish(self) -> int:
-        published = self.training.save_weights_and_get_sampling_client().result(timeout=self._patience_s)
-        return self._sample(published, 1, 1)
-
-    def samples(self) -> int:
-        return self._sample(self.sampling, SAMPLES, NEW_TOKENS)
-
-    def _train(self, count: int, length: int) -> int:
+    def train(self, rows: Sequence[np.ndarray], *, forward_only: bool = False) -> None:
         from tinker import types
 
-        passed = self.training.forward_backward([self._datum(length) for _ in range(count)], "cross_entropy")
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+                loss_fn_inputs={
+                    "target_tokens": types.TensorData.from_numpy(tokens[1:]),
+                    "weights": types.TensorData.from_numpy(np.ones(len(tokens) - 1, np.float32)),
+                },
+            )
+            for tokens in rows
+        ]
+        if forward_only:
+            self.training.forward(data, "cross_entropy").result(timeout=self._patience_s)
+            return
+        passed = self.training.forward_backward(data, "cross_entropy")
         stepped = self.training.optim_step(types.AdamParams(learning_rate=1e-4))
         passed.result(timeout=self._patience_s)
         stepped.result(timeout=self._patience_s)
-        return count * length
 
-    def _sample(self, sampler: tinker.SamplingClient, count: int, new: int) -> int:
+    def sample(self, prompts: Sequence[np.ndarray], new: int, *, published: bool = False) -> int:
         from tinker import types
 
+        sampler = self.sampling
+        if published:
+            sampler = self.training.save_weights_and_get_sampling_client().result(timeout=self._patience_s)
         params = types.SamplingParams(max_tokens=new, temperature=1.0)
-        prompts = [types.ModelInput.from_ints(self._tokens(PROMPT_TOKENS).tolist()) for _ in range(count)]
-        waiting = [sampler.sample(prompt, 1, params) for prompt in prompts]
+        waiting = [sampler.sample(types.ModelInput.from_ints(prompt.tolist()), 1, params) for prompt in prompts]
         answers = [future.result(timeout=self._patience_s) for future in waiting]
         return sum(len(sequence.tokens) for answer in answers for sequence in answer.sequences)
 
-    def _datum(self, length: int) -> types.Datum:
-        from tinker import types
 
-        tokens = self._tokens(length + 1)
-        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
-        return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
+class JsonClient(BenchClient):
+    """A client that sends the JSON bodies of earlier SDKs, which other implementations accept. The key is sent as
+    X-API-Key and as a bearer token. Raises BenchError.
+    """
 
-    def _tokens(self, length: int) -> np.ndarray:
-        """Different tokens each time, so that no cache has them."""
-        return np.random.default_rng(next(self._seeds)).integers(1, VOCAB, length)
+    def __init__(self, target: BenchTarget, rank: int, patience_s: float) -> None:
+        headers = {"X-API-Key": target.key, "Authorization": f"Bearer {target.key}"}
+        self._http = httpx.Client(base_url=f"{target.url.rstrip('/')}/api/v1/", headers=headers, timeout=patience_s)
+        self._rank = rank
+        self._patience_s = patience_s
+        self._threads = ThreadPoolExecutor(SAMPLES)
+        self._passes, self._drawn, self._sessions = itertools.count(1), itertools.count(), itertools.count()
+        super().__init__(target, target.model or self._first_model())
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._http.close()
+
+    def _first_model(self) -> str:
+        try:
+            served = _read(self._http.get("get_server_capabilities")).get("supported_models") or []
+        except BenchError as error:
+            raise SettingsError(f"{self.target.url} names no base model ({error}); give one with --model") from None
+        names = [one.get("model_name") if isinstance(one, dict) else one for one in served]
+        if not (names and names[0]):
+            raise SettingsError(f"{self.target.url} names no base model; give one with --model")
+        return str(names[0])
+
+    @cached_property
+    def _session(self) -> str:
+        body = {"tags": [], "user_metadata": None, "sdk_version": "0.6.0", "type": "create_session"}
+        return self._post("create_session", body)["session_id"]
+
+    @cached_property
+    def _model_id(self) -> str:
+        body = {"session_id": self._session, "model_seq_id": 0, "base_model": self.model, "type": "create_model"}
+        created = self._post("create_model", body | {"lora_config": {"rank": self._rank}})
+        result = self._result(created["request_id"])
+        return str(created.get("model_id") or result["model_id"])
+
+    @cached_property
+    def _base_sampler(self) -> dict[str, object]:
+        return self._sampler({"base_model": self.model})
+
+    def _sampler(self, whose: dict[str, object]) -> dict[str, object]:
+        """Return the fields that name the weights of a sample: a sampling session or, without sessions, the weights."""
+        body = {"session_id": self._session, "sampling_session_seq_id": next(self._sessions), **whose}
+        answer = self._http.post("create_sampling_session", json=body | {"type": "create_sampling_session"})
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return whose
+        return {"sampling_session_id": _read(answer)["sampling_session_id"]}
+
+    def train(self, rows: Sequence[np.ndarray], *, forward_only: bool = False) -> None:
+        kind = "forward" if forward_only else "forward_backward"
+        given = {"data": [_json_datum(tokens.tolist()) for tokens in rows], "loss_fn": "cross_entropy"}
+        sent = [self._submit(kind, {f"{kind}_input": given})]
+        if not forward_only:
+            adam = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+            sent.append(self._submit("optim_step", {"adam_params": adam}))
+        for request_id in sent:
+            self._result(request_id)
+
+    def sample(self, prompts: Sequence[np.ndarray], new: int, *, published: bool = False) -> int:
+        whose = self._base_sampler
+        if published:
+            saved = self._result(self._submit("save_weights_for_sampler", {"path": f"bench-{next(self._sessions)}"}))
+            whose = self._sampler({"model_path": saved["path"]})
+
+        def draw(prompt: np.ndarray) -> int:
+            chunks = [{"type": "encoded_text", "tokens": prompt.tolist()}]
+            params = {"max_tokens": new, "temperature": 1.0}
+            body = {"prompt": {"chunks": chunks}, "num_samples": 1, "sampling_params": params, "type": "sample"}
+            sent = self._post("asample", body | whose | {"seq_id": next(self._drawn)})
+            return sum(len(sequence["tokens"]) for sequence in self._result(sent["request_id"])["sequences"])
+
+        return sum(self._threads.map(draw, prompts))
+
+    def _submit(self, kind: str, body: dict[str, object]) -> str:
+        body |= {"model_id": self._model_id, "seq_id": next(self._passes), "type": kind}
+        return str(self._post(kind, body)["request_id"])
+
+    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        return _read(self._http.post(path, json=body))
+
+    def _result(self, request_id: str) -> dict[str, Any]:
+        """Fetch a result from any known server, with long or short polls, with or without a status object."""
+        deadline = time.monotonic() + self._patience_s
+        while time.monotonic() < deadline:
+            answer = self._http.post("retrieve_future", json={"request_id": request_id})
+            if answer.status_code == httpx.codes.OK and "json" not in answer.headers.get("content-type", ""):
+                answer = self._http.get(f"retrieve_future/{request_id}")  # this path returns JSON instead of protobuf
+            found = {} if answer.status_code == httpx.codes.REQUEST_TIMEOUT else _read(answer)
+            status = found.get("status")
+            if found.get("error") or status in ("failed", "error"):
+                raise BenchError(f"{request_id} failed: {found.get('error') or found}"[:SHOWN])
+            if found and found.get("type") != "try_again" and status not in ("pending", "processing"):
+                return found["result"] if "result" in found and status == "completed" else found
+            time.sleep(POLL_S)
+        raise BenchError(f"{request_id} had no result within {self._patience_s:g} s")
+
+
+def _json_datum(tokens: list[int]) -> dict[str, object]:
+    count = len(tokens) - 1
+    inputs = {
+        "target_tokens": {"data": tokens[1:], "dtype": "int64", "shape": [count]},
+        "weights": {"data": [1.0] * count, "dtype": "float32", "shape": [count]},
+    }
+    chunks = [{"type": "encoded_text", "tokens": tokens[:-1]}]
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+
+
+def _read(answer: httpx.Response) -> dict[str, Any]:
+    if answer.is_error:
+        raise BenchError(f"{answer.request.url.path} returned {answer.status_code}: {answer.text}"[:SHOWN])
+    return answer.json()
 
 
 MEASURES = (
@@ -197,22 +362,31 @@ MEASURES = (
 
 @contextmanager
 def clients_of(targets: Sequence[BenchTarget], *, rank: int, patience_s: float) -> Iterator[list[BenchClient]]:
-    """A session on each server while the block lasts. Raises SettingsError."""
-    try:
-        import tinker
-    except ModuleNotFoundError:
-        raise SettingsError("tinsmith bench works with the SDK: pip install 'tinsmith[demo]'") from None
+    """Open a session on each server for the duration of the block. Raises SettingsError."""
     with ExitStack() as sessions:
         clients: list[BenchClient] = []
         for target in targets:
             _require_server(target)
-            service = sessions.enter_context(tinker.ServiceClient(base_url=target.url, api_key=target.key))
-            clients.append(BenchClient(service, target, rank, patience_s))
+            if target.takes_json:
+                clients.append(sessions.enter_context(closing(JsonClient(target, rank, patience_s))))
+            else:
+                service = sessions.enter_context(_service(target))
+                clients.append(SdkClient(service, target, rank, patience_s))
         yield clients
 
 
+def _service(target: BenchTarget) -> tinker.ServiceClient:
+    try:
+        import tinker
+    except ModuleNotFoundError:
+        raise SettingsError(
+            "tinsmith bench needs the SDK: pip install 'tinsmith[demo]', or pass --dialect json"
+        ) from None
+    return tinker.ServiceClient(base_url=target.url, api_key=target.key)
+
+
 def compare(clients: Sequence[BenchClient], runs: int) -> Iterator[Comparison]:
-    """One measure after the other, as they are taken."""
+    """Yield the measures as they complete."""
     for measure in MEASURES:
         figures = tuple(Figure() for _ in clients)
         for number in range(WARM_UP + runs):
@@ -226,7 +400,7 @@ def _take(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool
     started = time.perf_counter()
     try:
         tokens = measure.run(client)
-    except Exception as error:  # noqa: BLE001  whatever the SDK makes of what this server answers
+    except Exception as error:  # noqa: BLE001  the SDK may raise anything for the response of another server
         figure.error = f"{type(error).__name__}: {error}"
         return
     seconds = time.perf_counter() - started
@@ -239,7 +413,7 @@ def _require_server(target: BenchTarget) -> None:
         httpx.get(f"{target.url.rstrip('/')}/api/v1/healthz", timeout=REACHED_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise SettingsError(
-            f"no server answers at {target.url} ({error}); start one with `tinsmith serve`, or give its --url"
+            f"no server responds at {target.url} ({error}); start one with `tinsmith serve`, or pass --url"
         ) from None
 
 
@@ -254,7 +428,7 @@ def _first_model(target: BenchTarget) -> str:
 
 
 def run_bench(output: Console, targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float) -> bool:
-    """Show a table that grows row by row; whether every server did everything. Raises SettingsError."""
+    """Show a table that grows row by row. Returns whether no measure failed. Raises SettingsError."""
     errors: list[str] = []
     with clients_of(targets, rank=rank, patience_s=patience_s) as clients:
         table = _table(clients)
@@ -275,7 +449,7 @@ def run_bench(output: Console, targets: Sequence[BenchTarget], *, runs: int, ran
 def bench_as_json(
     targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float
 ) -> tuple[bool, list[dict[str, object]]]:
-    """The same as plain values. Raises SettingsError."""
+    """Run the benchmark and return plain values. Raises SettingsError."""
     with clients_of(targets, rank=rank, patience_s=patience_s) as clients:
         rows = list(compare(clients, runs))
         whole = not any(figure.error for row in rows for figure in row.figures)
@@ -287,7 +461,7 @@ def _table(clients: Sequence[BenchClient]) -> Table:
     for index, client in enumerate(clients):
         table.add_column(escape(f"{client.target.url}\n{client.model}"), justify="right", overflow="fold")
         if index:
-            table.add_column("times as good", justify="right")
+            table.add_column("ratio", justify="right")
     return table
 
 

@@ -1,6 +1,6 @@
-"""`tinsmith checkpoints`: list and download checkpoints, upload an adapter, and merge an adapter into its base.
+"""`tinsmith checkpoints`: list, download, upload, import and merge checkpoints.
 
-`merge` of local directories needs no server. Exit status: 0 for success, 2 if the command was refused.
+Merging local directories needs no server. Exit status: 0 for success, 2 if the command was refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from urllib.parse import quote
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from tinsmith.cli.remote import AsJson, moment, notes, output, refusals, say, server, size
+from tinsmith.cli.remote import AsJson, moment, notes, print_table, refusals, say, server, size
 from tinsmith.errors import UserError
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -31,12 +31,14 @@ app = typer.Typer(help="List, download, upload, import and merge checkpoints.", 
 Base = Annotated[str, typer.Option("--base", help="The base model. Default: the adapter's.")]
 Name = Annotated[str, typer.Option(help="The new checkpoint's name.")]
 Ttl = Annotated[int | None, typer.Option(metavar="SECONDS", help="When it expires. Default: never.")]
-AdapterDirectory = Annotated[Path, typer.Argument(help="A directory with an adapter in PEFT's format.")]
+AdapterDirectory = Annotated[
+    Path, typer.Argument(help="A directory with an adapter in PEFT's format, or a .tar.gz of its files.")
+]
 
 
 @app.command("list")
 def list_checkpoints(
-    run: Annotated[str, typer.Option(help="Only those of this training run.")] = "",
+    run: Annotated[str, typer.Option(help="Only this training run's checkpoints.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many, newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
@@ -47,24 +49,32 @@ def list_checkpoints(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    table = Table(Column("checkpoint", no_wrap=True), "kind", "size", "created", "expires", box=None, pad_edge=False)
+    table = Table("checkpoint", "kind", "size", "created", "expires", box=None, pad_edge=False)
     for one in found:
         expires = moment(one["expires_at"]) or "never"
         table.add_row(
             escape(one["tinker_path"]), one["checkpoint_type"], size(one["size_bytes"]), moment(one["time"]), expires
         )
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
 def pull(
     path: Annotated[str, typer.Argument(metavar="TINKER_PATH", help="tinker://RUN/KIND/NAME.")],
-    directory: Annotated[Path, typer.Argument(help="A new directory for its files.")],
+    directory: Annotated[Path, typer.Argument(help="A new directory for its files, or a new .tar.gz.")],
     as_json: AsJson = False,
 ) -> None:
     """Download a checkpoint as a directory for PEFT, vLLM and SGLang."""
+    from tinsmith.exchange import transfer
+
     with refusals(), server() as there, _bar("pulling", as_json) as progress:
-        pulled = there.pull(path, directory, progress)
+        if directory.name.endswith(transfer.ARCHIVES):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".pull-") as scratch:
+                pulled = there.pull(path, Path(scratch) / "files", progress)
+                transfer.pack(pulled.directory, directory)
+        else:
+            pulled = there.pull(path, directory, progress)
     size_bytes = sum(pulled.files.values())
     say(
         as_json,
@@ -77,9 +87,11 @@ def pull(
 def push(
     directory: AdapterDirectory, base: Base = "", name: Name = "pushed", ttl: Ttl = None, as_json: AsJson = False
 ) -> None:
-    """Upload an adapter as a training checkpoint, with optimizer state if there is some."""
-    with refusals():
-        _push(directory, base, name, ttl, as_json)
+    """Upload an adapter as a training checkpoint, with its optimizer state if present."""
+    from tinsmith.exchange.transfer import adapter_directory
+
+    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as found:
+        _push(found, base, name, ttl, as_json)
 
 
 @app.command("import")
@@ -93,15 +105,16 @@ def import_adapter(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite any LoRA adapter of PEFT's (alpha, rsLoRA, ranks by module, 16 bits) and upload it."""
+    """Rewrite any LoRA adapter in PEFT's format (alpha, rsLoRA, ranks by module, 16 bits) and upload it."""
     from tinsmith.exchange import adapters, merging
+    from tinsmith.exchange.transfer import adapter_directory
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch:
+    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as found:
         rewritten = Path(scratch) / "adapter"
-        named = base_directory or base or adapters.read(directory).base_name
-        facts = merging.rewrite(directory, rewritten, lambda: _base_directory(named))
+        named = base_directory or base or adapters.read(found).base_name
+        facts = merging.rewrite(found, rewritten, lambda: _base_directory(named))
         if not as_json:
-            notes.print(f"{len(facts.linears)} linears of rank {facts.rank}, rewritten")
+            notes.print(f"rewrote {len(facts.linears)} linear layers with rank {facts.rank}")
         _push(rewritten, base, name, ttl, as_json)
 
 
@@ -110,16 +123,15 @@ def merge(
     adapter: Annotated[str, typer.Argument(help="A directory with an adapter, or its tinker:// path.")],
     directory: Annotated[Path, typer.Argument(help="A new directory for the model.")],
     base: Annotated[
-        str,
-        typer.Option("--base", metavar="DIR_OR_ID", help="The base model. Default: the adapter's."),
+        str, typer.Option("--base", metavar="DIR_OR_ID", help="The base model. Default: the adapter's.")
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto (the base's), float32, bfloat16 or float16.")] = "auto",
-    max_shard_gb: Annotated[float, typer.Option(help="Size of a file of weights.", min=0.001)] = 5.0,
+    max_shard_gb: Annotated[float, typer.Option(help="Largest size of a file of weights.", min=0.001)] = 5.0,
     gguf: Annotated[Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")] = None,
     llama_cpp: Annotated[Path | None, typer.Option(help="Sources of llama.cpp, for --gguf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Merge an adapter into its base, which makes an ordinary Hugging Face model."""
+    """Merge an adapter into its base, writing an ordinary Hugging Face model."""
     from tinsmith.exchange import adapters, merging
 
     with refusals(), tempfile.TemporaryDirectory() as scratch:
@@ -140,7 +152,7 @@ def merge(
     say(
         as_json,
         {**asdict(merged), "path": str(merged.path), "gguf": None if gguf is None else str(gguf)},
-        f"{merged.linears} linears merged: {merged.size_bytes} bytes of {merged.dtype} in {directory}",
+        f"merged {merged.linears} linear layers: {merged.size_bytes} bytes of {merged.dtype} in {directory}",
     )
 
 
@@ -150,7 +162,7 @@ def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool)
     named = adapters.read(directory, plain=True).base_name  # before anything is sent
     base = base or named
     if not base:
-        raise UserError(f"{adapters.CONFIG_FILE} names no base model; say which one is served: --base NAME")
+        raise UserError(f"{adapters.CONFIG_FILE} names no base model; name the served one: --base NAME")
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
     with server() as there, _bar("pushing", as_json) as progress:
         answer = there.push(directory, fields, progress)
@@ -161,13 +173,13 @@ def _base_directory(base: str) -> Path:
     from tinsmith.base_models import resolve
 
     if not base:
-        raise UserError("the adapter names no base model; say which directory or hub id: --base DIR_OR_ID")
+        raise UserError("the adapter names no base model; give its directory or hub id: --base DIR_OR_ID")
     (shape,) = resolve([base])
     return Path(shape.path)
 
 
 def _converter(gguf: Path | None, llama_cpp: Path | None) -> Path | None:
-    """llama.cpp's own script. Raises UserError: before anything is merged."""
+    """Find llama.cpp's conversion script. Raises UserError before anything is merged."""
     if gguf is None:
         return None
     if gguf.exists():
@@ -176,7 +188,7 @@ def _converter(gguf: Path | None, llama_cpp: Path | None) -> Path | None:
     if script is None or not script.is_file():
         raise UserError(
             f"--gguf needs llama.cpp's {CONVERTER}, which no package installs: unpack llama.cpp's sources, "
-            f"`pip install gguf`, and say --llama-cpp DIRECTORY (the one that holds {CONVERTER})"
+            f"`pip install gguf`, and pass --llama-cpp DIRECTORY (the directory of {CONVERTER})"
         )
     return script
 
@@ -185,12 +197,14 @@ def _convert(script: Path, model: Path, target: Path) -> None:
     command = [sys.executable, str(script), str(model), "--outfile", str(target)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0 or not target.is_file():
-        raise UserError(f"{script.name} failed ({done.returncode}); {model} is whole. It said: {done.stdout[-2000:]}")
+        raise UserError(
+            f"{script.name} failed ({done.returncode}); {model} is complete. Its output: {done.stdout[-2000:]}"
+        )
 
 
 @contextmanager
 def _bar(what: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, if that is a terminal."""
+    """Show a progress bar on standard error if it is a terminal."""
     columns = (TextColumn(unit),) if unit else (DownloadColumn(), TransferSpeedColumn())
     bar = Progress(
         TextColumn(what), BarColumn(), *columns, console=notes, disable=quiet or not notes.is_terminal, transient=True

@@ -1,7 +1,7 @@
 """`tinsmith demo`: trains the embedded model with the official SDK, in about two minutes on a laptop.
 
-Supervised fine-tuning teaches it consistent pig latin; reinforcement learning improves its sums. Everything goes
-through `tinker` over HTTP, as in a user's script; only the tasks come from `tinsmith.base_models.nano`.
+Supervised fine-tuning teaches it consistent pig latin; reinforcement learning improves its sums. All work is done
+through the `tinker` SDK over HTTP, as in a user's script; only the tasks come from `tinsmith.base_models.nano`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tinsmith.base_models import nano
 from tinsmith.base_models.nano import PromptExample, Split, draw
 from tinsmith.errors import SettingsError
+from tinsmith.exchange.metrics import RunMetrics
 
 SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
 RL_TASK, RL_STEPS, RL_PROMPTS, RL_GROUP, RL_RATE = "add", 24, 16, 8, 1e-3
@@ -42,7 +43,7 @@ API_KEY = "tml-demo"
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Turns examples into tokens and answers back into text."""
+    """Converts examples to tokens and completions to text."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -65,7 +66,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Shares of right answers to held-out prompts before and after training, and the checkpoint."""
+    """The shares of correct answers to held-out prompts before and after training, and the checkpoint."""
 
     task: str
     before: float
@@ -76,7 +77,7 @@ class Learned:
 def run_demo(
     output: Console, data_dir: Path | None, *, stay: bool, done: Callable[[object], None] | None = None
 ) -> None:
-    """Serve, train by SFT and by RL, show the effect, and call `done` with it. With `stay`, serve on until Ctrl-C."""
+    """Serve, train with SFT and RL, show the results and pass them to `done`. With `stay`, serve on until Ctrl-C."""
     # By default, SIGTERM would end this process without stopping the server that it started.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
@@ -88,7 +89,7 @@ def run_demo(
         chat = Chat(AutoTokenizer.from_pretrained(str(nano.path())))
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
         sft = _show_sft(output, service, chat)
-        rl = _show_rl(output, service, chat)
+        rl = _show_rl(output, service, chat, url)
         output.rule("[bold]Done")
         output.print(f"Checkpoints: {sft.path}\n             {rl.path}", soft_wrap=True)
         if done:
@@ -111,7 +112,7 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lea
     started = time.monotonic()
     for step in range(SFT_STEPS):
         data = [_supervised(chat, draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
-        # Both are submitted before either is awaited: the server runs them in order.
+        # Both requests are submitted before the first is awaited; the server runs them in order.
         passed = client.forward_backward(data, "cross_entropy")
         stepped = client.optim_step(types.AdamParams(learning_rate=SFT_RATE * (1 - step / SFT_STEPS)))
         num_tokens = sum(int(np.sum(datum.loss_fn_inputs["weights"].data)) for datum in data)
@@ -124,22 +125,25 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lea
     return Learned(SFT_TASK, *shares, client.save_state("demo-sft").result().path)
 
 
-def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> Learned:
+def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat, url: str) -> Learned:
     output.rule(f"Reinforcement learning: {RL_TASK}, {RL_STEPS} steps of {RL_PROMPTS} prompts x {RL_GROUP} samples")
     client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2).result()
+    run = RunMetrics(client.model_id, url, API_KEY)
     held_out = _examples(RL_TASK, "heldout", NUM_HELD_OUT, seed=3)
     before = _answers(client, chat, held_out)
     rng = random.Random(4)
     started = time.monotonic()
     for step in range(RL_STEPS):
         examples = [draw(RL_TASK, rng, "train") for _ in range(RL_PROMPTS)]
-        data, reward = _rollouts(client.save_weights_and_get_sampling_client().result(), chat, examples)
+        data, rewards = _rollouts(client.save_weights_and_get_sampling_client().result(), chat, examples, run)
         if data:
             passed = client.forward_backward(data, "importance_sampling")
             stepped = client.optim_step(types.AdamParams(learning_rate=RL_RATE))
             passed.result()
             stepped.result()
-        _show_step(output, step, RL_STEPS, "mean reward", reward, 1.0)
+        run.log({"reward": rewards}, step + 1)
+        _show_step(output, step, RL_STEPS, "mean reward", sum(rewards) / len(rewards), 1.0)
+    run.close()
     output.print(f"{time.monotonic() - started:.0f} s")
     after = _answers(client, chat, held_out)
     shares = _show_answers(output, held_out, before, after)
@@ -147,9 +151,9 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lear
 
 
 def _rollouts(
-    sampler: tinker.SamplingClient, chat: Chat, examples: Sequence[PromptExample]
-) -> tuple[list[types.Datum], float]:
-    """Sample a group per prompt; the advantage is the reward against the group's mean."""
+    sampler: tinker.SamplingClient, chat: Chat, examples: Sequence[PromptExample], run: RunMetrics
+) -> tuple[list[types.Datum], list[float]]:
+    """Sample a group per prompt. The advantage is the reward minus the group's mean."""
     prompts = [chat.prompt(example) for example in examples]
     params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0)
     futures = [
@@ -162,12 +166,13 @@ def _rollouts(
         sequences = future.result().sequences
         group = [float(example.is_right(chat.read(sequence.tokens))) for sequence in sequences]
         rewards += group
+        run.reward(prompt, [sequence.tokens for sequence in sequences], group)
         mean = sum(group) / len(group)
         if 0.0 < mean < 1.0:
             data += [
                 _reinforced(prompt, sequence, reward - mean) for sequence, reward in zip(sequences, group, strict=True)
             ]
-    return data, sum(rewards) / len(rewards)
+    return data, rewards
 
 
 def _supervised(chat: Chat, example: PromptExample) -> types.Datum:
@@ -199,7 +204,7 @@ def _tensors(**arrays: np.ndarray) -> dict[str, types.TensorData]:
 
 
 def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[PromptExample]) -> list[str]:
-    """Greedy answers of the model as it is now."""
+    """Sample greedy answers from the current weights."""
     sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     futures = [
@@ -222,8 +227,8 @@ def _show_step(output: Console, step: int, steps: int, what: str, value: float, 
 def _show_answers(
     output: Console, examples: Sequence[PromptExample], before: Sequence[str], after: Sequence[str]
 ) -> tuple[float, float]:
-    """Returns the shares that are right before and after."""
-    table = Table("held-out prompt", "right answer", "before", "after", title="Held-out prompts, greedy")
+    """Print the answers. Returns the shares of correct answers before and after."""
+    table = Table("held-out prompt", "correct answer", "before", "after", title="Held-out prompts, greedy")
     for example, old, new in list(zip(examples, before, after, strict=True))[:8]:
         marks = ["[green]" if example.is_right(text) else "[red]" for text in (old, new)]
         table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
@@ -231,13 +236,15 @@ def _show_answers(
     old_share, new_share = (
         sum(map(PromptExample.is_right, examples, texts)) / len(examples) for texts in (before, after)
     )
-    output.print(f"Right on {len(examples)} held-out prompts: {old_share:.0%} before, [bold]{new_share:.0%}[/] after.")
+    output.print(
+        f"Correct on {len(examples)} held-out prompts: {old_share:.0%} before, [bold]{new_share:.0%}[/] after."
+    )
     return old_share, new_share
 
 
 @contextlib.contextmanager
 def _running_server(data_dir: Path) -> Iterator[str]:
-    """`tinsmith serve` as a process of its own, stopped at the end."""
+    """Run `tinsmith serve` as a separate process, and stop it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

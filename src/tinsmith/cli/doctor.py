@@ -1,4 +1,4 @@
-"""`tinsmith doctor`: checks the machine and the settings. Reads only; starts no server and loads no model."""
+"""`tinsmith doctor`: checks the machine and the settings without starting a server or loading a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Everything worth knowing before `tinsmith serve`, in the order in which it would fail."""
+    """Return the checks before `tinsmith serve`, in the order in which it would fail."""
     return [
         _python(),
         _torch(),

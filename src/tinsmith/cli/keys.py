@@ -1,6 +1,6 @@
-"""`tinsmith keys`: make, list and revoke API keys in the database, whether a server runs or not.
+"""`tinsmith keys`: create, list and revoke API keys in the database, with or without a running server.
 
-A running server notices within two seconds. A key is printed once, when it is made, and is not stored.
+A running server applies changes within two seconds. A key is printed once, when it is created, and is not stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tinsmith.cli.remote import AsJson, notes, output
+from tinsmith.cli.remote import AsJson, notes, output, print_table
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import load
 
@@ -28,35 +28,34 @@ app = typer.Typer(
     help="Create, list and revoke API keys. Once a key exists, the server rejects all others.", no_args_is_help=True
 )
 
-DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]
+DataDir = Annotated[Path | None, typer.Option(help="The server's data directory. Default: ~/.tinsmith.")]
 
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Argument(help="The tenant; a new name makes a new one.")],
-    name: Annotated[str, typer.Option(help="A note of what the key is for.")] = "",
+    tenant: Annotated[str, typer.Argument(help="The key's tenant; created if new.")],
+    name: Annotated[str, typer.Option(help="A note about the key's purpose.")] = "",
     quota: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="A limit for this tenant; 0 is none. Repeat it."),
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A limit of the tenant; 0 means no limit. Repeat it.")
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Make a key and print it, once."""
+    """Create a key and print it once."""
     from tinsmith.auth import LOCAL_TENANT
     from tinsmith.auth.keys import Keys
     from tinsmith.auth.quotas import read_quotas
 
-    with _database(data_dir) as database:
+    with server_database(data_dir) as database:
         keys = Keys(database)
         first = not keys.any()
-        key, secret = keys.create(tenant, name, read_quotas(quota or []))
+        key, secret = keys.create(tenant, name, read_quotas(quota or []), load({}).key_prefixes[0])
     typer.echo(json.dumps(_shown(key) | {"key": secret}) if as_json else secret)
     notes.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
     if first and tenant != LOCAL_TENANT:
         notes.print(
             "This is the first key: from now on the server rejects requests without one. Earlier work belongs to "
-            f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` makes a key for it."
+            f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` creates a key for it."
         )
 
 
@@ -65,7 +64,7 @@ def list_keys(as_json: AsJson = False, data_dir: DataDir = None) -> None:
     """List the keys without their secrets."""
     from tinsmith.auth.keys import Keys
 
-    with _database(data_dir) as database:
+    with server_database(data_dir) as database:
         found = Keys(database).list_all()
     if as_json:
         typer.echo(json.dumps([_shown(key) for key in found], indent=1))
@@ -75,19 +74,19 @@ def list_keys(as_json: AsJson = False, data_dir: DataDir = None) -> None:
         table.add_row(
             str(key.key_id), key.tenant_id, escape(key.name), _iso(key.created_at), _iso(key.revoked_at) or ""
         )
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
 def revoke(
-    key_id: Annotated[int, typer.Argument(help="Its id, as `tinsmith keys list` shows it.")],
+    key_id: Annotated[int, typer.Argument(help="The key's id from `tinsmith keys list`.")],
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
     """Revoke a key and its tokens."""
     from tinsmith.auth.keys import Keys
 
-    with _database(data_dir) as database:
+    with server_database(data_dir) as database:
         key = Keys(database).revoke(key_id)
     if as_json:
         typer.echo(json.dumps(_shown(key)))
@@ -96,8 +95,8 @@ def revoke(
 
 
 @contextmanager
-def _database(data_dir: Path | None) -> Iterator[Database]:
-    """The server's database, migrated: TINSMITH_DATABASE_URL, or the one in the data directory."""
+def server_database(data_dir: Path | None) -> Iterator[Database]:
+    """Open and migrate the server's database: TINSMITH_DATABASE_URL, or the one in the data directory."""
     from tinsmith.db.database import Database
     from tinsmith.storage.stores import make_private
 

@@ -1,7 +1,7 @@
-"""The `tinsmith` command. Each subcommand imports what it needs when it runs, so that `--help` is instant.
+"""The `tinsmith` command. Each subcommand imports its dependencies when it runs, so that `--help` is instant.
 
-With `--json`, standard output holds JSON alone. Exit status: 0 for success, 1 if the answer is no (a job failed, or a
-check found a problem), 2 if the command was refused, 130 if the user stopped waiting.
+With `--json`, standard output contains only JSON. Exit status: 0 for success, 1 for a negative result (a job failed, or
+a check found a problem), 2 if the command was refused, 130 if the user stopped waiting.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -25,8 +27,9 @@ from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
 from tinsmith.cli import runs as runs_cli
+from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
-from tinsmith.cli.remote import AsJson
+from tinsmith.cli.remote import AsJson, json_object
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
@@ -34,6 +37,7 @@ from tinsmith.settings import Settings, client_address, load
 if TYPE_CHECKING:
     from tinsmith.cli.plan import PlanRequest
     from tinsmith.cluster.early import EarlyEngine
+    from tinsmith.server.process import Server
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -41,59 +45,85 @@ app = typer.Typer(
 output = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 
-MODEL = typer.Option(
-    "--model", "-m", metavar="[NAME=]DIR_OR_ID", help="A base model to serve; repeat it. Default: tinsmith/nano."
-)
-SERVE_OPTIONS = (
-    *("models", "role", "engines", "samplers", "host", "port", "health_port", "data_dir", "device", "dtype"),
-    *("deterministic", "quantize", "data_parallel", "tensor_parallel", "shard_base", "backend", "vision", "log_level"),
-)
-"""The settings that are flags of `serve`."""
+MODEL_HELP = "A base model to serve; repeat it. Default: tinsmith/nano."
+SERVE_OPTIONS = {
+    "Base models": ("models", "backend", "vision", "deterministic"),
+    "Devices": ("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "shard_base"),
+    "Sampling": (
+        *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),
+        "kv_cache_bytes",
+    ),
+    "Processes and addresses": ("role", "engines", "samplers", "host", "port", "health_port"),
+    "Storage": ("data_dir", "database_url", "storage_dir"),
+    "Sessions": ("session_timeout_s", "session_sweep_s"),
+    "Output": ("log_level",),
+}
+"""The settings that are flags of `serve`, by group in its help."""
+WORK_LINE_S = 60.0
 
 
-def settings_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each of these settings, documented by the setting's docstring. The command is called
-    with `given`, those that the user set, and its own parameters.
+def settings_options(*names: str, **groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for each setting to a command, documented by the setting's docstring. `groups` are panels of its
+    help. The command is called with `given`, the options that the user set, and its own parameters.
     """
+    panels: dict[str, str | None] = dict.fromkeys(names)
+    panels |= {name: group for group, members in groups.items() for name in members}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def call(**values: object) -> None:
-            found = {name: values.pop(name) for name in names}
+            found = {name: values.pop(name) for name in panels}
             return command({name: value for name, value in found.items() if value not in (None, [])}, **values)
 
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        call.__dict__["__signature__"] = inspect.Signature([*map(_option, names), *own])
+        call.__dict__["__signature__"] = inspect.Signature([*(_option(*one) for one in panels.items()), *own])
         call.__annotations__ = {}
         return call
 
     return decorate
 
 
-def _option(name: str) -> inspect.Parameter:
+def _option(name: str, group: str | None) -> inspect.Parameter:
     field = Settings.model_fields[name]
-    kind = next((kind for kind in (bool, int, Path) if kind in (field.annotation, *get_args(field.annotation))), str)
+    kind = next(
+        (kind for kind in (bool, int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str
+    )
     flag = f"--{name.replace('_', '-')}"
     if field.default is True:
         flag += f"/--no-{name.replace('_', '-')}"
     default = "" if field.default in ("", None) else f" Default: {str(field.default).lower()}."
-    option = typer.Option(flag, help=escape(" ".join((field.description or "").split()) + default))
-    annotation = Annotated[list[str] | None, MODEL] if name == "models" else Annotated[kind | None, option]
+    about = escape(" ".join((field.description or "").split()) + default)
+    option = typer.Option(flag, help=about, rich_help_panel=group)
+    model = typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help=MODEL_HELP, rich_help_panel=group)
+    annotation = Annotated[list[str] | None, model] if name == "models" else Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @app.command()
-@settings_options(*SERVE_OPTIONS)
+@settings_options(**SERVE_OPTIONS)
 def serve(
     given: dict[str, object],
+    backend_options: Annotated[
+        str, typer.Option(metavar="JSON", help='More settings by name, such as \'{"memory_budget": "6GiB"}\'.')
+    ] = "{}",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print a line of work each minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
-    """Serve base models to the tinker SDK until Ctrl-C, or run one role of it."""
-    serve_until_signal(load(given), as_json=as_json)
+    """Serve base models to the tinker SDK until Ctrl-C, or run one role of a server."""
+    serve_until_signal(load(_json_settings(backend_options) | given), as_json=as_json, quiet=quiet)
+
+
+def _json_settings(text: str) -> dict[str, object]:
+    """Parse --backend-options. Raises SettingsError unless the text is a JSON object of settings."""
+    found = json_object("--backend-options", text, "a JSON object of settings")
+    if unknown := sorted(found.keys() - Settings.model_fields.keys()):
+        raise SettingsError(f"--backend-options names {unknown[0]!r}, which is not a setting; see docs/settings.md")
+    return found
 
 
 app.add_typer(keys_cli.app, name="keys")
+app.add_typer(samplers_cli.app, name="samplers")
 app.add_typer(runs_cli.app, name="runs")
 app.add_typer(batch_cli.app, name="batch")
 app.add_typer(checkpoints_cli.app, name="checkpoints")
@@ -108,7 +138,9 @@ def demo(
     stay: Annotated[
         bool | None, typer.Option("--stay/--exit", help="Keep serving afterwards. Default: in a terminal.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON; the rest to errors.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON; progress goes to standard error.")
+    ] = False,
 ) -> None:
     """Run supervised fine-tuning and reinforcement learning with the official SDK."""
     from tinsmith.cli.demo import run_demo
@@ -125,15 +157,20 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         str | None,
         typer.Argument(metavar="[MODEL]", help="A base model to plan for: its directory, config.json or id."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="Devices to plan for. Default: those of this machine.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB. Default: this machine's.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Devices to plan for. Default: this machine's.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of each device, such as 80GB. Default: this machine's.")
+    ] = None,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 32,
-    adapters: Annotated[int, typer.Option(help="How many are in training at a time.")] = 1,
+    adapters: Annotated[int, typer.Option(help="Adapters in training at a time.")] = 1,
     context: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's, up to 8192.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Base model's format. Default: bfloat16 on GPUs.")] = None,
-    quantize: Annotated[str, typer.Option(help="Base model's linears: off, int8 or nf4.")] = "off",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the base model: auto, float32 or bfloat16.")] = None,
+    quantize: Annotated[str, typer.Option(help="Base model's linear layers: off, int8 or nf4.")] = "off",
     tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share each layer. Default: chosen.")] = None,
     data_parallel: Annotated[int | None, typer.Option(help="Groups that share each step. Default: chosen.")] = None,
+    context_parallel: Annotated[
+        int | None, typer.Option(help="Devices that share each sequence in training. Default: chosen.")
+    ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -143,6 +180,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
 
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
+        asked = replace(asked, context_parallel=context_parallel)
         _show_plan(asked, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
@@ -162,24 +200,29 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
 @app.command()
 def bench(
     url: Annotated[
-        list[str] | None, typer.Option(help="A server; repeat it. Default: TINKER_BASE_URL, or port 8000 here.")
+        list[str] | None,
+        typer.Option(help="A server; repeat it. Default: TINKER_BASE_URL, or port 8000 of this machine."),
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Its base model, once or for each --url. Default: its first.")
+        list[str] | None, typer.Option(help="The server's base model, once or for each --url. Default: its first.")
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="Its API key, once or for each --url. Default: TINKER_API_KEY.")
+        list[str] | None, typer.Option(help="The server's API key, once or for each --url. Default: TINKER_API_KEY.")
+    ] = None,
+    dialect: Annotated[
+        list[str] | None,
+        typer.Option(help="sdk, or json for servers of earlier SDKs and keys without tml-; once or for each --url."),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Repetitions of each measure.")] = 10,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters that are trained.")] = 16,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Most seconds to wait for a response.")] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Time the same work on Tinker-compatible servers. Ends with 1 if one could not do all of it."""
+    """Time the same work on Tinker-compatible servers. Exits 1 if a server failed a measure."""
     from tinsmith.cli.bench import bench_as_json, run_bench, targets_of
 
     default_url, default_key = client_address()
-    targets = targets_of(url or [default_url], model or [], key or [default_key])
+    targets = targets_of(url or [default_url], model or [], key or [default_key], dialect or [])
     if as_json:
         whole, found = bench_as_json(targets, runs=runs, rank=rank, patience_s=timeout)
         typer.echo(json.dumps(found, indent=2))
@@ -194,11 +237,12 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     from tinsmith.cli.plan import plan_of
 
     plan = plan_of(asked)
+    advice, command = report.recommended(asked, plan)
     if as_json:
-        _print_json(report.as_json(plan))
+        _print_json(report.as_json(plan) | {"advice": advice, "command": command, "speeds": list(report.speeds(plan))})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
-    table = Table("of each device", "", box=None, pad_edge=False)
+    table = Table("memory of each device", "", box=None, pad_edge=False)
     for what, size in report.rows(plan):
         table.add_row(what, size)
     output.print(table)
@@ -206,6 +250,11 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
     for words in plan.words:
         output.print(f"  {words}", highlight=False, soft_wrap=True)
+    for line in report.speeds(plan):
+        output.print(f"  {line}", highlight=False, soft_wrap=True)
+    if advice:
+        output.print(f"  {advice}", highlight=False, soft_wrap=True)
+    output.print(f"[bold]{escape(command)}[/]", highlight=False, soft_wrap=True)
     if not plan.fits:
         raise typer.Exit(1)
 
@@ -222,22 +271,22 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    """Define the options of the command itself."""
 
 
-def serve_until_signal(settings: Settings, *, as_json: bool) -> None:
-    """Run the process of these settings until a signal ends it. Raises SettingsError."""
+def serve_until_signal(settings: Settings, *, as_json: bool, quiet: bool = True) -> None:
+    """Run the process that the settings describe until a signal ends it. Raises SettingsError."""
     from tinsmith.cluster.early import EarlyEngine
 
     early = EarlyEngine.begin(settings)
     try:
-        _serve_with(settings, early, as_json=as_json)
+        _serve_with(settings, early, as_json=as_json, quiet=quiet or as_json)
     finally:
         if early:
             early.close()
 
 
-def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool) -> None:
+def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool, quiet: bool) -> None:
     with importing():
         from tinsmith.server.process import build
         from tinsmith.telemetry.logs import configure_logs
@@ -253,7 +302,7 @@ def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool)
             return
         names = ", ".join(models)
         if not settings.answers_clients:
-            output.print(f"[bold]Tinsmith {__version__}[/] works as {settings.role} for {names}", highlight=False)
+            output.print(f"[bold]Tinsmith {__version__}[/] runs the role {settings.role} for {names}", highlight=False)
             output.print(f"  data in {settings.resolved_data_dir}", highlight=False, soft_wrap=True)
             output.print("Press Ctrl-C to stop.", highlight=False)
             return
@@ -268,7 +317,37 @@ def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool)
             output.print(f"  {what:<11} {line}", highlight=False, soft_wrap=True)
         output.print("Press Ctrl-C to stop.", highlight=False)
 
+    def told_to_stop(polls: int, engines: int) -> None:
+        held = f"answering {polls} held request(s), then " if polls else ""
+        runs = f"waiting for {engines} engine process(es) to save their runs" if engines else "exiting"
+        output.print(f"Stopping: {held}{runs}.", highlight=False)
+
+    if not as_json:
+        server.on_stop = told_to_stop
+    if not quiet:
+        threading.Thread(target=_report_work, args=(server,), daemon=True).start()
     server.run(announce)
+
+
+def _report_work(server: Server) -> None:
+    """Print a line for each minute with work."""
+    before = server.work()
+    while True:
+        time.sleep(WORK_LINE_S)
+        work = server.work()
+        if line := work_line({name: work[name] - before[name] for name in work}, WORK_LINE_S):
+            output.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
+        before = work
+
+
+def work_line(done: Mapping[str, float], seconds: float) -> str:
+    """Summarize the work of some seconds; empty if there was none."""
+    if not any(value > 0 for value in done.values()):
+        return ""
+    return (
+        f"{done['requests']:,.0f} requests, {done['trained'] / seconds:,.1f} trained and "
+        f"{done['sampled'] / seconds:,.1f} sampled tokens/s"
+    )
 
 
 def _print_json(value: object) -> None:
@@ -276,7 +355,7 @@ def _print_json(value: object) -> None:
 
 
 def main() -> None:
-    """The entry point; a SettingsError ends with one line instead of a traceback."""
+    """Run the command. A SettingsError prints one line instead of a traceback."""
     try:
         app()
     except SettingsError as error:

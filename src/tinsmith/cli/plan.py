@@ -1,13 +1,21 @@
-"""`tinsmith doctor MODEL`: plans where a base model fits, from its configuration and the flags, and shows the plan.
+"""`tinsmith doctor MODEL`: plans the devices for a base model from its configuration and the flags.
 
-What the flags leave open is read from this machine. Loads no weights.
+The defaults of the flags describe this machine. No weights are loaded. Well-known models need no files, since the
+package contains their published configurations (`plan/known_models.json`). The output ends with an estimate of the
+speed, with its assumptions, and one command, which serves the plan or, if it does not fit, the closest configuration
+that fits.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -15,16 +23,16 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from tinsmith import base_models
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
-from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
-from tinsmith.plan.degrees import MODES, Degrees, Plan, Wanted, check, choose, described, gib
-from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES
+from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
+from tinsmith.plan.degrees import MODES, Degrees, Plan, Wanted, check, choose, described, first_fit, gib
+from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
 
 LARGEST_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The flags; None where one was not given."""
+    """The flags. None is a flag that was not given."""
 
     model: str
     gpus: int | None = None
@@ -37,34 +45,55 @@ class PlanRequest:
     tensor_parallel: int | None = None
     data_parallel: int | None = None
     shard_base: bool = False
+    context_parallel: int | None = None
 
 
 def plan_of(request: PlanRequest) -> Plan:
-    """Raises SettingsError for invalid flags, and if the model does not fit the given degrees."""
-    directory = find(request.model)
-    model = read_directory(directory)
-    _compare(model, directory)
+    """Make the plan. Raises SettingsError for invalid flags, or if the model does not fit the given degrees."""
+    model = known(request.model)
+    if model is None:
+        directory = find(request.model)
+        model = read_directory(directory)
+        _compare(model, directory)
     wanted = _wanted(request, model)
-    if request.tensor_parallel is None and request.data_parallel is None and not request.shard_base:
+    given = (request.tensor_parallel, request.data_parallel, request.context_parallel)
+    if given == (None, None, None) and not request.shard_base:
         return choose(model, wanted)
-    tensor = request.tensor_parallel or 1
-    data = request.data_parallel or max(1, wanted.devices // max(1, tensor))
-    return check(model, wanted, Degrees(data, tensor, request.shard_base))
+    tensor, context = (
+        1 if degree is None else degree for degree in (request.tensor_parallel, request.context_parallel)
+    )
+    data = request.data_parallel or max(1, wanted.devices // max(1, tensor * context))
+    return check(model, wanted, Degrees(data, tensor, request.shard_base, context))
+
+
+_VARIANT = re.compile(r"-(instruct|it|pt|hf|base)(-|$).*|\s*\(text\)$", re.IGNORECASE)
+
+
+def known(model: str) -> Architecture | None:
+    """Return a well-known model by its name on the hub, with or without its owner and `-Instruct`. Returns None for
+    other models, and for models with local files.
+    """
+    if "=" in model or Path(model).expanduser().exists():
+        return None
+    name = _VARIANT.sub("", model.rpartition("/")[2]).lower()
+    facts = json.loads(resources.files("tinsmith.plan").joinpath("known_models.json").read_text())
+    found = next((one for one in facts if _VARIANT.sub("", one["name"]).lower() == name), None)
+    return None if found is None else read({"dtype": "bfloat16", **found["config"]}, found["name"])
 
 
 def find(model: str) -> Path:
-    """The path of a directory or config.json, or where the server would find this model."""
+    """Return the path of a directory or config.json, or of the directory in which the server would find the model."""
     path = Path(model.partition("=")[2] or model).expanduser()
     return path if path.exists() else Path(next(iter(base_models.resolve([model]))).path)
 
 
 def _compare(model: Architecture, directory: Path) -> None:
-    """Raises SettingsError if the files hold fewer weights than the configuration counts."""
+    """Raise SettingsError if the files have fewer weights than the configuration describes."""
     found = size_of_files(directory)
     # Tied embeddings are often stored twice, and quantised weights in other shapes.
     if found and found[0] < model.num_parameters and found[1] >= 2 * model.num_parameters:
         raise SettingsError(
-            f"{directory}: its config.json tells of {model.num_parameters:,} weights, its files hold {found[0]:,}"
+            f"{directory}: its config.json describes {model.num_parameters:,} weights, but its files hold {found[0]:,}"
         )
 
 
@@ -76,7 +105,7 @@ def _wanted(request: PlanRequest, model: Architecture) -> Wanted:
         found = _this_machine()
         devices, memory_bytes = devices or found[0], memory_bytes or found[1]
         cuda = found[2] or request.gpus is not None
-    dtype = request.dtype or ("bfloat16" if cuda else "float32")
+    dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored)
     context = request.context or 0
     longest = f"it must be from 1 to the model's own {model.context:,}"
     for name, value, good, hint in (
@@ -103,7 +132,7 @@ def _bytes_of(text: str) -> int:
 
 
 def _this_machine() -> tuple[int, int, bool]:
-    """Devices, bytes of each, and whether they are GPUs."""
+    """Return the number of devices, the bytes of each, and whether they are GPUs."""
     import torch
 
     if torch.cuda.is_available():
@@ -115,9 +144,14 @@ ROWS = {
     "base": "frozen base model",
     "adapters": "adapters in training, with gradients and optimizer state",
     "activations": "activations of a whole micro-batch",
-    "least_activations": "activations of one sequence, computed again",
-    "keys_and_values": "keys and values of one context",
+    "least_activations": "activations of one sequence, with checkpointing",
+    "keys_and_values": "KV cache of one context",
     "reserved": "the process and its libraries",
+}
+TOTALS = {
+    "kept": "total",
+    "recomputed": "total with activation checkpointing",
+    "in turns": "total if training and sampling share this memory in turns",
 }
 
 
@@ -126,13 +160,13 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     needs = asdict(plan.needs)
     for name, what in ROWS.items():
         yield what, gib(needs[name])
-    for mode, what in MODES.items():
-        yield f"all of it, if {what}", gib(plan.needs.total(mode))
-    yield "there is", gib(plan.wanted.memory_bytes)
+    for mode in MODES:
+        yield TOTALS[mode], gib(plan.needs.total(mode))
+    yield "available", gib(plan.wanted.memory_bytes)
 
 
 def headline(plan: Plan) -> str:
-    return described(plan.degrees) if plan.fits else f"nothing fits; the least short: {described(plan.degrees)}"
+    return described(plan.degrees) if plan.fits else f"Nothing fits. Closest configuration: {described(plan.degrees)}"
 
 
 def summary(plan: Plan) -> str:
@@ -146,6 +180,183 @@ def summary(plan: Plan) -> str:
     )
 
 
+SMALLEST_CONTEXT, SMALL_RANK = 512, 8
+LARGER_DEVICES = ("24GB", "48GB", "80GB", "141GB")
+MOST_LARGER_DEVICES = 256
+
+
+def recommended(request: PlanRequest, plan: Plan) -> tuple[str, str]:
+    """Return a sentence and one command. The command serves the plan if it fits. Otherwise it serves the closest
+    configuration that fits on the same devices, or plans for the smallest devices on which the model fits.
+    """
+    if plan.fits:
+        return "", command(request, plan)
+    for less in _smaller(plan):
+        if first_fit(plan.model, less):
+            dtype = request.dtype if less.dtype == plan.wanted.dtype else less.dtype
+            smaller = replace(request, dtype=dtype, quantize=less.quantize)
+            return f"This fits: {_differences(plan, less)}.", command(smaller, choose(plan.model, less))
+    less = replace(request, rank=min(request.rank, SMALL_RANK), context=min(plan.wanted.context_of(plan.model), 2048))
+    counts = [2**power for power in range(MOST_LARGER_DEVICES.bit_length())]
+    larger = [
+        replace(asked, gpus=devices, memory=size)
+        for asked, devices, size in itertools.product((request, less), counts, LARGER_DEVICES)
+    ]
+    more = next((one for one in larger if first_fit(plan.model, _wanted(one, plan.model))), larger[-1])
+    return "No smaller configuration fits on these devices. Plan for larger ones:", _planning(more)
+
+
+def _smaller(plan: Plan) -> Iterator[Wanted]:
+    """Yield smaller requests: first smaller formats, then shorter sequences, then a lower rank."""
+    wanted, context = plan.wanted, plan.wanted.context_of(plan.model)
+    halvings = range(max(0, (context // SMALLEST_CONTEXT).bit_length() - 1) + 1)
+    ranks = (wanted.rank, min(wanted.rank, SMALL_RANK))
+    formats = (
+        ("off", *QUANTISED_BYTES) if wanted.quantize == "off" and not plan.model.has_experts else (wanted.quantize,)
+    )
+    for rank, times, quantize in itertools.product(ranks, halvings, formats):
+        for dtype in dict.fromkeys((wanted.dtype, "bfloat16")):
+            yield replace(wanted, rank=rank, context=context >> times, quantize=quantize, dtype=dtype)
+
+
+def _differences(plan: Plan, less: Wanted) -> str:
+    wanted, model = plan.wanted, plan.model
+    changed = (
+        (less.dtype, less.dtype != wanted.dtype),
+        (f"linear layers in {less.quantize}", less.quantize != wanted.quantize),
+        (f"sequences of up to {less.context} tokens", less.context_of(model) != wanted.context_of(model)),
+        (f"adapters of rank {less.rank}", less.rank != wanted.rank),
+    )
+    return ", ".join(what for what, differs in changed if differs)
+
+
+def _planning(request: PlanRequest) -> str:
+    flags = [f"--gpus {request.gpus}", f"--memory {request.memory}"]
+    default = PlanRequest(request.model)
+    for name in ("rank", "context", "adapters", "dtype", "quantize"):
+        if getattr(request, name) != getattr(default, name):
+            flags.append(f"--{name} {getattr(request, name)}")
+    return " ".join([f"tinsmith doctor {request.model}", *flags])
+
+
+def command(request: PlanRequest, plan: Plan) -> str:
+    """The command that serves the plan."""
+    flags = [f"--model {request.model}"]
+    if request.dtype is not None:
+        flags.append(f"--dtype {plan.wanted.dtype}")
+    if plan.wanted.quantize != "off":
+        flags.append(f"--quantize {plan.wanted.quantize}")
+    degrees = plan.degrees
+    for flag, degree in (("data", degrees.data), ("tensor", degrees.tensor), ("context", degrees.context)):
+        flags += [f"--{flag}-parallel {degree}"] if degree > 1 else []
+    return " ".join(["tinsmith serve", *flags, *(["--shard-base"] if degrees.shard_base else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device from its vendor's data sheet: dense bfloat16 TFLOP/s, memory bandwidth in GB/s, and memory in bytes."""
+
+    name: str
+    tflops: float
+    gigabytes_s: float
+    memory_bytes: int
+
+
+DEVICES = (
+    Device("H200", 989, 4800, 141 * 10**9),
+    Device("H100 SXM", 989, 3350, 80 * 10**9),
+    Device("A100 80 GB", 312, 2039, 80 * 10**9),
+    Device("L40S", 362, 864, 48 * 10**9),
+    Device("A100 40 GB", 312, 1555, 40 * 10**9),
+    Device("RTX 4090", 165, 1008, 24 * 10**9),
+    Device("L4", 121, 300, 24 * 10**9),
+)
+TRAINING_SHARE, SAMPLING_SHARE = 0.4, 0.6
+"""Assumed shares of the peak: of arithmetic in training, of memory bandwidth in sampling."""
+NEAR = 0.12
+"""Largest relative difference between a listed device's memory and the wanted memory."""
+
+
+def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
+    """Yield speed estimates of a plan that fits, one line each: for devices with about the wanted memory, or for this
+    CPU with the result of `measure` (`measured_products`).
+
+    Training costs 4 operations per token and active weight: the forward pass, and the backward pass through the frozen
+    base without the gradients of its weights. With activation checkpointing, and in the estimates for GPUs, it costs 6.
+    Sampling reads all active weights once per token of a batch.
+    """
+    if not plan.fits:
+        return
+    active, wanted = plan.model.num_active, plan.wanted
+    number_bytes = QUANTISED_BYTES.get(wanted.quantize, NUMBER_BYTES[wanted.dtype])
+    if not wanted.cuda:
+        if wanted.quantize != "off":
+            yield "No estimate of the speed: a CPU dequantizes the weights for each product."
+            return
+        operations_s, bytes_s = (measure or measured_products)(wanted.dtype, plan.model.hidden, active)
+        trained = operations_s / ((4 if plan.mode == "kept" else 6) * active)
+        sampled = bytes_s / (active * number_bytes)
+        yield (
+            f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
+            "for one sequence, more for a batch (estimated from packed matrix products measured here: "
+            f"{operations_s / 1e9:,.0f} GFLOP/s with {MEASURED_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
+            "with one; attention and adapters are not counted)"
+        )
+        return
+    for device in DEVICES:
+        if abs(device.memory_bytes - wanted.memory_bytes) > NEAR * device.memory_bytes:
+            continue
+        trained = plan.degrees.devices * TRAINING_SHARE * device.tflops * 1e12 / (6 * active)
+        sampled = plan.degrees.tensor * SAMPLING_SHARE * device.gigabytes_s * 1e9 / (active * number_bytes)
+        yield (
+            f"{device.name}: about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s for one "
+            f"sequence, more for a batch (estimated at {TRAINING_SHARE:.0%} of peak FLOP/s in training and "
+            f"{SAMPLING_SHARE:.0%} of memory bandwidth in sampling)"
+        )
+
+
+LARGEST_SIDE, MEASURED_ROWS, MOST_WEIGHTS = 2048, 256, 16
+"""Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
+MEASURING_S = 0.3
+
+
+def measured_products(dtype: str, hidden: int, num_weights: int) -> tuple[float, float]:
+    """Measure the operations/s of a product with MEASURED_ROWS rows, and the bytes/s of weights of a product with one
+    row. Each measurement takes about MEASURING_S. Weights are packed for oneDNN if torch has it. There are no more
+    weights than the model has, since those of a small model stay in caches.
+    """
+    import torch
+
+    form, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE)
+    weights = [torch.randn(side, side).to(form) for _ in range(max(1, min(MOST_WEIGHTS, num_weights // side**2)))]
+    product: Callable[..., torch.Tensor] = torch.nn.functional.linear
+    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+        product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
+
+    def product_s(rows: int) -> float:
+        x = torch.randn(rows, side).to(form)
+        for weight in weights:  # the first product compiles the kernel
+            product(x, weight)
+        times, begun = [], time.perf_counter()
+        while not times or time.perf_counter() - begun < MEASURING_S:
+            for weight in weights:
+                started = time.perf_counter()
+                product(x, weight)
+                times.append(time.perf_counter() - started)
+        return min(times)  # other processes delay some of the runs
+
+    with torch.inference_mode():
+        return 2 * MEASURED_ROWS * side**2 / product_s(MEASURED_ROWS), NUMBER_BYTES[dtype] * side**2 / product_s(1)
+
+
+def _rounded(value: float) -> str:
+    if value < 10:
+        return f"{value:.1f}"
+    digits = len(str(int(value))) - 2
+    return f"{round(value, -digits):,.0f}"
+
+
 def as_json(plan: Plan) -> dict[str, object]:
     model, wanted = plan.model, plan.wanted
     return {
@@ -155,6 +366,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "wanted": {**asdict(wanted), "context": wanted.context_of(model)},
         "data_parallel": plan.degrees.data,
         "tensor_parallel": plan.degrees.tensor,
+        "context_parallel": plan.degrees.context,
         "shard_base": plan.degrees.shard_base,
         "plan": described(plan.degrees),
         "fits": plan.fits,

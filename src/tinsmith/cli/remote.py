@@ -1,7 +1,7 @@
-"""What the commands share: how they print and refuse, and the client of those that talk to a server.
+"""Shared by the commands: output, refusals, and the client of the server's API.
 
-The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK. With `--json`, standard output holds JSON
-alone, with times in ISO 8601 and sizes in bytes; without it, times are local and sizes have units.
+As for the SDK, TINKER_BASE_URL is the server and TINKER_API_KEY the key. With `--json`, standard output contains only
+JSON, with times in ISO 8601 and sizes in bytes; without it, times are local and sizes have units.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import SettingsError, TinsmithError
 
 if TYPE_CHECKING:
     from tinsmith.exchange.transfer import TinkerServer
@@ -31,7 +33,27 @@ INTERRUPTED = 130
 output = Console(soft_wrap=True, highlight=False, emoji=False)
 notes = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
+MAX_WIDTH = 1000
+"""Width of the widest table, in characters."""
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def json_object(flag: str, text: str, what: str = "a JSON object") -> dict[str, Any]:
+    """Parse a flag. Raises SettingsError unless it is a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"{flag} is {text!r}, which is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{flag} is {text!r}; it must be {what}")
+    return found
+
+
+def print_table(table: Table) -> None:
+    """Print every cell in full, so that ids can be copied. A narrow terminal wraps the lines."""
+    wide = Console(width=MAX_WIDTH, highlight=False, emoji=False)
+    wide.print(table, width=Measurement.get(wide, wide.options, table).maximum)
 
 
 @contextmanager
@@ -48,7 +70,7 @@ def server() -> Iterator[TinkerServer]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """An expected error ends the command with one line and status 2."""
+    """End the command with one line and status 2 on an expected error."""
     try:
         yield
     except (TinsmithError, OSError) as error:
@@ -65,7 +87,7 @@ def say(as_json: bool, value: object, line: str) -> None:
 
 
 def moment(iso: str | None) -> str:
-    """A time of the wire, in local time to the minute; empty for None."""
+    """Format an ISO time as local time to the minute; empty for None."""
     if not iso:
         return ""
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,6 +1,6 @@
-"""`tinsmith runs`: list training runs, show one, compare several, and follow the metrics of one.
+"""`tinsmith runs`: list, show and compare training runs, follow a run's metrics, and log metrics to a run.
 
-It reads what the dashboard reads. The metrics of a run are those of its passes and optimizer steps, which the server
+The commands use the dashboard's routes. A run has the metrics of its passes and optimizer steps, which the server
 records, and those that the client logs (`POST /api/v1/log_metrics`). Exit status: 0 for success, 2 if the command was
 refused, 130 if the user stopped following.
 """
@@ -12,30 +12,32 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
-from tinsmith.cli.remote import INTERRUPTED, AsJson, moment, output, refusals, server
+from tinsmith.cli.remote import INTERRUPTED, AsJson, moment, output, print_table, refusals, say, server
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
+    from tinsmith.exchange.metrics import RunMetrics
     from tinsmith.exchange.transfer import TinkerServer
 
 BARS = "".join(chr(0x2581 + eighth) for eighth in range(8))
-"""Block characters of an eighth to eight eighths of a line's height."""
+"""Block characters from one to eight eighths of a line's height."""
 BARS_SHOWN = 24
 POLL_S = 1.0
 
 app = typer.Typer(help="List, show, compare and follow training runs.", no_args_is_help=True)
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `tinsmith runs list` shows it.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="A run's id from `tinsmith runs list`.")]
 Run = dict[str, Any]
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Steps and values by the metric's name."""
+"""Steps and values by metric name."""
 
 
 @app.command("list")
@@ -50,22 +52,12 @@ def list_runs(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    table = Table(
-        Column("run", no_wrap=True),
-        "name",
-        "base model",
-        "rank",
-        "state",
-        "step",
-        "last request",
-        box=None,
-        pad_edge=False,
-    )
+    table = Table("run", "name", "base model", "rank", "state", "step", "last request", box=None, pad_edge=False)
     for run in found:
         name, last = escape(run["display_name"] or ""), moment(run["last_request_at"])
         rank = str(run["lora_rank"] or "full")
         table.add_row(run["model_id"], name, escape(run["base_model"]), rank, run["state"], str(run["step"]), last)
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
@@ -85,18 +77,17 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         values = [value for _, value in points]
         ends = (values[0], values[-1], min(values), max(values))
         table.add_row(escape(name), *map(_number, ends), _bars(values))
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
 def compare(
-    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more.")],
-    as_json: AsJson = False,
+    run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more.")], as_json: AsJson = False
 ) -> None:
-    """Compare runs: the facts that differ, and the last value of each metric."""
+    """Compare runs: the properties that differ, and the last value of each metric."""
     with refusals(), server() as there:
         if len(run_ids) < 2:
-            raise UserError(f"compare has {len(run_ids)} run; name at least two")
+            raise UserError(f"compare got {len(run_ids)} run; name at least two")
         runs = [_run(there, run_id) for run_id in run_ids]
         series = [_series(_points(there, run_id, 0.0)[0]) for run_id in run_ids]
     facts = [_facts(run) for run in runs]
@@ -113,17 +104,17 @@ def compare(
     table.add_section()
     for name, numbers in last.items():
         table.add_row(escape(name), *("" if value is None else _number(value) for value in numbers))
-    output.print(table)
+    print_table(table)
 
 
 @app.command()
 def tail(
     run_id: RunId,
-    steps: Annotated[int, typer.Option("--steps", "-n", min=0, help="Points to begin with.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", "-n", min=0, help="Earlier points to print first.")] = 10,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each point as a line of JSON.")] = False,
 ) -> None:
-    """Print a run's newest metrics, a line for each step."""
+    """Print a run's newest metrics, one line per step."""
     with refusals(), server() as there:
         try:
             points, cursor = _points(there, run_id, 0.0)
@@ -138,12 +129,56 @@ def tail(
             raise typer.Exit(INTERRUPTED) from None
 
 
+@app.command("log")
+def log_file(
+    run_id: RunId,
+    file: Annotated[Path, typer.Argument(help="JSON lines with a `step`, such as the cookbook's metrics.jsonl.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Log the numbers of a file of metrics to a run. Logging a line again changes nothing."""
+    from tinsmith.exchange.metrics import RunMetrics
+
+    num_points, read, rest = 0, 0, b""
+    with refusals(), RunMetrics(run_id) as run:
+        try:
+            while True:
+                with file.open("rb") as lines:
+                    lines.seek(read)
+                    found = lines.read()
+                read += len(found)
+                *whole, rest = (rest + found).split(b"\n")
+                num_points += sum(_log_line(run, line) for line in ([*whole, rest] if not follow else whole))
+                run.flush()
+                if not follow:
+                    break
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+    say(as_json, {"run": run_id, "points": num_points}, f"logged {num_points} points of {file} to {run_id}")
+
+
+def _log_line(run: RunMetrics, line: bytes) -> bool:
+    """Log a line. Returns False for a line without a step, such as a summary, which is skipped."""
+    if not line.strip():
+        return False
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"a line of the file is not JSON ({error}): {line[:80]!r}") from None
+    step = values.pop("step", None) if isinstance(values, dict) else None
+    if not isinstance(step, int) or step < 0:
+        return False
+    run.log_metrics(values, step)
+    return True
+
+
 def _run(there: TinkerServer, run_id: str) -> Run:
     return there.get(f"dashboard/runs/{quote(run_id, safe='')}")
 
 
 def _points(there: TinkerServer, run_id: str, after: float) -> tuple[list[dict[str, Any]], float]:
-    """Points since a cursor, of which some may be repeated, and the next cursor."""
+    """Return the points since a cursor, some possibly repeated, and the next cursor."""
     answer = there.get(f"training_runs/{quote(run_id, safe='')}/metrics", {"after": after})
     return answer["points"], answer["cursor"]
 
@@ -173,7 +208,7 @@ def _series(points: Sequence[Mapping[str, Any]]) -> Series:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """What is known of a run, as text."""
+    """Return the properties of a run as text."""
     facts = {
         "run": run["model_id"],
         "name": run["display_name"] or "",
@@ -193,7 +228,7 @@ def _number(value: float) -> str:
 
 
 def _bars(values: Sequence[float]) -> str:
-    """A curve of at most `BARS_SHOWN` letters, each the mean of its part of the values."""
+    """Draw a curve of at most `BARS_SHOWN` characters, each for the mean of a part of the values."""
     count = min(len(values), BARS_SHOWN)
     edges = [index * len(values) // count for index in range(count + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -1,8 +1,8 @@
 """The process of one role on a Ray cluster: `tinsmith serve` with settings from standard input.
 
-`python -m tinsmith.cli.serve_role` reads one line of JSON, `settings` and perhaps a `signing_key`, and serves until
-SIGTERM. When its input closes, its shell is gone: the process ends at once, since another may be starting in its place,
-and its work is taken over like that of any killed process.
+`python -m tinsmith.cli.serve_role` reads one line of JSON with `settings` and an optional `signing_key`, and serves
+until SIGTERM. If its input closes, its parent has ended. The process then exits at once, since a replacement may be
+starting, and other processes take over its work as after any crash.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
-from tinsmith.cli.remote import AsJson, output
+from tinsmith.cli.remote import AsJson, output, print_table
 from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
     ENGINE,
@@ -39,31 +40,31 @@ if TYPE_CHECKING:
 LOCAL = "local"
 ADDRESS_FILE = "ray.address"
 TOKEN_FILE = "ray.token"
-"""In the data directory, while `tinsmith up --ray local` runs: where its cluster is, and what opens it."""
+"""Files in the data directory while `tinsmith up --ray local` runs: the cluster's address and its token."""
 WATCH_S = 1.0
+REACH_S = 5.0
 MOST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-"""Characters: Linux allows 107 in the path of a socket, and Ray's longest is this one below its directory."""
+"""Most characters of Ray's directory: Linux allows 107 in the path of a socket, and Ray appends the rest."""
 
 
 DataDir = Annotated[Path | None, typer.Option(help="The servers' data directory. Default: ~/.tinsmith.")]
 Address = Annotated[
     str | None,
     typer.Option(
-        "--ray", metavar="ADDRESS", help="HOST:PORT of the cluster's head. Default: that of `up --ray local`."
+        "--ray", metavar="ADDRESS", help="HOST:PORT of the cluster's head. Default: the cluster of `up --ray local`."
     ),
 ]
-Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="How many, scaled by what waits.")]
-Cpus = Annotated[float, typer.Option(min=0, help="CPUs for each, and its threads.")]
-Gpus = Annotated[float, typer.Option(min=0, help="GPUs for each, on one node.")]
+Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="Number of processes; scaled by waiting work.")]
+Cpus = Annotated[float, typer.Option(min=0, help="CPUs and threads of each.")]
+Gpus = Annotated[float, typer.Option(min=0, help="GPUs of each, on one node.")]
 Others = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=AMOUNT", help="Other Ray resources for each; repeat it."),
+    list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Other Ray resources of each; repeat it.")
 ]
-Work = Annotated[float, typer.Option(min=1, help="How much may wait for each before one is added.")]
+Work = Annotated[float, typer.Option(min=1, help="Waiting work per process before one is added.")]
 
 
 def up(  # noqa: PLR0913 - one parameter a flag
-    ray: Annotated[str, typer.Option(metavar="ADDRESS|local", help="HOST:PORT of a cluster, or this machine.")] = LOCAL,
+    ray: Annotated[str, typer.Option(metavar="ADDRESS|local", help="HOST:PORT of a cluster's head, or local.")] = LOCAL,
     engines: Count = "1",
     samplers: Count = "0",
     batch_workers: Count = "0",
@@ -79,18 +80,18 @@ def up(  # noqa: PLR0913 - one parameter a flag
     tokens_per_engine: Work = 131_072,
     tokens_per_sampler: Work = 131_072,
     batches_per_worker: Work = 16,
-    up_after: Annotated[float, typer.Option(min=0, help="Seconds of more demand before one is added.")] = 10.0,
-    down_after: Annotated[float, typer.Option(min=0, help="Seconds of less demand before one is removed.")] = 300.0,
+    up_after: Annotated[float, typer.Option(min=0, help="Seconds of higher demand before one is added.")] = 10.0,
+    down_after: Annotated[float, typer.Option(min=0, help="Seconds of lower demand before one is removed.")] = 300.0,
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help="As for `serve`.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="As for `serve`.")] = None,
     data_dir: DataDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when they are asked for.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON once they are requested.")] = False,
 ) -> None:
     """Run engines, samplers and batch workers on a Ray cluster, scaled by demand.
 
-    With `--ray local` the command stays and ends everything with itself; on a cluster, `tinsmith down` does."""
+    With `--ray local` everything ends with this command; on a cluster, with `tinsmith down`."""
     given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir}
     settings = load({name: value for name, value in given.items() if value is not None})
     after = up_after, down_after
@@ -113,8 +114,9 @@ def up(  # noqa: PLR0913 - one parameter a flag
         _stay(cluster, settings, fleet, as_json)
         return
     cluster = _cluster(None)
+    _reach(ray)
     cluster.connect(ray)
-    fleet = fleet.knowing(ray)
+    fleet = fleet.with_ray_address(ray)
     try:
         _refuse_one_file(settings, cluster.num_machines())
         cluster.start_controller(fleet)
@@ -126,7 +128,7 @@ def up(  # noqa: PLR0913 - one parameter a flag
 def down(
     ray: Address = None,
     data_dir: DataDir = None,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds that processes have to drain.")] = 120,
+    patience: Annotated[float, typer.Option(min=0, help="Grace period for draining, in seconds.")] = 120,
     as_json: AsJson = False,
 ) -> None:
     """Drain and remove everything that `tinsmith up` started."""
@@ -141,7 +143,7 @@ def down(
 
 
 def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Show what runs on a cluster and what waits. Ends with 1 if there is no controller."""
+    """Show what is running and waiting on a cluster. Exits 1 if no controller is running."""
     with _connected(ray, data_dir) as cluster:
         seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
     if as_json:
@@ -151,7 +153,7 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
         table = Table("process", "state", "node", "pid", "restarts", "", box=None, pad_edge=False)
         for seat in sorted(seats, key=lambda each: (each.role, each.index)):
             table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
-        output.print(table)
+        print_table(table)
         for role, waiting in (found.get("waiting") or {}).items():
             amounts = ", ".join(f"{amount:,.0f} {base}".strip() for base, amount in waiting.items() if amount)
             output.print(f"{role}: {found['wanted'].get(role, 0)} wanted; waiting: {amounts or 'nothing'}")
@@ -182,13 +184,13 @@ def _made(directory: Path) -> Path:
 def _refuse_one_file(settings: Settings, num_machines: int) -> None:
     if num_machines > 1 and settings.resolved_database_url.startswith("sqlite"):
         raise SettingsError(
-            f"the cluster has {num_machines} machines, and the database is a file of one of them; set "
-            "TINSMITH_DATABASE_URL to a Postgres that all of them reach"
+            f"the cluster has {num_machines} machines, but the database is a file on one of them; set "
+            "TINSMITH_DATABASE_URL to a Postgres database that all machines can reach"
         )
 
 
 def _make_token(data_dir: Path) -> Path:
-    """A new token file. Without a token, other users of this machine could run code through the cluster."""
+    """Make a new token file. Without a token, other users of this machine could run code on the cluster."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / TOKEN_FILE
     path.touch(mode=0o600)
@@ -196,8 +198,22 @@ def _make_token(data_dir: Path) -> Path:
     return path
 
 
+def _reach(address: str) -> None:
+    """Raise SettingsError within REACH_S if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("ray://") or not port.isdecimal():
+        return  # the connection refuses it with a reason
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"--ray is {address!r}, where nothing responds ({error}); start the head with `ray start --head`, or pass "
+            "--ray local for a cluster on this machine"
+        ) from None
+
+
 def _cluster(token_path: Path | None) -> ModuleType:
-    """The module that imports Ray, which takes half a second and is optional. Raises SettingsError."""
+    """Import the module that uses Ray, which is optional and takes half a second. Raises SettingsError."""
     prepare_ray(token_path)
     try:
         from tinsmith.cluster.ray import cluster
@@ -211,7 +227,9 @@ def _connected(address: str | None, data_dir: Path | None) -> Iterator[Any]:
     settings = load({"data_dir": data_dir} if data_dir else {})
     data = settings.resolved_data_dir
     cluster = _cluster(None if address else data / TOKEN_FILE)
-    cluster.connect(address or _local_address(data))
+    head = address or _local_address(data)
+    _reach(head)
+    cluster.connect(head)
     try:
         yield cluster
     finally:
@@ -223,7 +241,7 @@ def _local_address(data_dir: Path) -> str:
         return (data_dir / ADDRESS_FILE).read_text().strip()
     except FileNotFoundError:
         raise SettingsError(
-            f"no `tinsmith up --ray local` runs on {data_dir}; give --ray HOST:PORT, the address of a cluster's head"
+            f"no `tinsmith up --ray local` runs with {data_dir}; pass --ray HOST:PORT, the address of a cluster's head"
         ) from None
 
 
@@ -240,7 +258,7 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
         address = cluster.start_local(fleet, directory)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda _signal, _frame: stop.set())
-        cluster.start_controller(fleet.knowing(address))
+        cluster.start_controller(fleet.with_ray_address(address))
         file.write_text(address)
         _announce(fleet, address, as_json)
         while not stop.wait(WATCH_S) and cluster.has_controller():
@@ -263,4 +281,4 @@ def _announce(fleet: Fleet, address: str, as_json: bool) -> None:
         typer.echo(json.dumps({"ray": address, "models": list(fleet.base_models), "roles": counts}))
         return
     shown = ", ".join(f"{name} {least}:{most}" for name, (least, most) in counts.items() if most)
-    output.print(f"{shown} at {address}, for {', '.join(fleet.base_models)}; `tinsmith status` says how they are")
+    output.print(f"{shown} at {address}, for {', '.join(fleet.base_models)}; `tinsmith status` shows their state")

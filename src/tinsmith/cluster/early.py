@@ -1,7 +1,7 @@
-"""Starts the first engine's process before its server has imported its own modules, since both import for seconds.
+"""Starts the first engine process before the server imports its own modules, since both imports take seconds.
 
-The engine imports torch and waits for its settings on standard input, as every engine does, and ends when that closes.
-The supervisor uses it for the first seat that needs an engine; `close` ends it if it was not used.
+Like every engine, the process imports torch, reads its settings from standard input, and ends when that closes. The
+supervisor uses the process for the first seat that needs an engine; `close` ends it if it was not used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EarlyEngine:
 
     @classmethod
     def begin(cls, settings: Settings) -> EarlyEngine | None:
-        """Start the process; None if this server will have no torch engine, or if the process cannot be started."""
+        """Start the process; None if this server runs no torch engine, or if the process cannot be started."""
         if settings.backend != "torch" or not settings.num_engines:
             return None
         with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class EarlyEngine:
         return None
 
     def take(self, spec: bytes) -> AdoptedProcess | None:
-        """Send the settings to the process and return it; None if it was taken before or has ended. Must be called on
+        """Send the settings to the process and return it; None if it was taken already or has ended. Must be called on
         the running event loop.
         """
         process, self._process = self._process, None
@@ -51,7 +51,7 @@ class EarlyEngine:
         assert process.stdin is not None
         try:
             process.stdin.write(spec)
-        except OSError:  # it ends just now
+        except OSError:  # it has just ended
             process.kill()
             return None
         return AdoptedProcess(process)
@@ -64,8 +64,8 @@ class EarlyEngine:
 
 
 class AdoptedProcess:
-    """A process that was started without an event loop, with the part of asyncio's interface that the supervisor uses.
-    Keeps its standard input open.
+    """A process that was started without an event loop, with the methods of asyncio's Process that the supervisor uses.
+    Keeps the process's standard input open.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

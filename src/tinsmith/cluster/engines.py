@@ -1,14 +1,13 @@
-"""Seats, leases and fencing tokens of engines and dedicated samplers: one row a seat.
+"""Seats, leases and fencing tokens of engines and dedicated samplers: one row per seat.
 
 A seat is a place for one process of a base model; a base model can have any number of seats. States: starting ->
 loading -> ready; failed when the engine refused its model; restarting, stopped, lost. An engine renews its lease while
-it runs. The epoch of the row is the fencing token: every writing transaction of an engine checks it (`fence`), so an
-engine that was declared dead and continues changes nothing. An expired lease stays valid until another process begins
-the next epoch, which frees the engine's runs for others (`ownership`).
+it runs. The row's epoch is the fencing token: every writing transaction of an engine checks it (`fence`), so an engine
+that was declared dead but still runs cannot write. An expired lease stays valid until another process begins the next
+epoch, which frees the engine's runs for others (`ownership`).
 
-The holder of a seat is a data directory, which has a random id, because containers may share host names and paths. A
-file lock (`storage.directories.claim`) ensures one process a seat, so a successor need not wait for the lease to
-expire.
+The holder of a seat is a data directory with a random id, because containers may share host names and paths. A file
+lock (`storage.directories.claim`) ensures one process per seat, so a successor need not wait for the lease to expire.
 """
 
 from __future__ import annotations
@@ -41,8 +40,11 @@ EXIT_UNUSABLE_MODEL = 3
 EXIT_LEASE_LOST = 4
 """Exit status of an engine that was declared dead; its runs belong to other engines."""
 
+NO_START = "it cannot be started: "
+"""The prefix of the reason of a seat whose engine failed at every start; it stays until an engine is ready."""
+
 HOLDER = "holder"
-"""The file with a data directory's id. A copy of the directory must not contain it."""
+"""The file with a data directory's id. Copies of the directory must not contain it."""
 
 FORGOTTEN_S = 86400.0
 """Seats without a renewal for this long are deleted."""
@@ -51,7 +53,7 @@ log = structlog.get_logger()
 
 
 class LeaseLostError(BaseException):
-    """This engine was declared dead. A BaseException, so that it is never handled as the failure of one request."""
+    """This engine was declared dead. A BaseException, so that it is never handled as a request's failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,12 @@ class EngineRow:
     lease_expires_at: float
     address: str | None
     suspects: str | None
+    facts: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write as the engine on a seat, until a later epoch exists."""
+    """The right to write as the engine on a seat, until a later epoch begins."""
 
     engine_id: str
     epoch: int
@@ -95,16 +98,16 @@ class Engines:
         self._holder = holder
 
     def id_of(self, seat: Seat) -> str:
-        """The id of a seat, unique among all machines and the same for all its successive engines."""
+        """The id of a seat, unique among all machines and the same for its successive engines."""
         digest = hashlib.sha256(f"{self._holder}\n{seat.base_model}".encode()).hexdigest()[:12]
         return f"{seat.kind}-{seat.index}-{digest}"
 
-    # The engine's side.
+    # Methods for the engine.
 
     def take(self, seat: Seat, lease_s: float, suspects: str | None = None) -> Lease:
-        """Begin a new epoch for the calling process. `suspects` is the in-flight note that its predecessor left."""
+        """Begin a new epoch for the calling process. `suspects` is the in-flight note of its predecessor."""
         engine_id = self.id_of(seat)
-        # A seat that was deleted and is created again must not repeat an epoch.
+        # Starts at the time, so that a seat which was deleted and is created again does not repeat an epoch.
         first = {"engine_id": engine_id, "base_model": seat.base_model, "kind": seat.kind, "epoch": int(now())}
         first |= {"pid": 0, "state": "starting", "started_at": now()}
         query = sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update()
@@ -112,25 +115,26 @@ class Engines:
             connection.execute(self._db.insert_once(ENGINES), first)
             # Waits for the last transaction of a predecessor, and does not block renewals (see `fence`).
             epoch = connection.execute(query).scalar_one() + 1
-            values: dict[str, object] = {"pid": os.getpid(), "state": "loading", "reason": None, "started_at": now()}
-            values |= {"holder": self._holder, "epoch": epoch, "address": None}
+            broken = sa.case((ENGINES.c.reason.startswith(NO_START), ENGINES.c.reason))
+            values: dict[str, object] = {"pid": os.getpid(), "state": "loading", "reason": broken, "started_at": now()}
+            values |= {"holder": self._holder, "epoch": epoch, "address": None, "facts": sa.null()}
             values |= {"suspects": suspects} if suspects else {}
             update = ENGINES.update().where(ENGINES.c.engine_id == engine_id).values(**values)
             connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s))
         return Lease(engine_id, epoch)
 
     def renew(self, lease: Lease, lease_s: float) -> bool:
-        """Extend the lease; False if this engine was declared dead."""
+        """Extend the lease; returns False if this engine was declared dead."""
         with self._db.write() as connection:  # the clock is read once the write lock is held
             update = ENGINES.update().where(*_is(lease))
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
     def is_taken(self, seat: Seat, lease: Lease) -> bool:
-        """Whether another process took this seat, which is possible only with a copy of the holder's id."""
+        """Whether another process took this seat, which requires a copy of the holder's id."""
         row = self.find(seat)
         return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
 
-    # For the engine and the supervisor.
+    # Methods for the engine and the supervisor.
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
         """Set the state of the engine on a seat."""
@@ -138,14 +142,12 @@ class Engines:
         self._db.execute(mine.values(state=state, reason=reason, address=address))
 
     def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
-        """End the epoch of an engine that is gone and free its runs at once. `suspects` is the in-flight note of its
-        death.
-        """
+        """End the epoch of an engine that has ended, and free its runs. `suspects` is its in-flight note."""
         with self._db.write() as connection:
             values = {"state": state, "reason": reason, "suspects": suspects}
             vacate(self._db, connection, self.id_of(seat), seat.base_model, **values)
 
-    # Reading.
+    # Reads.
 
     def find(self, seat: Seat) -> EngineRow | None:
         """The row of a seat of this holder."""
@@ -160,7 +162,7 @@ class Engines:
         return [EngineRow(**row._mapping) for row in self._db.rows(query)]
 
     def queue_state(self, base_model: str) -> tuple[str, str | None]:
-        """The queue_state of a poll's answer and its reason: paused_capacity while no engine is ready."""
+        """The queue_state of a poll's answer, and its reason: paused_capacity while no engine is ready."""
         silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
         mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
         query = sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(mine).order_by(ENGINES.c.started_at.desc())
@@ -169,19 +171,32 @@ class Engines:
             return "active", None
         ready = [row for row in rows if row.state == "ready"]
         if ready and len(ready) == len(rows):
-            return "paused_capacity", f"the engine of {base_model} has not been heard of; another may take over"
-        # The engine that will be ready first gives the reason.
+            return "paused_capacity", f"the engine of {base_model} does not renew its lease; another may take over"
+        # The reason is that of the engine that will be ready first.
         nearest = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
         state, reason = (nearest[0].state, nearest[0].reason) if nearest else ("starting", None)
         return "paused_capacity", f"the engine of {base_model} is {state}{f': {reason}' if reason else ''}"
 
-    def forget_gone(self) -> int:
+    def cannot_start(self, base_model: str) -> str | None:
+        """The reason why no engine of a base model will be ready: all of them failed at each start. Otherwise None."""
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
+        rows = self._db.rows(sa.select(ENGINES.c.state, ENGINES.c.reason, alive.label("alive")).where(mine))
+        broken = [row.reason for row in rows if (row.reason or "").startswith(NO_START)]
+        usable = any(
+            (row.state == "ready" and row.alive) or row.state in ("starting", "loading", "restarting")
+            for row in rows
+            if not (row.reason or "").startswith(NO_START)
+        )
+        return None if usable or not broken else f"the engine of {base_model} does not run; {broken[0]}"
+
+    def delete_unused(self) -> int:
         """Delete the seats that were not used for FORGOTTEN_S; returns how many."""
-        unused = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
-        quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
-        owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
-        given = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
-        return self._db.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given))
+        expired = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
+        old = ENGINES.c.started_at < now() - FORGOTTEN_S
+        owns_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
+        has_requests = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
+        return self._db.execute(ENGINES.delete().where(expired, old, ~owns_runs, ~has_requests))
 
 
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}
@@ -190,7 +205,7 @@ _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", 
 def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
     """Within the caller's transaction: end the epoch of a seat's process and free its runs and samples."""
     seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
-    # On Postgres this waits for the last transaction of that process, which the update alone would not.
+    # On Postgres this waits for the last transaction of that process, unlike the update alone.
     connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
     connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
     connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
@@ -212,13 +227,13 @@ def holder_of(data_dir: Path) -> str:
 
 
 def fence(lease: Lease) -> Fence:
-    """What an engine's database does first in every writing transaction. Raises LeaseLostError."""
-    # The row stays locked against a next epoch until the transaction ends, and not against a renewal.
+    """The check at the beginning of every writing transaction of an engine. It raises LeaseLostError."""
+    # Until the transaction ends, the row is locked against a new epoch, but not against a renewal.
     query = Statement(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
 
     def check(connection: Connection) -> None:
         if query.first(connection, {}) is None:
-            raise LeaseLostError(f"{lease.engine_id} was taken for dead after epoch {lease.epoch}")
+            raise LeaseLostError(f"{lease.engine_id} was declared dead after epoch {lease.epoch}")
 
     return check
 
@@ -228,7 +243,7 @@ def _is(lease: Lease) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
 
 
 class Renewal:
-    """A thread that renews a lease during steps of any length; calls `on_loss` once if the lease is lost."""
+    """A thread that renews a lease, also during long steps; calls `on_loss` once if the lease is lost."""
 
     def __init__(self, engines: Engines, lease: Lease, lease_s: float, on_loss: Callable[[], None]) -> None:
         self._engines = engines
@@ -243,7 +258,7 @@ class Renewal:
         while not self._ended.wait(self._lease_s / 3):
             try:
                 held = self._engines.renew(self._lease, self._lease_s)
-            except SQLAlchemyError as error:  # tried again at the next interval; the fence protects the data meanwhile
+            except SQLAlchemyError as error:  # retried after the interval; meanwhile the fence protects the data
                 log.warning("the lease could not be renewed", engine_id=self._lease.engine_id, exc_info=error)
                 continue
             if not held:

@@ -1,19 +1,24 @@
 """Executors: which process computes a sample, and how the server chooses it.
 
-A pending sample without an executor is for the engines. One with an executor is for that process alone while its lease
-is valid. The first sampler or engine that notices an expired lease calls `engines.vacate`, which ends the epoch, so
-that late settlements change nothing, and passes the samples to the remaining samplers or to the engines. A stopping
-process passes on its own samples in the same way.
+A pending sample without an executor belongs to the engines. A sample with an executor belongs to that process while its
+lease is valid. The first sampler or engine that notices an expired lease calls `engines.vacate`. It ends the epoch, so
+that late settlements have no effect, and reassigns the samples to the remaining samplers or to the engines. A stopping
+process reassigns its samples in the same way.
 
-`Dispatch` chooses the executor before the row is written, so that it costs no transaction. It uses `routing` where
-there are dedicated samplers; without them, and for inflight versions, whose weights change under their name, no
-executor is chosen. The samplers and their queues are read at most twice a second for each base model; assignments in
-between are added. A stale view is harmless, because samples of a dead sampler are passed on. Thread-safe.
+`Dispatch` chooses the executor before the row is written, so that the choice costs no transaction. With dedicated
+samplers it uses `routing`. It chooses none without them, and for inflight versions, whose weights change under their
+name. The samplers and their queues are read at most twice a second per base model; assignments in between are added. A
+stale view is harmless, because samples of a dead sampler are reassigned. Thread-safe.
+
+Operators list samplers and change their state (`CHANGES`). Only a `ready` sampler is given samples. A `draining` one
+finishes its own and keeps its memory. A `sleeping` one finishes the samples that it has begun, reassigns the others,
+has its inference server release the device and is `asleep`; a `waking` one takes the device back. The sampler itself
+makes the last steps of both, within seconds. A restart of its process makes it ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import sqlalchemy as sa
@@ -21,20 +26,34 @@ import sqlalchemy as sa
 from tinsmith.cluster.routing import Loads, Prefixes
 from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
-from tinsmith.db.wakeups import engine_mailbox
+from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.futures import NewFuture, cancelled_name
 from tinsmith.types import Pending, Sample
 
 SAMPLER = "sampler"
 """The kind of a dedicated sampler's seat."""
 
+RESTING = ("sleeping", "asleep", "waking")
+"""States in which a sampler begins no sample."""
+
+CHANGES: Mapping[str, Mapping[str, str]] = {
+    "drain": {"ready": "draining"},
+    "sleep": {"ready": "sleeping", "draining": "sleeping"},
+    "wake": {"draining": "ready", "sleeping": "waking", "asleep": "waking"},
+}
+"""What an operator may ask of a sampler: its state before, and after."""
+
+FACTS: Mapping[str, object] = {"engine": None, "address": None, "cannot_sleep": None, "versions": []}
+"""What a sampler reports: what samples, an inference server's address, why it cannot sleep, the versions in memory."""
+
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _WAITING = (FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending")
-_GIVEN = (*_WAITING, FUTURES.c.executor == sa.bindparam("executor"))
+_OWN = (*_WAITING, FUTURES.c.executor == sa.bindparam("executor"))
 _INCOMING = (
-    sa.select(*_COLUMNS).where(*_GIVEN, FUTURES.c.arrival > sa.bindparam("after_arrival")).order_by(FUTURES.c.arrival)
+    sa.select(*_COLUMNS).where(*_OWN, FUTURES.c.arrival > sa.bindparam("after_arrival")).order_by(FUTURES.c.arrival)
 )
-_GIVEN_IDS = sa.select(FUTURES.c.request_id).where(*_GIVEN)
+_OWN_IDS = sa.select(FUTURES.c.request_id).where(*_OWN)
 _NAMED = (
     sa.select(*_COLUMNS)
     .where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
@@ -52,17 +71,17 @@ class Executors:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    # Reading.
+    # Reads.
 
     def live(self, base_model: str) -> dict[str, int]:
-        """The live samplers of a base model, with the tokens that wait for each."""
+        """The live samplers of a base model, with the waiting tokens of each."""
         names = self._db.scalars(live_samplers(self._db, base_model))
         rows = self._db.rows(_LOADS, {"base_model": base_model}) if names else []
         tokens = {row.executor: int(row.tokens) for row in rows}
         return {name: tokens.get(name, 0) for name in names}
 
     def owner_address(self, model_id: str) -> str | None:
-        """The address at which a run's engine serves versions; None if it serves none or is not alive."""
+        """The address at which a run's engine serves versions; None without an address or a live engine."""
         query = (
             sa.select(ENGINES.c.address)
             .join(MODELS, MODELS.c.engine_id == ENGINES.c.engine_id)
@@ -70,24 +89,36 @@ class Executors:
         )
         return self._db.scalar(query)
 
-    # The sampler's side.
+    # Methods for the sampler.
 
     def incoming(self, base_model: str, executor: str, after_arrival: int) -> list[Pending]:
-        """A sampler's requests that arrived after `after_arrival`."""
+        """The requests of a sampler after `after_arrival`."""
         values = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
         return [Pending(*row) for row in self._db.rows(_INCOMING, values)]
 
     def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
-        """A sampler's requests among those that a wake-up named; they may be older, if passed on from another."""
+        """The sampler's requests among those of a wake-up; reassigned ones may be older than others."""
         parts = (self._db.rows(_NAMED, {"executor": executor, "request_ids": some}) for some in chunks(request_ids))
         return [Pending(*row) for rows in parts for row in rows]
 
-    def given_ids(self, base_model: str, executor: str) -> set[str]:
+    def pending_ids(self, base_model: str, executor: str) -> set[str]:
         """The ids of a sampler's pending requests."""
-        return set(self._db.scalars(_GIVEN_IDS, {"base_model": base_model, "executor": executor}))
+        return set(self._db.scalars(_OWN_IDS, {"base_model": base_model, "executor": executor}))
+
+    def report(self, executor: str, facts: Mapping[str, object]) -> None:
+        """Replace what a sampler reports of itself, see `FACTS`."""
+        self._db.execute(ENGINES.update().where(ENGINES.c.engine_id == executor).values(facts=dict(facts)))
+
+    def state_of(self, executor: str) -> str | None:
+        return self._db.scalar(sa.select(ENGINES.c.state).where(ENGINES.c.engine_id == executor))
+
+    def change_state(self, executor: str, before: str, after: str, reason: str | None = None) -> bool:
+        """False unless the sampler is in the state `before`."""
+        mine = (ENGINES.c.engine_id == executor) & (ENGINES.c.state == before)
+        return self._db.execute(ENGINES.update().where(mine).values(state=after, reason=reason)) == 1
 
     def hand_on(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
-        """Pass on requests that a sampler has not begun: to the other samplers, if there are any, or to the engines."""
+        """Reassign requests that a sampler has not begun, to the other samplers, if any, or else to the engines."""
         with self._db.write() as connection:
             others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
             names = list(connection.scalars(others)) if to_samplers else []
@@ -109,16 +140,16 @@ def live_samplers(db: Database, base_model: str) -> sa.Select[str]:
 
 
 def pass_on(db: Database, connection: sa.Connection, executor: str, base_model: str) -> None:
-    """Within the caller's transaction: pass on the pending requests of an executor that is gone.
+    """Within the caller's transaction: reassign the pending requests of an executor that has ended.
 
-    A sampler's requests are spread evenly over the remaining samplers. If there are none, and for engines, they become
-    unassigned. A cancellation goes where its sample goes.
+    A sampler's requests are spread evenly over the remaining samplers. Without other samplers, and for engines, they
+    become unassigned. A cancellation follows its sample.
     """
-    theirs = (FUTURES.c.base_model == base_model, FUTURES.c.state == "pending", FUTURES.c.executor == executor)
+    pending = (FUTURES.c.base_model == base_model, FUTURES.c.state == "pending", FUTURES.c.executor == executor)
     sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == SAMPLER)
     others = live_samplers(db, base_model).where(ENGINES.c.engine_id != executor, sampler)
     names = list(connection.scalars(others))
-    moved = FUTURES.update().where(*theirs).values(executor=_round_robin(names))
+    moved = FUTURES.update().where(*pending).values(executor=_round_robin(names))
     if not names:
         connection.execute(moved)
         return
@@ -137,13 +168,64 @@ def _round_robin(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
     return sa.case(dict(enumerate(executors)), value=FUTURES.c.arrival % len(executors))
 
 
+class DedicatedSamplers:
+    """The dedicated samplers as operators see them."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def all(self) -> list[dict[str, object]]:
+        """By base model and id, with their facts and the number of samples that each has; the state is `silent` once
+        the lease expired.
+        """
+        owned = FUTURES.c.executor == ENGINES.c.engine_id
+        samples = sa.select(sa.func.count()).where(owned, FUTURES.c.state == "pending").scalar_subquery()
+        alive = ENGINES.c.state.in_(("ready", "draining", "loading", *RESTING))
+        silent = (ENGINES.c.lease_expires_at <= self._db.clock()) & alive
+        columns = (
+            *(ENGINES.c.engine_id.label("sampler"), ENGINES.c.base_model, ENGINES.c.holder, ENGINES.c.pid),
+            *(sa.case((silent, "silent"), else_=ENGINES.c.state).label("state"), ENGINES.c.reason),
+            *(ENGINES.c.started_at, samples.label("samples"), ENGINES.c.facts),
+        )
+        query = sa.select(*columns).where(ENGINES.c.kind == SAMPLER)
+        rows = self._db.rows(query.order_by(ENGINES.c.base_model, ENGINES.c.engine_id))
+        found = [{str(name): value for name, value in row._mapping.items()} for row in rows]  # orjson takes no subclass
+        return [row | {**FACTS, **(row.pop("facts") or {})} for row in found]
+
+    def find(self, name: str) -> dict[str, object]:
+        """One row of `all`. Raises NotFoundError with the known names."""
+        found = {str(row["sampler"]): row for row in self.all()}
+        if name not in found:
+            raise NotFoundError(f"there is no sampler {name[:80]!a}; known: {', '.join(found) or 'none'}")
+        return found[name]
+
+    def change(self, name: str, action: str) -> dict[str, object]:
+        """Ask a sampler for one of `CHANGES`; returns its row afterwards. Raises NotFoundError, and UserError if its
+        state or its engine does not permit it.
+        """
+        row = self.find(name)
+        before, changes = str(row["state"]), CHANGES[action]
+        if before not in changes:
+            raise UserError(f"sampler {name!r} is {before}; to {action} it, it must be {' or '.join(changes)}")
+        if action == "sleep" and (why := row["cannot_sleep"]) != "":
+            raise UserError(
+                f"sampler {name!r} cannot sleep: {why or 'it has just started; try again in a few seconds'}"
+            )
+        changed = ENGINES.update().where(ENGINES.c.engine_id == name, ENGINES.c.state == before)
+        with self._db.write() as connection:
+            if not connection.execute(changed.values(state=changes[before], reason=None)).rowcount:
+                raise UserError(f"sampler {name!r} changed its state meanwhile; try again")
+            self._db.notify(connection, engine_mailbox(str(row["base_model"]), name), [EVERYTHING])
+        return self.find(name)
+
+
 class Dispatch:
     def __init__(self, executors: Executors) -> None:
         self._waiting_tokens = Loads(executors.live)
         self._prefixes = Prefixes()
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
-        """The request with an executor, if there is a sampler for it."""
+        """The request with an executor, if a sampler can take it."""
         if inflight:
             return new
         waiting_tokens = self._waiting_tokens.of(new.base_model)

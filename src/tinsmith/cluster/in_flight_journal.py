@@ -1,9 +1,8 @@
-"""The in-flight journal: which requests an engine is running, so that a request that kills engines can be found.
+"""The in-flight journal: the requests that an engine is running, so that a request that kills engines can be found.
 
 A note is one line of JSON in a file of the data directory, written before each step without fsync: it survives the
-process, but not the machine. After a death the supervisor, or the next engine on the seat, derives the suspects from it
-and stores them in the engine's row for the engine that runs the same requests next (`engine.quarantine`). Knows no SQL
-and no engine.
+process, but not the machine. After a crash the supervisor, or the next engine on the seat, derives the suspects from it
+and stores them in the engine's row, for the engine that runs the same requests next (`engine.quarantine`).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from pathlib import Path
 import orjson
 
 SMALLER = 8
-"""After a death, the requests that ran together run in batches of this fraction of the size."""
+"""After a crash, the requests that ran together run in batches smaller by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """The batch size that a suspect may run in, and how many engines died while it ran alone."""
+    """The largest batch that a suspect may run in, and the number of engines that died while it ran alone."""
 
     batch_size: int
     deaths: int
@@ -27,7 +26,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The running requests, and the suspects of earlier deaths."""
+    """The running requests, and the suspects of earlier crashes."""
 
     running: list[str]
     suspects: dict[str, Suspect]
@@ -38,7 +37,7 @@ class Note:
 
     @classmethod
     def parse(cls, text: bytes | str) -> Note:
-        """Parse a note; an unreadable one, which a crash may have truncated, is empty."""
+        """Parse a note. An unreadable note, which a crash may have truncated, is empty."""
         try:
             note = orjson.loads(text)
             suspects = {str(name): Suspect(int(one[0]), int(one[1])) for name, one in note["suspects"].items()}
@@ -53,7 +52,7 @@ def note_path(data_dir: Path, engine_id: str) -> Path:
 
 
 def after_death(path: Path) -> dict[str, Suspect]:
-    """The suspects after the death of the engine that left this note."""
+    """The suspects after the crash of the engine that left this note."""
     try:
         note = Note.parse(path.read_bytes().partition(b"\n")[0])
     except OSError:
@@ -68,6 +67,6 @@ def after_death(path: Path) -> dict[str, Suspect]:
 
 
 def left_behind(path: Path) -> str | None:
-    """The same as the text of a note; None if there are no suspects."""
+    """The suspects of `after_death` as the text of a note; None without suspects."""
     suspects = after_death(path)
     return Note([], suspects).text().decode() if suspects else None

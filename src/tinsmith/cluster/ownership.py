@@ -2,16 +2,15 @@
 
 A run belongs to at most one engine (`models.engine_id`), which alone has it in memory and settles its requests. Samples
 of a run's own versions follow the run. Every other sample, and a cancellation, belongs to the engine or sampler in
-`futures.executor`, if any. The server assigns new work as it stores it (`EngineRouter`); engines claim the unassigned
-rest.
+`futures.executor`, if any. The server assigns new work as it stores it (`EngineRouter`); engines claim unassigned work.
 
-A run changes hands in two ways only: its engine hands it over, idle, to an engine with at least two runs fewer, or
-another process ends that engine's epoch in the transaction that frees its runs (`engines.vacate`). So only the owner
-can write.
+The owner of a run changes in two ways only: its engine hands over the idle run to an engine with at least two runs
+fewer, or another process ends the engine's epoch in the transaction that frees its runs (`engines.vacate`). So only the
+owner can write.
 
 `EngineRouter` is a server's view of the engines of a base model. A new run goes to the engine with the fewest runs, a
 sample without a run to an engine by a hash of its id. The view is read at most twice a second; assignments in between
-are added. A stale view is harmless: requests of a dead engine are freed by the others, and unassigned ones are claimed.
+are added. A stale view is harmless: other engines free the requests of a dead engine and claim unassigned ones.
 Thread-safe.
 """
 
@@ -34,14 +33,14 @@ from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.types import Pending
 
 UNEVEN = 2
-"""An engine hands over a run to one with at least this many fewer; with a smaller number runs would oscillate."""
+"""An engine hands over runs to one with at least this many fewer; a smaller difference would cause oscillation."""
 
 _CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new request: whether it is unassigned, and its run."""
+    """A new request, whether it is unassigned (`free`), and its run."""
 
     request: Pending
     free: bool
@@ -60,7 +59,7 @@ _ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).se
 # Built once, for every request.
 _INCOMING = Statement(
     _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
-    .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
+    .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be compiled each time
     .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > MODELS.c.applied_seq_id))
     .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
     .order_by(FUTURES.c.arrival)
@@ -80,7 +79,7 @@ _RUNS_OF = sa.select(_RUN).select_from(_REQUESTS).where(_NAMES, _RUN.is_not(None
 _FREE_RUNS = (
     sa.select(MODELS.c.model_id)
     .where(MODELS.c.model_id.in_(_RUNS_OF), MODELS.c.engine_id.is_(None))
-    # Rows that another engine is claiming are skipped, so that two engines never wait for each other.
+    # Rows that another engine is claiming are skipped, so that engines never wait for each other.
     .with_for_update(skip_locked=True)
 )
 _CLAIM_RUNS = (
@@ -105,10 +104,10 @@ _BUSY_RUNS = (
 
 
 class Ownership:
-    """Ownership from the side of one engine."""
+    """Ownership as one engine reads and changes it."""
 
     def __init__(self, db: Database, base_model: str, engine_id: str, idle_s: float = 0.0) -> None:
-        """A run idle for `idle_s` may be handed over to an engine that has been ready for as long; 0: never."""
+        """Runs idle for `idle_s` may be handed over to engines that were started at least as long ago; 0: never."""
         self._db = db
         self._idle_s = idle_s
         self.base_model = base_model
@@ -116,20 +115,20 @@ class Ownership:
         self._me = {"base_model": base_model, "engine_id": engine_id}
 
     def incoming(self, after_arrival: int) -> list[Arrival]:
-        """Requests after `after_arrival` that are pending or refused and do not belong to another engine."""
+        """The pending and refused requests after `after_arrival` that do not belong to another engine."""
         return _arrivals(self._db.rows(_INCOMING, {**self._me, "after_arrival": after_arrival}))
 
     def named(self, request_ids: Sequence[str]) -> list[Arrival]:
-        """The same for the requests that a wake-up named; they may have been committed after later arrivals."""
+        """As `incoming`, for the requests of a wake-up; they may have been committed after later arrivals."""
         parts = (self._db.rows(_NAMED, {**self._me, "request_ids": some}) for some in chunks(request_ids))
         return [arrival for rows in parts for arrival in _arrivals(rows)]
 
-    def waiting_ids(self) -> set[str]:
+    def pending_ids(self) -> set[str]:
         """The ids of all pending requests that do not belong to another engine, for the slow poll."""
         return set(self._db.scalars(_WAITING_IDS, self._me))
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
-        """Claim unassigned requests and their runs for this engine; returns the ids that were claimed."""
+        """Claim unassigned requests and their runs for this engine; returns the claimed ids."""
         mine: set[str] = set()
         for some in chunks(request_ids):
             values = {**self._me, "request_ids": some}
@@ -142,10 +141,10 @@ class Ownership:
         return mine
 
     def forward(self, cancel_id: str, sample_id: str) -> bool:
-        """Pass a cancellation to the process that has its sample; False if that is settled, unassigned or our own."""
+        """Forward a cancellation to another process that has the pending sample; returns False if none has."""
         query = sa.select(_OWNER).select_from(_REQUESTS)
-        theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
-        query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
+        elsewhere = _OWNER.is_not(None) & (self.engine_id != _OWNER)
+        query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", elsewhere)
         owner = self._db.scalar(query)
         if owner is None:
             return False
@@ -154,7 +153,7 @@ class Ownership:
             self._db.notify(connection, engine_mailbox(self.base_model, owner), [cancel_id])
         return True
 
-    # Handing over.
+    # Hand-over of runs.
 
     def lighter(self) -> str | None:
         """An engine with at least UNEVEN runs fewer than this one, or None."""
@@ -162,66 +161,66 @@ class Ownership:
             return None
         rows = {row.engine_id: row for row in self._db.rows(_live_engines(self._db, self.base_model, "ready"))}
         me = rows.pop(self.engine_id, None)
-        there = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
-        if me is None or not there:
+        others = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
+        if me is None or not others:
             return None
-        lightest = min(there, key=lambda row: (row.runs, row.engine_id))
+        lightest = min(others, key=lambda row: (row.runs, row.engine_id))
         return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
 
     def idle_runs(self) -> list[str]:
-        """Some of our idle runs, the most recently used first, since they are the likeliest to be used again."""
+        """Some idle runs of this engine, most recently used first, since these are most likely to be used again."""
         mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
-        quiet = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
-        query = sa.select(MODELS.c.model_id).where(mine, quiet).order_by(MODELS.c.last_request_at.desc())
+        idle = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
+        query = sa.select(MODELS.c.model_id).where(mine, idle).order_by(MODELS.c.last_request_at.desc())
         return self._db.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model})
 
     def hand_over(self, model_id: str, engine_id: str) -> bool:
-        """Hand a run over, if it has no pending requests and that engine is alive and still has far fewer runs.
+        """Hand over a run if it has no pending requests and the other engine is alive and has UNEVEN runs fewer.
 
-        All state of the run must be in files, and the caller must drop it from memory if this returns True.
+        All state of the run must be in files, and the caller must drop the run from memory if this returns True.
         """
         alive = (ENGINES.c.state == "ready") & (ENGINES.c.lease_expires_at > self._db.clock())
         seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
-        # Locks the receiving engine's row, or skips it: one hand-over to it at a time, and none while it is freed.
+        # Locks the receiving engine's row or skips it: one hand-over to it at a time, and none while it is vacated.
         seat = seat.with_for_update(key_share=True, skip_locked=True)
         both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
         counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
         run = (MODELS.c.model_id == model_id) & (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
-        quiet = MODELS.c.model_id.not_in(_BUSY_RUNS)
+        idle = MODELS.c.model_id.not_in(_BUSY_RUNS)
         with self._db.write() as connection:
             if connection.scalar(seat) is None:
                 return False
             runs = {name: int(number) for name, number in connection.execute(counted)}
             if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < UNEVEN:
                 return False
-            moved = MODELS.update().where(run, quiet).values(engine_id=engine_id)
+            moved = MODELS.update().where(run, idle).values(engine_id=engine_id)
             if connection.execute(moved, {"of_base": self.base_model}).rowcount != 1:
                 return False
             self._db.notify(connection, engine_mailbox(self.base_model, engine_id), [EVERYTHING])
         return True
 
-    # Engines that are gone.
+    # Engines that have ended.
 
     def free_lapsed(self) -> list[str]:
         """End the epochs of engines with expired leases and free their runs; returns the ids of these engines."""
-        run = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
-        given = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
+        has_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
+        assigned = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
         others = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
-        query = sa.select(ENGINES.c.engine_id).where(others, silent, run | sa.exists().where(given))
+        query = sa.select(ENGINES.c.engine_id).where(others, silent, has_runs | sa.exists().where(assigned))
         names = self._db.scalars(query)
         return [name for name in names if self._free(name)]
 
     def _free(self, engine_id: str) -> bool:
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
-        # An engine in the middle of a transaction is alive; and two that free each other must not wait.
+        # Skips locked rows: an engine within a transaction is alive, and engines that free each other must not wait.
         seat = sa.select(ENGINES.c.state, ENGINES.c.reason).where(ENGINES.c.engine_id == engine_id, silent)
         with self._db.write() as connection:
             row = connection.execute(seat.with_for_update(skip_locked=True)).one_or_none()
             if row is None:
                 return False
-            gone = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
-            state, reason = (row.state, row.reason) if gone else ("lost", "nothing was heard of it")
+            ended = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
+            state, reason = (row.state, row.reason) if ended else ("lost", "its lease expired")
             vacate(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
@@ -232,12 +231,12 @@ class Ownership:
 
     def suspects(self) -> list[str]:
         """The in-flight notes of dead engines of this base model, from their rows."""
-        left = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
-        return self._db.scalars(sa.select(ENGINES.c.suspects).where(left))
+        has_note = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
+        return self._db.scalars(sa.select(ENGINES.c.suspects).where(has_note))
 
 
-def preferred(key: str, engine_ids: Collection[str]) -> str:
-    """Which engine claims unassigned work, by a hash: all engines agree, and the work is spread evenly."""
+def preferred_engine(key: str, engine_ids: Collection[str]) -> str:
+    """The engine that claims unassigned work, by a hash: all engines agree, and the work is spread evenly."""
     return max(engine_ids, key=lambda engine_id: hashlib.blake2b(f"{engine_id}\n{key}".encode()).digest())
 
 
@@ -246,7 +245,7 @@ def _arrivals(rows: Iterable[Any]) -> list[Arrival]:
 
 
 def _live_engines(db: Database, base_model: str, *states: str) -> sa.Select:
-    """A query for the live engines of a base model in these states, with state, start and number of runs."""
+    """A query for a base model's live engines in these states, with state, start time and number of runs."""
     alive = ENGINES.c.lease_expires_at > db.clock()
     mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & ENGINES.c.state.in_(states)
     columns = ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.started_at, _NUM_RUNS.label("runs")
@@ -259,7 +258,7 @@ class EngineRouter:
         self._runs = Loads(self._look, clock)
 
     def for_run(self, base_model: str) -> str | None:
-        """The engine for a new run; None if there is none now."""
+        """The engine for a new run; None if no engine is alive."""
         runs = self._runs.of(base_model)
         with self._runs.lock:
             if not runs:
@@ -269,12 +268,12 @@ class EngineRouter:
             return engine_id
 
     def for_sample(self, base_model: str, request_id: str) -> str | None:
-        """The engine for a sample of a base model or checkpoint; None if there is none now."""
+        """The engine for a sample of a base model or checkpoint; None if no engine is alive."""
         runs = self._runs.of(base_model)
         with self._runs.lock:
-            return preferred(request_id, list(runs)) if runs else None
+            return preferred_engine(request_id, list(runs)) if runs else None
 
     def _look(self, base_model: str) -> dict[str, int]:
         rows = self._db.rows(_live_engines(self._db, base_model, "ready", "loading"))
         ready = [row for row in rows if row.state == "ready"]
-        return {row.engine_id: int(row.runs) for row in ready or rows}  # loading ones, unless others are ready
+        return {row.engine_id: int(row.runs) for row in ready or rows}  # loading engines only if none is ready

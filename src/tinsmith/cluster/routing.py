@@ -1,15 +1,14 @@
 """Routing: which sampler gets a sample, and a cached view of the load of each.
 
-A sample goes to the sampler that has the longest prefix of its prompt in its cache, as far as `Prefixes` remembers what
-it assigned: the turns of a conversation and the samples of one prompt stay together. A prefix that more than
-MOST_CONTINUATIONS different prompts continue, such as a shared system prompt, binds none of them, since every sampler
-soon has it. A prompt that is bound to none is ranked by `choose`, a pure function: a hash of version and prompt ranks
-the samplers (rendezvous hashing, Thaler and Ravishankar, 1998), so a sampler that joins or leaves moves only its own
-keys. In both cases a sampler whose load is far above the mean is passed over (bounded loads, after Mirrokni, Thorup
-and Zadimoghaddam, 2018).
+A sample goes to the sampler whose cache has the longest prefix of its prompt, according to the assignments that
+`Prefixes` remembers: the turns of a conversation and the samples of one prompt stay together. A prefix with more than
+MOST_CONTINUATIONS different continuations, such as a shared system prompt, is ignored, since every sampler soon has it.
+Otherwise `choose`, a pure function, ranks the samplers by a hash of version and prompt (rendezvous hashing, Thaler and
+Ravishankar, 1998), so a sampler that joins or leaves moves only its own keys. In both cases a sampler whose load is far
+above the mean is skipped (bounded loads, after Mirrokni, Thorup and Zadimoghaddam, 2018).
 
-`Loads` caches the processes of a base model and their load for FRESH_S; callers add what they assign in between. If the
-database cannot be read, the view is empty until the next look, and the request itself reports the error. Thread-safe.
+`Loads` caches the processes of a base model and their load for FRESH_S; callers add their assignments in between. If
+the database cannot be read, the view is empty until the next read, and the request reports the error. Thread-safe.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ BLOCK_TOKENS = 32
 
 MOST_CONTINUATIONS = 2
 MOST_PREFIXES = 131_072
-"""Prefixes that are remembered, the last that were used: of four million tokens, in some 40 MB."""
+"""The most recently used prefixes are remembered: those of four million tokens, in about 40 MB."""
 
 MOST_OVER_MEAN = 1.25
-"""A sampler with more than this times the mean of waiting tokens is passed over ..."""
+"""A sampler with more than this factor times the mean of waiting tokens is skipped ..."""
 
 SLACK_TOKENS = 8192
-"""... unless it is within this many tokens of the mean: a cached prefix is worth a short wait."""
+"""... unless it is within this many tokens of the mean, since a cached prefix is worth a short wait."""
 
 
 def chain_of(scope: str, prompt_T: I32) -> list[bytes]:
-    """A key of each prefix of whole blocks, and last one of the prompt. Equal keys mean equal scopes and tokens."""
+    """A key of each prefix of whole blocks, then a key of the prompt. Equal keys mean equal scopes and tokens."""
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
     keys: list[bytes] = []
     tokens = prompt_T.astype("<i4")
@@ -55,13 +54,13 @@ def chain_of(scope: str, prompt_T: I32) -> list[bytes]:
 
 
 def choose(key: bytes, waiting_tokens: Mapping[str, int]) -> str | None:
-    """The executor for a sample, by the tokens that wait for each live sampler; None without one."""
+    """The executor for a sample, by the waiting tokens of the live samplers; None without a live sampler."""
     free = _free(waiting_tokens)
     return max(free, key=lambda executor: (_weight(key, executor), executor)) if free else None
 
 
 def _free(waiting_tokens: Mapping[str, int]) -> list[str]:
-    """The samplers that are not far above the mean."""
+    """The samplers whose load is not far above the mean."""
     if not waiting_tokens:
         return []
     mean = sum(waiting_tokens.values()) / len(waiting_tokens)
@@ -71,22 +70,22 @@ def _free(waiting_tokens: Mapping[str, int]) -> list[str]:
 
 @dataclass(slots=True)
 class _Prefix:
-    """Where a prefix was last sent, and the keys that came after it; one more than MOST_CONTINUATIONS are kept."""
+    """The last executor of a prefix, and the keys that followed it, at most MOST_CONTINUATIONS + 1."""
 
     executor: str
     continuations: set[bytes]
 
 
 class Prefixes:
-    """The prefixes that samplers have, as this server assigned them. Not thread-safe."""
+    """The prefixes in the samplers' caches, according to this server's assignments. Not thread-safe."""
 
     def __init__(self, most: int = MOST_PREFIXES) -> None:
         self._most = most
         self._known: OrderedDict[bytes, _Prefix] = OrderedDict()
 
     def choose(self, scope: str, prompt_T: I32, waiting_tokens: Mapping[str, int]) -> str | None:
-        """The executor for a sample, which then has its prompt; None without a live sampler. Prompts of another `scope`
-        share no cache.
+        """Choose and record the executor for a sample; None without a live sampler. Prompts of different scopes share
+        no cache.
         """
         *blocks, whole = chain_of(scope, prompt_T)
         depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._known), 0)
@@ -120,7 +119,7 @@ def _weight(key: bytes, executor: str) -> bytes:
 
 
 FRESH_S = 0.5
-"""How long a view is used before it is read again."""
+"""How long a view is used before it is refreshed."""
 
 log = structlog.get_logger()
 
@@ -132,7 +131,7 @@ class _View:
 
 
 class Loads:
-    """Loads by base model and process. Callers hold `lock` while they read or change what `of` returned."""
+    """Loads by base model and process. Callers hold `lock` while they use a result of `of`."""
 
     def __init__(self, look: Callable[[str], dict[str, int]], clock: Callable[[], float] | None = None) -> None:
         """`look` reads the load of each process of a base model; it may raise SQLAlchemyError."""
@@ -149,7 +148,7 @@ class Loads:
             if view is not None:
                 if moment - view.looked_at < FRESH_S:
                     return view.loads
-                view.looked_at = moment  # the others go on with what there is, while this thread looks
+                view.looked_at = moment  # other threads use the old view while this one reads
         loads: dict[str, int] = {}
         try:
             loads = self._look(base_model)

@@ -1,9 +1,11 @@
 """The supervisor keeps a process running on each seat of this data directory: engines and dedicated samplers.
 
-It runs on an event loop. An engine that dies is restarted with back-off; its runs are freed for other engines
-meanwhile, with its in-flight note (`in_flight_journal`). An engine that refuses its model (exit status 3) is not
-restarted: the reason is in its row, and `refused` is set. Engines get their settings on standard input, because a
-command line is visible to other users, and stop when it closes.
+It runs on an event loop. An engine that dies is restarted with back-off; meanwhile its runs are freed for other
+engines, with its in-flight note (`in_flight_journal`). After MANY_STARTS deaths before it was ready, restarts go on,
+and its row says that it cannot be started: polls for its requests fail with the reason, and the requests stay stored.
+An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `refused` is set.
+Engines read their settings from standard input, because a command line is visible to other users, and stop when it
+closes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import signal
 import sys
 import time
@@ -26,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.base_models import Bases
 from tinsmith.cluster.early import AdoptedProcess, EarlyEngine
-from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
+from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, Engines, Seat
 from tinsmith.cluster.in_flight_journal import left_behind, note_path
 from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
 from tinsmith.settings import Settings, engine_environment
@@ -37,7 +40,14 @@ STOP_S = 20.0
 """How long a stopping engine may take to finish its step before it is killed."""
 
 MANY_DEATHS = 3
-"""An engine that died this often in a row, each time before STEADY_S, makes the health check fail."""
+"""The health check fails after this many deaths of an engine in a row, each before STEADY_S."""
+
+MANY_STARTS = 5
+"""An engine counts as unable to start after this many deaths in a row before it was ready."""
+
+MOST_LOG_BYTES, MOST_SHOWN = 16 << 10, 300
+ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit)(?::.*)?$")
+CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@|(?<=[?&;\s])(?:password|token|secret|key)=[^&;\s]+", re.IGNORECASE)
 
 Process = asyncio.subprocess.Process | AdoptedProcess
 
@@ -49,8 +59,14 @@ class _Deaths:
     """The consecutive deaths on one seat."""
 
     count: int = 0
+    starts: int = 0  # those before the engine was ready
     reason: str = ""
     last_start: float = 0.0
+
+    @property
+    def broken(self) -> str | None:
+        """The reason, for the row, if the engine cannot be started."""
+        return f"{NO_START}{self.reason}; see its log" if self.starts >= MANY_STARTS else None
 
 
 class Supervisor:
@@ -83,7 +99,7 @@ class Supervisor:
         """Start the engines. Must be called on the running event loop."""
         background = background or Background()
         self._tasks = [
-            background.start("engine", partial(self._keep, shape, seat), engine_id=self._engines.id_of(seat))
+            background.start("engine", partial(self._supervise, shape, seat), engine_id=self._engines.id_of(seat))
             for shape in self._bases
             for seat in self._seats(shape)
         ]
@@ -94,12 +110,12 @@ class Supervisor:
         self.refused.set()
 
     def failing(self) -> str:
-        """Why the process is unhealthy: it must stop, or engines keep dying. Empty if it is healthy."""
+        """The reason why the process is unhealthy: it must stop, or engines keep dying. Empty if it is healthy."""
         if self.refused.is_set():
-            return "this process stops, and its log says why"
+            return "this process is stopping; see its log"
         at = time.monotonic()
         dying = [
-            f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; its log says more"
+            f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; see its log"
             for engine_id, deaths in self._deaths.items()
             if deaths.count >= MANY_DEATHS and at - deaths.last_start < STEADY_S
         ]
@@ -114,14 +130,14 @@ class Supervisor:
         counts = {"engine": self._settings.num_engines, "sampler": self._settings.num_samplers}
         return [Seat(shape.name, kind, index) for kind, count in counts.items() for index in range(count)]
 
-    async def _keep(self, shape: ModelShape, seat: Seat) -> None:
+    async def _supervise(self, shape: ModelShape, seat: Seat) -> None:
         backoff = Backoff(FIRST_PAUSE_S)
         deaths = self._deaths[self._engines.id_of(seat)] = _Deaths()
         named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
         while not self._stopping.is_set():
             started = deaths.last_start = time.monotonic()
-            # The row of an engine that is gone may still say that it is ready.
-            await self._note(self._engines.set_state, seat, "starting")
+            # The row may still say that the previous engine is ready.
+            await self._write_row(self._engines.set_state, seat, "starting", deaths.broken)
             try:
                 code = await self._run_once(shape, seat)
             except OSError as error:  # out of memory, or no space for the log: temporary
@@ -137,8 +153,10 @@ class Supervisor:
                 return
             if code == EXIT_LEASE_LOST:
                 continue  # it was slow, not broken
-            deaths.reason = f"it ended with status {code}"
-            await self._release(seat, "restarting", deaths.reason)
+            line = last_error(self.log_path(seat))
+            deaths.reason = f"it ended with status {code}{f' ({line})' if line else ''}"
+            deaths.starts = 0 if await self._was_ready(seat) else deaths.starts + 1
+            await self._release(seat, "restarting", deaths.broken or deaths.reason)
             ran_s = time.monotonic() - started
             deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
             pause_s = backoff.after(ran_s)
@@ -147,13 +165,20 @@ class Supervisor:
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
 
+    async def _was_ready(self, seat: Seat) -> bool:
+        """Whether the engine that just ended had been ready; True if the database cannot be read."""
+        with contextlib.suppress(SQLAlchemyError):
+            row = await asyncio.to_thread(self._engines.find, seat)
+            return row is None or row.state not in ("starting", "loading")
+        return True
+
     async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
         suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
-        await self._note(self._engines.release, seat, state, reason, suspects)
+        await self._write_row(self._engines.release, seat, state, reason, suspects)
         self._freed(seat.base_model)
 
-    async def _note(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
-        """Write the engine's state for polls; the engine writes its row itself once it runs."""
+    async def _write_row(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
+        """Write the engine's state for polls; a running engine writes its row itself."""
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(write, seat, *news)
 
@@ -166,7 +191,7 @@ class Supervisor:
         process = process or await self._started(spec, path)
         self.pids.add(process.pid)
         try:
-            return await self._attend(process)
+            return await self._wait_for_exit(process)
         finally:
             self.pids.discard(process.pid)
             self._gone(process.pid)
@@ -183,7 +208,7 @@ class Supervisor:
                 env=engine_environment(
                     metrics_directory(self._settings.resolved_data_dir), bucket=self._settings.has_bucket
                 ),
-                start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
+                start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step
             )
         assert process.stdin is not None
         process.stdin.write(spec)
@@ -192,11 +217,12 @@ class Supervisor:
     def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
         """The line of settings that an engine reads from standard input."""
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # server only
+        settings["sampler_api_key"] = self._settings.sampler_api_key.get_secret_value()
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
         spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
         return json.dumps(spec).encode() + b"\n"
 
-    async def _attend(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: Process) -> int:
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -211,6 +237,18 @@ class Supervisor:
         key = hashlib.sha256(seat.base_model.encode()).hexdigest()[:8]
         number = f"-{seat.index}" if seat.index else ""
         return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{number}.log"
+
+
+def last_error(log_path: Path) -> str:
+    """The last line of a log that names an exception, without credentials; empty if no line does."""
+    try:
+        with log_path.open("rb") as file:
+            file.seek(max(0, log_path.stat().st_size - MOST_LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")
+    return CREDENTIALS.sub("***", found)[:MOST_SHOWN]
 
 
 async def _end(process: Process, exited: asyncio.Task[int]) -> None:

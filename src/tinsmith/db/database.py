@@ -1,11 +1,11 @@
-"""The database: connections, transactions, migrations, and the few things that differ between SQLite and Postgres.
+"""The database: connections, transactions, migrations, and the differences between SQLite and Postgres.
 
-`schema` has the tables, and other modules know what their rows mean. SQLite runs in WAL mode, and has one writer at a
-time: writers of one process queue on a lock (`sqlite`). On Postgres writers run side by side (READ COMMITTED). A
-transaction that checks a row before it writes must lock that row (`with_for_update`), or write with a condition and
-count the rows, or rely on a unique constraint (`insert_once`).
+`schema` has the tables; other modules interpret the rows. SQLite runs in WAL mode and has one writer at a time: writers
+of one process queue on a lock (`sqlite`). On Postgres writers run concurrently (READ COMMITTED). A transaction that
+checks a row before it writes must lock that row (`with_for_update`), or write with a condition and count the rows, or
+rely on a unique constraint (`insert_once`).
 
-With a fence, every writing transaction begins with it; it raises if this process may not write any more.
+A fence runs at the beginning of every writing transaction, and raises if this process may no longer write.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ if TYPE_CHECKING:
     from alembic.script import ScriptDirectory
 
 MAX_NOTIFY_BYTES = 7_900
-"""Postgres takes less than 8,000 bytes in one NOTIFY."""
+"""The payload of a Postgres NOTIFY must be shorter than 8,000 bytes."""
 
 IDLE_IN_TRANSACTION_S = 10
-"""Postgres ends a transaction that is idle for this long: a process that is stopped in the middle of one would hold its
-locks for ever."""
+"""Postgres ends a transaction that is idle for this long, since a suspended process would hold its locks for ever."""
 
 MAX_CONNECTIONS, IDLE_CONNECTIONS = 40, 8
-"""Connections of one process to Postgres: at most, and those that stay open."""
+"""One process's limits of connections to Postgres: in total, and idle."""
 
 FILES_POLL_S = 1.0
-"""How often a process checks that the files of its database are still there."""
+"""Interval of the checks that the database's files were not moved or deleted."""
 
-_MIGRATION_LOCK = 0x74696E73  # any number that all servers share
+_MIGRATION_LOCK = 0x74696E73  # arbitrary, the same for all servers
 
 _LAST_BEFORE_RELEASE, _FIRST_RELEASE = "0010", "schema_0001"
-"""Two names of one schema: the last revision of the chain before the first release, and the first release's."""
+"""Two revisions with the same schema: the last before the first release, and that of the first release."""
 
 Fence = Callable[[Connection], None]
 Query = sa.Select | Statement
@@ -69,7 +68,7 @@ __all__ = ["Database", "DatabaseMovedError", "Fence", "now", "sqlalchemy_url"]
 
 
 class Database:
-    """Connections to one database. `write` and `read` each give one transaction."""
+    """Connections to one database. `write` opens a transaction, `read` a connection for reading."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class Database:
         exists: bool = False,
         connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """On SQLite, a writer waits for others for `patience_s`. `exists`: another process has made the database;
-        raises DatabaseMovedError if its file is missing. `connections` is the most on Postgres: with one for each
-        thread, no thread waits for another's.
+        """On SQLite, a writer waits up to `patience_s` for other writers. With `exists`, raises DatabaseMovedError if
+        the database's file is missing. `connections` is the limit on Postgres; with one for each thread, threads never
+        wait for a connection.
         """
         self.url = sqlalchemy_url(url)
         self._fence = fence
@@ -101,7 +100,7 @@ class Database:
             event.listen(self.engine, "connect", _configure_postgres)
 
     def time_use(self, used: Callable[[float], None]) -> None:
-        """Call `used` with the seconds for which each connection was in use."""
+        """Call `used` with the duration in seconds of each use of a connection."""
         if self.is_sqlite:
             self._pool.on_use = self._nowait_pool.on_use = used
         else:
@@ -110,7 +109,7 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         if self.is_sqlite:
-            with self._write_lock.held(), self._pool.connection() as connection:
+            with self._write_lock.acquire(), self._pool.connection() as connection:
                 self._write_lock.begin(connection)
                 with self._writing(connection):
                     yield connection
@@ -122,11 +121,11 @@ class Database:
 
     @contextmanager
     def write_nowait(self) -> Iterator[Connection | None]:
-        """The same, if it need not wait for another writer or for the disk; otherwise None."""
+        """As `write`, but yields None if it would wait for another writer or for the disk."""
         if not self.is_sqlite:
             yield None
             return
-        with self._write_lock.held_nowait() as held:
+        with self._write_lock.try_acquire() as held:
             if not held:
                 yield None
                 return
@@ -143,17 +142,17 @@ class Database:
             self._fence(connection)
         yield
         commit(connection)
-        self.check_files()  # nothing is acknowledged that was written to a deleted file
+        self.check_files()  # so that a write to a deleted file is not acknowledged
 
     def check_files(self) -> None:
-        """On SQLite, check that its files are still those that were opened. Raises DatabaseMovedError."""
+        """On SQLite, raise DatabaseMovedError if the database's files are not those that were opened."""
         if self._files:
             self._files.check()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """On SQLite, SQLAlchemy's statements are one transaction, and each `Statement` is one by itself; on Postgres
-        each statement is one.
+        """A connection for reading. On SQLite, all statements of SQLAlchemy share one transaction, and each `Statement`
+        is its own transaction; on Postgres each statement is its own transaction.
         """
         if self.is_sqlite:
             with self._pool.connection() as connection:
@@ -164,7 +163,7 @@ class Database:
                 yield connection
 
     def execute(self, statement: sa.Executable, values: Values = None) -> int:
-        """One statement in a transaction of its own; returns the number of rows that it changed."""
+        """Execute one statement in its own transaction; returns the number of changed rows."""
         with self.write() as connection:
             return connection.execute(statement, values).rowcount
 
@@ -175,7 +174,7 @@ class Database:
             return connection.execute(query, values).all()
 
     def first(self, query: Query, values: Values = None) -> Any:  # noqa: ANN401  a row of the query's columns
-        """The first row; None without one."""
+        """The first row, or None."""
         with self.read() as connection:
             if isinstance(query, Statement):
                 return query.first(connection, values or {})
@@ -187,32 +186,32 @@ class Database:
             return list(connection.scalars(query, values))
 
     def scalar(self, query: sa.Select, values: Values = None) -> Any:  # noqa: ANN401  of the column's type
-        """The first column of the first row; None without a row."""
+        """The first column of the first row, or None."""
         with self.read() as connection:
             return connection.scalar(query, values)
 
     def page(self, query: sa.Select, limit: int | None, offset: int) -> tuple[Sequence[Any], int]:
-        """Some rows of a query of one table or join, and how many it has in all."""
+        """A page of a query's rows, and the total number of rows. The query has one table or join."""
         count = query.with_only_columns(sa.func.count(), maintain_column_froms=True).order_by(None)
         with self.read() as connection:
             rows = connection.execute(query.limit(limit).offset(offset)).all()
             return rows, connection.scalar(count) or 0
 
     def insert_once(self, table: sa.Table) -> sa.Insert:
-        """An INSERT that does nothing, and counts no row, if a row with the same key exists or is being inserted."""
+        """An INSERT that does nothing, with row count 0, if a row with the same key exists or is being inserted."""
         dialect = sqlite if self.is_sqlite else postgresql
         statement = dialect.insert(table).on_conflict_do_nothing().inline()
         return statement.execution_options(preserve_rowcount=True)
 
     def clock(self) -> sa.ColumnElement[float]:
-        """The time by the database's clock, on which processes of several machines agree."""
+        """The time by the database's clock, which is the same for processes on several machines."""
         if self.is_sqlite:
             return sa.literal(now())
         return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Float)
 
     def checkpoint(self) -> None:
-        """On SQLite, move the write-ahead log into the database file beside other writers. Otherwise the commit that
-        fills the log does so, and other writers wait.
+        """On SQLite, copy the write-ahead log into the database file without blocking writers. Otherwise the commit
+        that fills the log would do so while other writers wait.
         """
         if self.is_sqlite:
             with contextlib.closing(self.engine.raw_connection()) as connection:
@@ -225,31 +224,31 @@ class Database:
                 _NOTIFY.count(connection, {"channel": channel, "payload": payload})
 
     @contextmanager
-    def alone(self, name: str) -> Iterator[bool]:
-        """Whether this process got the lock of this name, which it holds until the end of the block.
+    def try_lock(self, name: str) -> Iterator[bool]:
+        """Try to lock a name until the end of the block; yields whether this process holds the lock.
 
-        The lock ends with the process: on Postgres it is the connection's, on SQLite it is on a file beside its own.
+        The lock ends with the process: on Postgres with its connection; on SQLite it is a file beside the database.
         """
         if self.is_sqlite:
-            with file_lock(f"{sa.make_url(self.url).database}.{name}.lock") as claimed:
-                yield claimed
+            with file_lock(f"{sa.make_url(self.url).database}.{name}.lock") as acquired:
+                yield acquired
             return
         key = {"name": name}
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            claimed = bool(connection.scalar(_CLAIM, key))
+            acquired = bool(connection.scalar(_TRY_LOCK, key))
             try:
-                yield claimed
+                yield acquired
             finally:
-                if claimed:
-                    connection.execute(_DISCLAIM, key)
+                if acquired:
+                    connection.execute(_UNLOCK, key)
 
     def lock(self, connection: Connection, name: str) -> None:
-        """Lock a name until the end of a writing transaction. On SQLite there is one writer at a time in any case."""
+        """Lock a name until the end of a writing transaction. SQLite, with one writer at a time, needs no lock."""
         if not self.is_sqlite:
             connection.execute(_LOCK, {"name": name})
 
     def migrate(self) -> None:
-        """Bring the schema to the newest version; several processes may call it at once. Raises SettingsError."""
+        """Migrate the schema to the newest version; processes may call it concurrently. Raises SettingsError."""
         from alembic import command
         from alembic.config import Config as AlembicConfig
         from alembic.script import ScriptDirectory
@@ -258,7 +257,7 @@ class Database:
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         try:
             with self.engine.connect() as connection:
-                # Locked first: two processes that both find an empty schema would both create it.
+                # Locked first, or two processes that find an empty schema would both create it.
                 if self.is_sqlite:
                     begin(connection)
                 else:
@@ -282,10 +281,10 @@ class Database:
 
 
 _NOTIFY = Statement(sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload"))))
-_LOCKED_NAMES = 1  # the first of two keys; claims have one
+_LOCKED_NAMES = 1  # the first of two keys; `try_lock` uses one key
 _LOCK = sa.select(sa.func.pg_advisory_xact_lock(_LOCKED_NAMES, sa.func.hashtext(sa.bindparam("name"))))
-_CLAIM = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam("name"))))
-_DISCLAIM = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
+_TRY_LOCK = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam("name"))))
+_UNLOCK = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
 
 
 def sqlalchemy_url(url: str) -> str:
@@ -299,19 +298,19 @@ def _postgres_engine(url: str, connections: int) -> Engine:
     if scheme != "postgresql+psycopg":
         raise SettingsError(f"database_url begins with {f'{scheme[:20]}://'!r}; use sqlite:/// or postgresql://")
     try:
-        # A broken connection is replaced before it is used.
+        # pool_pre_ping replaces a broken connection before it is used.
         overflow = max(0, connections - IDLE_CONNECTIONS)
         return sa.create_engine(
             url, pool_size=IDLE_CONNECTIONS, max_overflow=overflow, pool_pre_ping=True, hide_parameters=True
         )
     except ModuleNotFoundError:
-        raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
+        raise SettingsError("database_url needs the Postgres driver: pip install 'tinsmith[postgres]'") from None
     except (ArgumentError, ValueError):
-        raise SettingsError("database_url is no URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
+        raise SettingsError("database_url is not a URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
 
 
 def _check_version(connection: Connection, scripts: ScriptDirectory) -> None:
-    """Accepts a database without tables or of a known schema version. Raises SettingsError for any other."""
+    """Raise SettingsError unless the database is empty or has a known schema version."""
     from alembic.migration import MigrationContext
 
     found = set(MigrationContext.configure(connection).get_current_heads())
@@ -322,8 +321,8 @@ def _check_version(connection: Connection, scripts: ScriptDirectory) -> None:
     if unknown:
         raise SettingsError(
             f"the database has schema version {', '.join(sorted(unknown))}, which this Tinsmith does not know; its own "
-            f"is {scripts.get_current_head()}. If a newer Tinsmith made it, upgrade this one. If it is older than the "
-            "first release, choose another database_url or an empty --data-dir"
+            f"is {scripts.get_current_head()}. If a newer Tinsmith created the database, upgrade this one. If it is "
+            "older than the first release, choose another database_url or an empty --data-dir"
         )
 
 
@@ -347,11 +346,11 @@ def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, 
 
 
 def chunks(values: Sequence[str], size: int = 500) -> Iterator[Sequence[str]]:
-    """Parts of a list that are short enough for one IN (...) clause."""
+    """Slices of a list, each short enough for one IN (...) clause."""
     for start in range(0, len(values), size):
         yield values[start : start + size]
 
 
 def now() -> float:
-    """Seconds since the epoch, for rows."""
+    """The time for rows: seconds since the epoch."""
     return time.time()

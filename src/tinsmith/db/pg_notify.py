@@ -1,9 +1,9 @@
-"""Wake-ups through Postgres: LISTEN and NOTIFY, for processes that share no machine.
+"""Wake-ups between machines by Postgres' LISTEN and NOTIFY.
 
-`Database.notify` sends: it is part of the transaction that writes the rows, so that they never are committed without
-their notification. This module receives: a thread with a connection of its own collects ids. A broken connection is
-opened again. Notifications sent meanwhile are lost, so the reader is woken with an empty id, which means: read all
-rows. Slow polls cover the rest (see `wakeups`).
+`Database.notify` sends in the transaction that writes the rows, so that rows are never committed without their
+notification. This module receives: a thread with its own connection collects ids. It replaces a broken connection.
+Notifications sent meanwhile are lost, so it wakes the reader with an empty id, which means: read all rows. Slow polls
+cover the rest (`wakeups`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import psycopg
 
 RECONNECT_S = 0.5
-"""Pause between two attempts to connect."""
+"""Pause between attempts to connect."""
 
 QUIET_S = 30.0
 """A connection without notifications for this long is tested with a query."""
@@ -35,20 +35,20 @@ log = structlog.get_logger()
 
 
 def open_mailbox(database_url: str, name: str, failed: Callable[[str], None] = ignore) -> WakeUps:
-    """This process's endpoint for the wake-ups of a database. `failed` is called when its thread fails."""
+    """Open this process's endpoint for the wake-ups of a database. `failed` is called when its thread fails."""
     if database_url.startswith("sqlite"):
-        return Mailbox(socket_dir(_shared(database_url)), name)
+        return Mailbox(socket_dir(_shared_path(database_url)), name)
     return PostgresMailbox(database_url, name, failed)
 
 
-def _shared(database_url: str) -> Path:
-    """A path that all processes on a SQLite file share: its data directory, or the file if it has another name."""
+def _shared_path(database_url: str) -> Path:
+    """The path that identifies a SQLite database to all its processes: tinsmith.db's directory, or another file."""
     path = Path(sa.make_url(database_url).database or "").resolve()
     return path.parent if path.name == "tinsmith.db" else path
 
 
 class PostgresMailbox:
-    """Reads one channel and its group's channel. `wake` sends nothing, since `Database.notify` does."""
+    """Reads one channel and its group's channel. `wake` does nothing, since `Database.notify` sends."""
 
     def __init__(self, url: str, channel: str, failed: Callable[[str], None] = ignore) -> None:
         self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
@@ -64,10 +64,10 @@ class PostgresMailbox:
         return self._woken
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Nothing to do: `Database.notify` was part of the transaction."""
+        """Does nothing: `Database.notify` was part of the transaction."""
 
     def drain(self) -> set[str]:
-        """All ids that arrived; an empty id says that others may have been missed."""
+        """All ids that arrived; an empty id means that others may have been missed."""
         with self._lock:
             ids, self._ids = self._ids, set()
             if ids:
@@ -75,7 +75,7 @@ class PostgresMailbox:
         return ids
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until something arrives; False after the time-out."""
+        """Block until an id arrives; returns False after the timeout."""
         readable, _, _ = select.select([self._woken], [], [], timeout_s)
         return bool(readable)
 
@@ -100,7 +100,7 @@ class PostgresMailbox:
                 with psycopg.connect(self._conninfo, autocommit=True) as connection:
                     self._listen(connection)
             except psycopg.Error as error:
-                log.warning("the connection for wake-ups broke; opening another", error=str(error))
+                log.warning("the connection for wake-ups broke; reconnecting", error=str(error))
                 self._ends_within(RECONNECT_S)
 
     def _listen(self, connection: psycopg.Connection) -> None:

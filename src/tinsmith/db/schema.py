@@ -1,8 +1,7 @@
 """Every table of the service, the same on SQLite and on Postgres.
 
-Each table is a module constant. Times are float seconds since the epoch (UTC). Large values have tables of their own,
-so that reading or updating a row's metadata does not touch them. A change here needs a migration
-(`migrations/versions`).
+Each table is a module constant. Times are float seconds since the epoch (UTC). Large values are in separate tables, so
+that reading or updating a row's metadata does not touch them. A change needs a migration (`migrations/versions`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ METADATA = sa.MetaData(
 
 
 def _where(condition: str) -> dict[str, Any]:
-    """Makes an index partial: it holds only the rows that satisfy the condition, which are few."""
+    """Options of a partial index, for conditions that few rows satisfy."""
     return {"sqlite_where": sa.text(condition), "postgresql_where": sa.text(condition)}
 
 
 def _serial(name: str) -> sa.Column[int]:
-    """A primary key that the database counts up; SQLite only does so for the type INTEGER."""
+    """An autoincrementing primary key; SQLite requires the type INTEGER for it."""
     return sa.Column(name, sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True)
 
 
@@ -69,14 +68,15 @@ MODELS = sa.Table(
     sa.Column("train_attn", sa.Boolean, nullable=False),
     sa.Column("train_mlp", sa.Boolean, nullable=False),
     sa.Column("train_unembed", sa.Boolean, nullable=False),
+    sa.Column("lora_alpha", sa.Float, nullable=False),
     sa.Column("optimizer_type", sa.String(16), nullable=False),
     sa.Column("user_metadata", sa.JSON),
-    sa.Column("project_id", sa.String(128)),  # only for a copy, which has no session; else the session has it
+    sa.Column("project_id", sa.String(128)),  # of a copy, which has no session; else null
     sa.Column("engine_id", sa.String(64)),  # the only engine that may work on it; null: any engine may claim it
     sa.Column("applied_seq_id", sa.BigInteger, nullable=False),  # every seq_id up to it took effect or was refused
     sa.Column("snapshot_seq_id", sa.BigInteger),  # the newest snapshot covers seq_ids up to this one
     sa.Column("snapshot_directory", sa.String(64)),
-    sa.Column("previous_snapshot_seq_id", sa.BigInteger),  # the snapshot before, in case the newest is damaged
+    sa.Column("previous_snapshot_seq_id", sa.BigInteger),  # used if the newest snapshot is damaged
     sa.Column("previous_snapshot_directory", sa.String(64)),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("last_request_at", sa.Float, nullable=False),
@@ -102,19 +102,19 @@ FUTURES = sa.Table(
     sa.Column("num_tokens", sa.Integer, nullable=False),  # upper bound of its cost, for the scheduler
     sa.Column("body_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("prefill_tokens", sa.Integer),  # cost of a settled sample: prompt tokens,
-    sa.Column("cached_tokens", sa.Integer),  # those of them that were in the prefix cache,
+    sa.Column("cached_tokens", sa.Integer),  # the part of them in the prefix cache,
     sa.Column("sampled_tokens", sa.Integer),  # and generated tokens
     sa.Column("settle_order", sa.BigInteger),  # position among the settled samples of its sampling session
     sa.Column("error", sa.Text),
     sa.Column("category", sa.String(16)),
     sa.Column("result_type", sa.String(8)),  # proto | json
     sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("started_at", sa.Float),  # when an engine began to work on it
+    sa.Column("started_at", sa.Float),  # when an engine began it
     sa.Column("ran_at", sa.Float),  # when the engine had its result
     sa.Column("settled_at", sa.Float),
     sa.Column("step", sa.Integer),  # number of the engine's step that ran it
     sa.Column("traceparent", sa.String(64)),  # W3C trace context of the request
-    sa.Column("executor", sa.String(64)),  # the engine or sampler it is assigned to, unless its run decides
+    sa.Column("executor", sa.String(64)),  # the engine or sampler of a request without a run
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
     sa.Index("ix_futures_work", "base_model", "state", "arrival"),
@@ -173,6 +173,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("train_attn", sa.Boolean, nullable=False),
     sa.Column("train_mlp", sa.Boolean, nullable=False),
     sa.Column("train_unembed", sa.Boolean, nullable=False),
+    sa.Column("lora_alpha", sa.Float, nullable=False),
     sa.Column("optimizer_type", sa.String(16), nullable=False),
     sa.Column("public", sa.Boolean, nullable=False),
     sa.Column("user_metadata", sa.JSON),
@@ -205,10 +206,12 @@ EXCHANGES = sa.Table(
     sa.Column("tokens", sa.LargeBinary, nullable=False),  # int32, zstd
     sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32, zstd
     sa.Column("stop_reason", sa.String(16), nullable=False),
+    sa.Column("digest", sa.String(64)),  # of the chat that the answer ends (chat/splicing.py)
     sa.Column("reward", sa.Float),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_exchanges_session", "tenant_id", "session", "exchange_id"),
     sa.Index("ix_exchanges_created", "created_at"),
+    sa.Index("ix_exchanges_digest", "tenant_id", "session", "digest"),
 )
 
 RESPONSES = sa.Table(
@@ -232,7 +235,7 @@ SEQUENCES = sa.Table(
     sa.Column("session_id", sa.String(64), nullable=False),
     sa.Column("prompt_tokens", sa.Integer, nullable=False),
     sa.Column("sampled_tokens", sa.Integer, nullable=False),
-    sa.Column("valid_until", sa.Float, nullable=False),  # training may refer to it until then
+    sa.Column("valid_until", sa.Float, nullable=False),  # training may not refer to it later
     sa.Index("ix_sequences_session", "session_id"),
     sa.Index("ix_sequences_valid_until", "valid_until"),
 )
@@ -251,9 +254,10 @@ ENGINES = sa.Table(
     sa.Column("started_at", sa.Float, nullable=False),
     sa.Column("holder", sa.Text, nullable=False, server_default=""),  # its supervisor: host:id:directory
     sa.Column("epoch", sa.BigInteger, nullable=False, server_default="0"),  # fencing token; every start increases it
-    sa.Column("lease_expires_at", sa.Float, nullable=False, server_default="0"),  # from then on it may be fenced
+    sa.Column("lease_expires_at", sa.Float, nullable=False, server_default="0"),  # the engine may be fenced afterwards
     sa.Column("address", sa.Text),  # its address for direct connections
     sa.Column("suspects", sa.Text),  # in-flight journal of a crashed engine, for its successor
+    sa.Column("facts", sa.JSON),  # what a dedicated sampler reports of itself: `executors.Executors.report`
     sa.Index("ix_engines_base_model", "base_model"),
 )
 
@@ -263,7 +267,7 @@ TENANTS = sa.Table(
     "tenants",
     METADATA,
     sa.Column("tenant_id", sa.String(64), primary_key=True),
-    sa.Column("quotas", sa.JSON, nullable=False),  # name -> limit, where it differs from the settings
+    sa.Column("quotas", sa.JSON, nullable=False),  # name -> limit that overrides the settings
     sa.Column("created_at", sa.Float, nullable=False),
 )
 
@@ -300,7 +304,7 @@ USAGE = sa.Table(
     sa.Column("base_model", sa.String(512), primary_key=True),
     sa.Column("type", sa.String(24), primary_key=True),  # training | sampling_prefill | sampling_cached | ...
     sa.Column("tenant_id", sa.String(64), nullable=False),
-    sa.Column("quantity", sa.BigInteger, nullable=False),  # tokens, or how many
+    sa.Column("quantity", sa.BigInteger, nullable=False),  # tokens or checkpoints
     sa.Index("ix_usage_tenant_bucket", "tenant_id", "bucket_start"),
 )
 
@@ -349,6 +353,28 @@ KEPT_SAMPLES = sa.Table(
     sa.Index("ix_kept_samples_tenant", "tenant_id", "position"),
     sa.Index("ix_kept_samples_request", "request_id"),
     sa.Index("ix_kept_samples_created", "created_at"),
+    sqlite_autoincrement=True,
+)
+
+KEPT_ANSWERS = sa.Table(
+    "kept_answers",
+    METADATA,
+    _serial("position"),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("request_id", sa.String(192), nullable=False),  # of the kept sample
+    sa.Column("number", sa.Integer, nullable=False),  # among the sample's sequences
+    sa.Column("digest", sa.String(32), nullable=False),  # of all tokens, prompt and answer
+    sa.Column("num_tokens", sa.Integer, nullable=False),  # of the answer, before it was cut
+    sa.Column("reward", sa.Float),  # as the client reported it
+    sa.Column("model_id", sa.String(128)),  # the run that trained on it
+    sa.Column("step", sa.BigInteger),  # the optimizer step of that training
+    sa.Column("advantage", sa.Float),  # mean over the trained tokens
+    sa.Column("logprobs", sa.LargeBinary),  # of the last tokens, in training: float32, zstd
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("ix_kept_answers_digest", "tenant_id", "digest"),
+    sa.Index("ix_kept_answers_request", "request_id"),
+    sa.Index("ix_kept_answers_tenant", "tenant_id", "created_at"),
+    sa.Index("ix_kept_answers_created", "created_at"),
     sqlite_autoincrement=True,
 )
 
@@ -403,8 +429,8 @@ OPENAI_BATCHES = sa.Table(
     sqlite_autoincrement=True,
 )
 
-# Bulk jobs. `batch_state` has the eight columns that Sky Batch names (job_id to updated_at), and those of attempts,
-# leases and results.
+# Bulk jobs. The first eight columns of `batch_state` (job_id to updated_at) are those of Sky Batch; the others are for
+# attempts, leases and results.
 
 BATCH_JOBS = sa.Table(
     "batch_job",
@@ -419,8 +445,8 @@ BATCH_JOBS = sa.Table(
     sa.Column("spec", sa.JSON, nullable=False),
     sa.Column("owner_token", sa.String(64)),  # fencing token of its coordinator
     sa.Column("owner_holder", sa.Text),  # the coordinator's server: host and directory
-    sa.Column("owner_lease_at", sa.Float, nullable=False, server_default="0"),  # from then on another may take over
-    sa.Column("sealed", sa.Boolean, nullable=False),  # whether all of its batches have rows
+    sa.Column("owner_lease_at", sa.Float, nullable=False, server_default="0"),  # another may take over afterwards
+    sa.Column("sealed", sa.Boolean, nullable=False),  # whether all its batches have rows
     sa.Column("total_rows", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("total_batches", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("completed_batches", sa.BigInteger, nullable=False, server_default="0"),
@@ -429,6 +455,8 @@ BATCH_JOBS = sa.Table(
     sa.Column("tokens_in", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("tokens_out", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("max_failed_rows", sa.Float, nullable=False),
+    sa.Column("worker_seconds", sa.Float, nullable=False, server_default="0"),  # of its workers that have ended
+    sa.Column("paid_until", sa.JSON),  # the state of its rate limits: see RateLimits in batch/coordinator/job_run.py
     sa.Column("resume_from", sa.BigInteger),
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs
     sa.Column("error", sa.Text),

@@ -1,12 +1,11 @@
-"""What SQLite needs beside SQLAlchemy: its files, a connection pool and a write lock.
+"""SQLite beside SQLAlchemy: the checks of its files, a connection pool and a write lock.
 
-Taking a connection from SQLAlchemy's pool, beginning and committing by it cost 0.1 ms of a processor; SQLite needs
-0.01. So connections stay open between transactions, and BEGIN and COMMIT go to the driver. A statement that SQLAlchemy
-executes joins the transaction that is open.
+SQLAlchemy's pool, BEGIN and COMMIT take 0.1 ms of CPU time for a transaction; SQLite needs 0.01. So connections stay
+open between transactions, and BEGIN and COMMIT go to the driver. SQLAlchemy's statements join the open transaction.
 
-SQLite has one writer at a time. The writers of one process queue on a lock, and only the one that holds it waits for
-other processes. A writer that has waited for its patience gets an error, and nothing is written. While another process
-holds the database for that long, further writers fail at once, since each of them would block a thread.
+SQLite has one writer at a time. The writers of one process queue on a lock, and only the holder waits for other
+processes. A writer that has waited for `patience_s` fails without a write. Then further writers fail at once for a
+while, since each of them would block a thread.
 """
 
 from __future__ import annotations
@@ -39,52 +38,52 @@ POOL_SIZE = 5
 """Idle connections that stay open."""
 
 MAX_BUSY_TIMEOUT_S = 30.0
-"""The longest wait inside SQLite; a writer with more patience tries again."""
+"""The longest wait inside SQLite; a writer with a longer timeout tries again."""
 
 STUCK_S = 1.0
-"""After a writer waited in vain, other writers fail at once for this long."""
+"""After a writer timed out, other writers fail at once for this long."""
 
 TICK_S = 0.1
-"""SQLite's own clock of a wait is less exact than this."""
+"""Margin for the inexact timing of SQLite's waits."""
 
 log = structlog.get_logger()
 
 
 class DatabaseMovedError(SQLAlchemyError):
-    """The files of a SQLite database are no longer those that this process has open: what it writes is lost."""
+    """The files of a SQLite database are no longer those that this process has open, so its writes are lost."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"{path} was moved, deleted or replaced while Tinsmith had it open, so what is written is lost. Stop all "
-            "Tinsmith processes, put the file back with the -wal file beside it (or a backup), and start them again; "
-            "to begin anew, choose an empty --data-dir"
+            f"{path} was moved, deleted or replaced while Tinsmith had it open, so writes are lost. Stop all Tinsmith "
+            "processes, put the file back with the -wal file beside it (or a backup), and start them again; "
+            "to start over, choose an empty --data-dir"
         )
 
 
 class DatabaseFiles:
     """The database file, its log and the log's index, as this process opened them.
 
-    SQLite never looks up the names of its files again: it goes on with files that other processes cannot see. SQLite
-    itself replaces none of the three while this process has a connection.
+    SQLite keeps using open files that were moved or deleted, which other processes cannot see. SQLite itself never
+    replaces the three files while this process has a connection.
     """
 
     def __init__(self, path: str, *, exists: bool) -> None:
-        """Makes the database file, unless it `exists`. Raises DatabaseMovedError if it should exist and does not."""
+        """Create the database file unless it `exists`. Raises DatabaseMovedError if it should exist and does not."""
         if exists and not os.path.exists(path):
             raise DatabaseMovedError(path)
-        # SQLite's own files are readable by every user; its log and index take the mode of this one.
-        with contextlib.suppress(OSError):  # it exists already, or SQLite reports the error
+        # SQLite would create a file that all users can read; its log and index take the mode of this file.
+        with contextlib.suppress(OSError):  # the file exists, or SQLite reports the error
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         self.path = path
         self._known: dict[str, tuple[int, int] | None] = {path: _identity(path)}
         self.closed()
 
     def closed(self) -> None:
-        """To be called without any connection: the last process to close the database deletes its log and index."""
+        """Must be called when no connection is open: the last process to close the database deletes log and index."""
         self._known |= {f"{self.path}-wal": None, f"{self.path}-shm": None}
 
     def check(self) -> None:
-        """Raises DatabaseMovedError."""
+        """Raise DatabaseMovedError if a file was replaced."""
         for path, known in self._known.items():
             found = _identity(path)
             if known is None:
@@ -102,29 +101,29 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float, *, autocheckpoint: bool = True) -> Engine:
-    """Connections that wait for `timeout_s` for a lock. Without `autocheckpoint`, their commits never move the log into
-    the database file. `files` is None for a database in memory.
+    """An engine whose connections wait up to `timeout_s` for a lock. Without `autocheckpoint`, commits never copy the
+    log into the database file. `files` is None for a database in memory.
     """
 
     def connect() -> sqlite3.Connection:
         if files is None:
             return sqlite3.connect(":memory:", timeout_s, check_same_thread=False)
         files.check()
-        # mode=rw: SQLite would create a missing file.
+        # mode=rw, because SQLite would create a missing file.
         return sqlite3.connect(f"file:{quote(files.path)}?mode=rw", timeout_s, check_same_thread=False, uri=True)
 
     def configure(connection: DBAPIConnection, _record: object) -> None:
-        connection.isolation_level = None  # type: ignore[attr-defined]  the driver begins no transactions by itself
+        connection.isolation_level = None  # type: ignore[attr-defined]  the driver starts no transactions
         with contextlib.closing(connection.cursor()) as cursor:
             _use_wal(cursor)
             cursor.execute("PRAGMA synchronous=NORMAL")
             cursor.execute("PRAGMA foreign_keys=ON")
-            # KiB of each connection; the system's page cache holds the file for all of them.
+            # KiB per connection; all share the file in the system's page cache.
             cursor.execute("PRAGMA cache_size=-16384")
             if not autocheckpoint:
                 cursor.execute("PRAGMA wal_autocheckpoint=0")
 
-    # Named parameters, as statements have them on Postgres. hide_parameters: request bodies stay out of the log.
+    # Named parameters, as on Postgres. hide_parameters keeps request bodies out of the log.
     engine = sa.create_engine(url, creator=connect, paramstyle="named", hide_parameters=True)
     event.listen(engine, "connect", configure)
     event.listen(engine, "begin", _begin_or_join)
@@ -132,8 +131,8 @@ def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float, *, auto
 
 
 def _use_wal(cursor: DBAPICursor) -> None:
-    # When two processes set the mode of a new file at once, each waits for the other's lock, and SQLite tells one of
-    # them at once that the file is locked, whatever its timeout.
+    # When two processes set the mode of a new file concurrently, each waits for the other's lock, and SQLite reports to
+    # one of them that the file is locked, without waiting for its timeout.
     deadline = time.monotonic() + MAX_BUSY_TIMEOUT_S
     while True:
         try:
@@ -148,7 +147,7 @@ def _use_wal(cursor: DBAPICursor) -> None:
 class ConnectionPool:
     """Connections that stay open between transactions. Each has one user at a time, on any thread.
 
-    A connection on which something failed goes back to SQLAlchemy, which rolls back what was not committed.
+    A connection on which an operation failed is returned to SQLAlchemy, which rolls its transaction back.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -189,14 +188,14 @@ _BEGIN, _BEGIN_WRITE, _COMMIT = (Statement(sa.text(text)) for text in ("BEGIN", 
 
 
 def begin(connection: Connection) -> None:
-    """Begin to write. It locks the database now: to upgrade a reading transaction can fail without waiting. Raises
-    OperationalError.
+    """Begin a writing transaction, which locks the database at once: upgrading a reading transaction can fail without
+    waiting. Raises OperationalError.
     """
     _BEGIN_WRITE.count(connection, {})
 
 
 def _begin_or_join(connection: Connection) -> None:
-    """What SQLAlchemy calls before its first statement in a transaction."""
+    """SQLAlchemy calls this before its first statement in a transaction."""
     driver = connection.connection.dbapi_connection
     assert isinstance(driver, sqlite3.Connection)
     if not driver.in_transaction:
@@ -204,8 +203,8 @@ def _begin_or_join(connection: Connection) -> None:
 
 
 def commit(connection: Connection) -> None:
-    """Raises DBAPIError."""
-    if connection.in_transaction():  # as SQLAlchemy sees it
+    """Commit the writing transaction. Raises DBAPIError."""
+    if connection.in_transaction():  # of SQLAlchemy
         connection.commit()
     else:
         _COMMIT.count(connection, {})
@@ -227,12 +226,12 @@ class WriteLock:
 
     @property
     def busy_timeout_s(self) -> float:
-        """How long SQLite waits by itself."""
+        """How long SQLite waits for a lock."""
         return min(self._patience_s, MAX_BUSY_TIMEOUT_S)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Waits for the other writers of this process. Raises TimeoutError."""
+    def acquire(self) -> Iterator[None]:
+        """Wait for the other writers of this process. Raises TimeoutError."""
         patience_s = 0.0 if time.monotonic() < self._stuck_until else self._patience_s
         if not self._lock.acquire(timeout=-1 if math.isinf(patience_s) else patience_s):
             raise TimeoutError("another writer has held the database for too long")
@@ -242,7 +241,7 @@ class WriteLock:
             self._lock.release()
 
     @contextmanager
-    def held_nowait(self) -> Iterator[bool]:
+    def try_acquire(self) -> Iterator[bool]:
         """Whether the lock was free."""
         acquired = self._lock.acquire(blocking=False)
         try:
@@ -252,7 +251,7 @@ class WriteLock:
                 self._lock.release()
 
     def begin(self, connection: Connection) -> None:
-        """Begin to write, once no other process writes. Raises OperationalError."""
+        """Begin a writing transaction once no other process writes. Raises OperationalError."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
@@ -263,10 +262,10 @@ class WriteLock:
                 if time.monotonic() >= deadline - TICK_S:
                     self._stuck_until = time.monotonic() + STUCK_S
                     raise
-                log.warning("another process does not let go of the database; waiting for it")
+                log.warning("another process keeps the database locked; waiting for it")
 
     def begin_nowait(self, connection: Connection) -> bool:
-        """Begin to write on a connection without a timeout; False if another process writes."""
+        """Begin a writing transaction on a connection without a timeout; returns False if another process writes."""
         try:
             begin(connection)
         except OperationalError as error:
@@ -282,7 +281,7 @@ def _is_locked(error: OperationalError) -> bool:
 
 @contextmanager
 def file_lock(path: str) -> Iterator[bool]:
-    """Whether this process got the lock, which ends with the block or the process."""
+    """Try to lock a file until the end of the block or of the process; yields whether this process holds the lock."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:

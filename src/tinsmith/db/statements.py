@@ -1,9 +1,9 @@
-"""Statements of the hot path: SQL that is compiled once for each kind of database and executed on the driver.
+"""Statements of the hot path: SQL that is compiled once per database dialect and executed on the driver.
 
-What SQLAlchemy does for each execution takes longer than SQLite takes for the statement. A `Statement` runs in a
-transaction that `Database` opened, on its connection, and raises SQLAlchemy's errors. Its parameters are named, and
-every execution gives all of them: JSON as text, everything else as the driver takes it. Rows are tuples in the order of
-the statement's columns. A list of any length (`IN`) is not supported, since its text differs with its length.
+SQLAlchemy's overhead for each execution exceeds SQLite's time for the statement. A `Statement` runs in a transaction
+that `Database` opened, on its connection, and raises SQLAlchemy's errors. Its parameters are named, and every execution
+passes all of them: JSON as text, other types as the driver takes them. Rows are tuples in the order of the statement's
+columns. `IN` with a list of variable length is not supported, since the SQL depends on the length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """The text for one kind of database, the values that it fixes, and what decodes columns of the driver's rows."""
+    """The SQL for one dialect, the values of its literals, and decoders of columns, by index."""
 
     text: str
     fixed: Mapping[str, object]
@@ -37,14 +37,14 @@ class _Compiled:
 
 
 class Statement:
-    """One statement, for any connection."""
+    """A statement for connections of any dialect."""
 
     def __init__(self, statement: sa.ClauseElement) -> None:
         self._statement = statement
         self._compiled: dict[str, _Compiled] = {}
 
     def count(self, connection: Connection, values: Mapping[str, object]) -> int:
-        """Execute it; returns the number of rows that it changed."""
+        """Execute the statement; returns the number of changed rows."""
         return self._execute(connection, values)[1].rowcount
 
     def rows(self, connection: Connection, values: Mapping[str, object]) -> list[Row]:
@@ -79,7 +79,7 @@ class Bound:
 
 
 Effect = sa.Executable | Bound
-"""A statement that a transaction executes in addition to its own."""
+"""A further statement for a transaction of another module."""
 
 Effects = Sequence[Effect]
 
@@ -106,7 +106,7 @@ def _compile(statement: sa.ClauseElement, dialect: Dialect, names: list[str]) ->
 
 
 def _translated(error: Exception, connection: Connection, text: str) -> BaseException:
-    """The driver's error as SQLAlchemy would raise it, without the values; a broken connection is invalidated."""
+    """The driver's error as SQLAlchemy would raise it, without parameters; a broken connection is invalidated."""
     dialect = connection.dialect
     dbapi: Any = dialect.loaded_dbapi
     if not isinstance(error, dbapi.Error):

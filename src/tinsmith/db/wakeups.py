@@ -1,11 +1,11 @@
-"""Wake-ups between processes: datagrams over Unix-domain sockets on one machine. `pg_notify` sends them by Postgres.
+"""Wake-ups between processes: datagrams over Unix-domain sockets on one machine, or Postgres (`pg_notify`).
 
-A wake-up is a hint and carries no state: the process that receives it reads the database. It may be lost (no reader,
-full buffer), so every reader also polls slowly. `Mailbox` is one endpoint, `WakeUps` the interface of both kinds, and
+A wake-up is a hint without state: its receiver reads the database. It may be lost (no reader, full buffer), so every
+reader also polls slowly. `WakeUps` is the interface of both kinds of endpoint, `Mailbox` the endpoint on one machine.
 `Waiters` wakes the server's coroutines by the ids that arrive.
 
-An endpoint is a member of a group, and its name is `GROUP.MEMBER`: the servers are one group, the engines and samplers
-of a base model are another. What is sent to a group goes to all of its members.
+An endpoint is a member of a group and is named `GROUP.MEMBER`: the servers are one group, the engines and samplers of a
+base model another. A wake-up to a group reaches all its members.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tinsmith.errors import SettingsError
 SERVER = "server"
 
 EVERYTHING = "*"
-"""In place of an id: rows of another engine were released, at any place of the queue."""
+"""In place of an id: rows of another engine were released, anywhere in the queue."""
 
 JOB = "batch-job:"
-"""The prefix of a bulk job's number, in place of an id: the job's row has changed."""
+"""Prefix of a bulk job's number, in place of an id: the job's row has changed."""
 
 SAFETY_POLL_S = 1.0
 MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
 
 
 _SETTLED_S = 0.1
-"""A directory that changed this recently may change again without looking different."""
+"""A directory that changed this recently may change again within the same time stamp."""
 
 
 def engine_mailbox(base_model: str, engine_id: str | None = None) -> str:
-    """The mailbox name of one engine or sampler of a base model, or of all of them."""
+    """The mailbox name of one engine or sampler of a base model, or of their group."""
     group = _group_of(base_model)
     return f"{group}.{engine_id}" if engine_id else group
 
@@ -57,7 +57,7 @@ def _group_of(base_model: str) -> str:
 
 
 def job_line(job_id: int) -> str:
-    """What is sent to the servers when a bulk job has changed."""
+    """The id that is sent to the servers when a bulk job has changed."""
     return f"{JOB}{job_id}"
 
 
@@ -67,13 +67,13 @@ def server_mailbox(data_dir: Path) -> str:
 
 
 def socket_dir(data_dir: Path) -> Path:
-    """The directory of a data directory's sockets: a short path, since a socket's path has about 100 bytes at most."""
+    """The directory of a data directory's sockets. It is short, since a socket's path is limited to about 100 bytes."""
     key = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}" / key
 
 
 class WakeUps(Protocol):
-    """One endpoint: it receives hints, and sends them to other endpoints by name."""
+    """An endpoint that receives hints and sends them to other endpoints by name."""
 
     def fileno(self) -> int: ...
     def wake(self, name: str, ids: Iterable[str] = ()) -> None: ...
@@ -83,7 +83,7 @@ class WakeUps(Protocol):
 
 
 class Mailbox:
-    """A bound datagram socket, which other processes reach by its name."""
+    """A datagram socket that is bound to a name in a directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
         _make_own(directory.parent)
@@ -96,35 +96,35 @@ class Mailbox:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self._socket.bind(str(self._path))
         self._inode = self._path.stat().st_ino
-        self._ends: list[str] = []
-        self._ends_at = 0
+        self._endpoints: list[str] = []
+        self._endpoints_at = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Send a hint to the mailbox `name`, or to all of a group; one that cannot be delivered is dropped."""
+        """Send a hint to the mailbox `name`, or to the group `name`; undeliverable hints are dropped."""
         texts = [payload.encode() for payload in payloads(ids, MAX_DATAGRAM_BYTES)]
-        for end in self._known_ends():
-            if end == name or end.startswith(f"{name}."):
-                # The reader is gone or its buffer is full: its safety poll will find the rows.
+        for endpoint in self._known_endpoints():
+            if endpoint == name or endpoint.startswith(f"{name}."):
+                # If the reader is gone or its buffer is full, its safety poll finds the rows.
                 with contextlib.suppress(OSError):
                     for text in texts:
-                        self._socket.sendto(text, f"{self._directory}/{end}")
+                        self._socket.sendto(text, f"{self._directory}/{endpoint}")
 
-    def _known_ends(self) -> list[str]:
+    def _known_endpoints(self) -> list[str]:
         """The names in the directory, which is read again when it has changed."""
         try:
             changed_at = os.stat(self._directory).st_mtime_ns
-            if changed_at != self._ends_at:
-                self._ends = os.listdir(self._directory)
-                self._ends_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
+            if changed_at != self._endpoints_at:
+                self._endpoints = os.listdir(self._directory)
+                self._endpoints_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
         except OSError:  # temporary files were cleaned up
             return []
-        return self._ends
+        return self._endpoints
 
     def drain(self) -> set[str]:
-        """All ids that arrived; an empty id stands for a bare wake-up."""
+        """All ids that arrived; an empty id is a wake-up without ids."""
         ids: set[str] = set()
         while True:
             try:
@@ -134,13 +134,13 @@ class Mailbox:
             ids.update(payload.decode(errors="replace").split("\n"))
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until something arrives; False after the time-out."""
+        """Block until a wake-up arrives; returns False after the timeout."""
         readable, _, _ = select.select([self._socket], [], [], timeout_s)
         return bool(readable)
 
     def close(self) -> None:
         self._socket.close()
-        # A successor may have bound the same name already: its socket is not ours to remove.
+        # A successor may have bound the same name already; its socket must not be removed.
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
@@ -149,7 +149,7 @@ class Mailbox:
 def _make_own(directory: Path) -> None:
     """Make a directory that only this user can enter. Raises SettingsError if another user could change it.
 
-    The directory of all temporary files passes: its sticky bit protects what is in it.
+    The system's directory of temporary files is accepted: its sticky bit protects the files in it.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
@@ -158,13 +158,13 @@ def _make_own(directory: Path) -> None:
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise SettingsError(
-            f"{directory}, where the processes wake each other, could be changed by other users; remove it, or set "
+            f"{directory}, the directory of Tinsmith's sockets, could be changed by other users; remove it, or set "
             "TMPDIR to another directory"
         )
 
 
 def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:
-    """The ids on lines, in texts of at most `max_bytes`; one empty text if there are none."""
+    """The ids, one per line, in texts of at most `max_bytes`; one empty text if `ids` is empty."""
     lines: list[str] = []
     size = 0
     for request_id in ids:
@@ -178,10 +178,9 @@ def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:
 
 
 class EngineWaker:
-    """Wakes engines from any thread, after the event loop has sent the response in hand.
+    """Wakes engines from any thread, after the event loop has sent its current response.
 
-    An engine that wakes earlier competes with that response for a core, and a submission takes half as long again. The
-    client asks for the result while the engine works.
+    An engine that wakes earlier competes with that response for a core, which makes a submission half as long again.
     """
 
     def __init__(self, mailbox: WakeUps) -> None:
@@ -190,7 +189,7 @@ class EngineWaker:
         self._thread_id = 0
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call it on the loop's own thread."""
+        """Must be called on the loop's thread."""
         self._loop, self._thread_id = loop, threading.get_ident()
 
     def __call__(self, base_model: str, engine_id: str | None = None) -> None:
@@ -200,9 +199,9 @@ class EngineWaker:
         if threading.get_ident() == self._thread_id:
             self._loop.call_soon(self._mailbox.wake, name)
         else:
-            self._loop.call_soon_threadsafe(self._after_the_answer, name)
+            self._loop.call_soon_threadsafe(self._wake_soon, name)
 
-    def _after_the_answer(self, name: str) -> None:
+    def _wake_soon(self, name: str) -> None:
         assert self._loop is not None
         self._loop.call_soon(self._mailbox.wake, name)
 
@@ -211,8 +210,8 @@ _Events = defaultdict[str, set[asyncio.Event]]
 
 
 class Waiters:
-    """Coroutines of one event loop that wait for a future to settle, for any sample of a sampling session (whose
-    request_ids begin with the session's id), or for a bulk job to change.
+    """Coroutines of one event loop that wait for a future to settle, for any sample of a sampling session (its id is a
+    prefix of the request_ids), or for a bulk job to change.
     """
 
     def __init__(self) -> None:
@@ -223,15 +222,15 @@ class Waiters:
         self.closed = False
 
     def watch(self, request_id: str) -> AbstractContextManager[asyncio.Event]:
-        """Register before reading the row, so that no settlement can fall between reading and waiting."""
+        """Register before reading the row, so that no settlement between reading and waiting is missed."""
         return self._watch(self._requests, request_id)
 
     def watch_session(self, sampling_session_id: str) -> AbstractContextManager[asyncio.Event]:
-        """The same for any sample of a sampling session."""
+        """As `watch`, for any sample of a sampling session."""
         return self._watch(self._sessions, sampling_session_id)
 
     def watch_job(self, job_id: int) -> AbstractContextManager[asyncio.Event]:
-        """The same for any change of a bulk job."""
+        """As `watch`, for any change of a bulk job."""
         return self._watch(self._jobs, job_line(job_id))
 
     @contextlib.contextmanager
@@ -247,7 +246,7 @@ class Waiters:
                 del events[name]
 
     def watched(self) -> tuple[list[str], list[str]]:
-        """The request_ids and the sampling sessions that have waiters."""
+        """The request_ids and the sampling sessions with waiters."""
         return list(self._requests), list(self._sessions)
 
     def settled(self, request_ids: Iterable[str]) -> None:
@@ -264,19 +263,19 @@ class Waiters:
             _set(self._sessions, sampling_session_id)
 
     def settled_from_thread(self, request_ids: Sequence[str]) -> None:
-        """`settled` from any thread, for requests that the server itself settled."""
+        """As `settled`, from any thread."""
         if self._loop is not None and len(self):
             with contextlib.suppress(RuntimeError):  # the loop has just ended, with all waiters
                 self._loop.call_soon_threadsafe(self.settled, request_ids)
 
     def wake_all(self) -> None:
-        """Wake every waiter, to read its row again."""
+        """Wake every waiter, so that it reads its row again."""
         for events in (self._requests, self._sessions, self._jobs):
             for name in events:
                 _set(events, name)
 
     def close(self) -> None:
-        """Answer all waiters now, since the server is stopping."""
+        """Wake all waiters because the server is stopping."""
         self.closed = True
         self.wake_all()
 

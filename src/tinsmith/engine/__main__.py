@@ -1,18 +1,18 @@
 """The engine process: `python -m tinsmith.engine`, started by the supervisor.
 
-Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes:
-when the server dies, however it dies, its engines follow. Settings come by pipe, since a command line can be read
-by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
-this engine was taken for dead.
+Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes: when
+the server dies for any reason, its engines follow. Settings come through the pipe, since every user of the machine can
+read command lines. Exit status 3 means that the model cannot be served and a restart would not help; 4 that this engine
+lost its lease.
 
-`open_backend` gives the backend of a process, with the sampler that the settings choose: its own, or an external
-engine.
+`open_backend` returns the backend of a process, with its own sampler or an external engine, as the settings choose.
 
-`check_fit` holds the settings against the plan of the base model before a weight is loaded, for the families that the
-plan counts. What cannot be divided is refused, and so is a model that does not fit into a GPU or a memory budget; where
-a CPU's memory, which can be swapped, is too small, there is only a warning.
+`choose_degrees` divides the base model over the GPUs of an engine whose settings leave that open. `check_fit` checks
+the settings against the plan of the base model before any weight is loaded, for the families that the plan supports. A
+model that cannot be divided, or does not fit into a GPU or a memory budget, is refused; a CPU's memory can be swapped,
+so there it only warns.
 
-`load_backend` is the one place that imports backends, each when it is chosen.
+`load_backend` is the only function that imports backends, and only the chosen one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -62,8 +63,8 @@ from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, Ve
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
-from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged, problem_of
-from tinsmith.plan.memory import NUMBER_BYTES
+from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, described, evaluate, gib, problem_of
+from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
 from tinsmith.runtime.malloc import importing
@@ -85,16 +86,18 @@ if TYPE_CHECKING:
 
 
 def preload_torch() -> None:
-    """Import what the torch backend takes seconds to import."""
+    """Import the modules of the torch backend, which takes seconds."""
     with importing():
         import tinsmith.backends.torch
         import tinsmith.samplers.local.engine  # noqa: F401
 
 
 def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
-    """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    """Create the backend called `name` for one base model. Options are the backend's own, as text."""
     if shape.vision is not None and name in ("full", "sharded"):
-        raise SettingsError(f"backend {name!r} knows no images; serve {shape.name} as a text model with --no-vision")
+        raise SettingsError(
+            f"backend {name!r} does not support images; serve {shape.name} as a text model with --no-vision"
+        )
     if name == "torch":
         with importing():
             from tinsmith.backends.torch import TorchBackend
@@ -118,12 +121,82 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
 
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
-"""An engine for which less than this fits is of no use."""
+"""The smallest adapter rank and context for which an engine is useful."""
+
+
+def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings:
+    """The settings with the degrees of parallelism that the plan chooses for the free memory of the GPUs, unless some
+    are given, or the engine has not several GPUs to itself. The log has the choice and its reasons.
+    """
+    if settings.data_parallel or settings.tensor_parallel or settings.context_parallel or settings.shard_base:
+        return settings
+    if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) < 2:
+        return settings
+    try:
+        if why := _reason_for_one_device(settings, shape):
+            raise SettingsError(why)
+        model = _architecture(shape)
+    except SettingsError as error:
+        log.info("one device is used", devices=len(free), reason=str(error))
+        return settings
+    wanted = _wanted(model, settings, len(free), min(free), cuda=True)
+    plan = choose(model, wanted)
+    if not plan.fits:
+        plan = choose(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT))
+    layout = described(plan.degrees)
+    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
+    degrees = plan.degrees
+    chosen = {"data_parallel": degrees.data, "tensor_parallel": degrees.tensor, "context_parallel": degrees.context}
+    return settings.model_copy(update=chosen | {"shard_base": degrees.shard_base})
+
+
+def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
+    """Empty if an engine may have all devices of its machine."""
+    processes = settings.num_engines * max(1, len(settings.models)) + settings.num_samplers
+    reasons = {
+        f"{processes} engines and samplers share this machine": processes > 1,
+        f"{settings.sampler} needs a device of its own": settings.sampler != "local" and not settings.sampler_url,
+        "images need one device": shape.vision is not None,
+        "deterministic needs one device": settings.deterministic,
+        "memory_budget is for one device": bool(settings.memory_budget),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+FREE_BYTES = "import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
+
+
+def _free_bytes(settings: Settings) -> list[int]:
+    """Free memory of each GPU that the engine may use. A child process asks about several, because the CUDA context
+    that this takes keeps hundreds of MiB of each device.
+    """
+    if settings.device not in ("auto", "cuda"):
+        return []
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        return []
+    found = subprocess.run([sys.executable, "-c", FREE_BYTES], capture_output=True, text=True, check=False)
+    if found.returncode:
+        why = found.stderr.strip().rpartition("\n")[2]
+        raise SettingsError(f"the free memory of the GPUs is unknown ({why}); give --data-parallel")
+    return [int(word) for word in found.stdout.split()]
+
+
+def _architecture(shape: ModelShape) -> Architecture:
+    """What the plan knows of a base model as it is served. Raises SettingsError for families that it does not know."""
+    model = read_directory(Path(shape.path))
+    return model if shape.vision is not None else replace(model, vision_numbers=0, tower_numbers=0.0)
+
+
+def _given_degrees(settings: Settings) -> Degrees:
+    data, tensor, context = settings.data_parallel or 1, settings.tensor_parallel or 1, settings.context_parallel or 1
+    return Degrees(data, tensor, settings.shard_base, context)
 
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:
-    """Raises SettingsError, with the reason or with what is missing."""
-    degrees = Degrees(settings.data_parallel, settings.tensor_parallel, settings.shard_base)
+    """Raises SettingsError with the reason or the missing memory."""
+    degrees = _given_degrees(settings)
     if settings.memory_budget and settings.resolved_backend != "torch":
         raise SettingsError(
             f"memory_budget is for an engine on one device with backend 'torch'; this one has "
@@ -132,11 +205,9 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     if settings.resolved_backend not in ("torch", "sharded"):
         return
     try:
-        model = read_directory(Path(shape.path))
-        if shape.vision is None:
-            model = replace(model, vision_numbers=0)
+        model = _architecture(shape)
     except SettingsError as error:
-        log.debug("the plan does not count this model", base_model=shape.name, reason=str(error))
+        log.debug("the plan does not support this model", base_model=shape.name, reason=str(error))
         return
     if problem := problem_of(model, degrees, quantize=settings.quantize):
         raise SettingsError(f"{shape.name}: {problem}")
@@ -145,8 +216,8 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
         return
     needed = gib(plan.needs.total("in turns"))
     problem = (
-        f"{shape.name} over {described(degrees)} needs {needed} of each device, base {gib(plan.needs.base)} among it, "
-        f"and there is {gib(plan.wanted.memory_bytes)}: {gib(plan.missing_bytes)} less"
+        f"{shape.name} over {described(degrees)} needs {needed} on each device, including a base of "
+        f"{gib(plan.needs.base)}; it has {gib(plan.wanted.memory_bytes)}, {gib(plan.missing_bytes)} too little"
     )
     if plan.wanted.cuda:
         raise SettingsError(f"{problem}; `tinsmith doctor {shape.path} --gpus N --memory M` plans for more devices")
@@ -155,33 +226,33 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
 
 def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
     memory_bytes, cuda = _device(settings, degrees.devices)
-    dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "bfloat16" if cuda else "float32"
-    wanted = Wanted(
-        degrees.devices,
-        memory_bytes,
-        rank=LEAST_RANK,
-        context=LEAST_CONTEXT,
-        dtype=dtype,
-        quantize=settings.quantize,
-        cuda=cuda,
-    )
-    return judged(model, wanted, degrees)
+    wanted = _wanted(model, settings, degrees.devices, memory_bytes, cuda=cuda)
+    return evaluate(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT), degrees)
+
+
+def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Wanted:
+    wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
+    dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored)
+    return Wanted(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
 
 
 def _device(settings: Settings, devices: int) -> tuple[int, bool]:
-    """Bytes of one device, and whether it is a GPU."""
+    """Memory of one device in bytes, and whether it is a GPU. That of a GPU is what is free, unless an engine with a
+    sleep mode has it meanwhile.
+    """
     if settings.device != "cpu":
         import torch
 
         if torch.cuda.is_available():
-            return torch.cuda.get_device_properties(0).total_memory, True
+            free, total = torch.cuda.mem_get_info(settings.device if ":" in settings.device else 0)
+            return total if settings.sampler_shares_device else free, True
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
 
 
 def open_backend(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> Backend:
     """`place` names this process among others of the data directory, `options` are the backend's.
 
-    Raises SettingsError if they do not go together.
+    Raises SettingsError if they are incompatible.
     """
     _check_full(settings)
     if settings.sampler == "local":
@@ -194,7 +265,7 @@ def open_backend(settings: Settings, shape: ModelShape, place: str, options: Map
 
 
 def open_version_holder(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> VersionHolder:
-    """The same for a process that only samples. With an external engine it holds files, and loads no torch."""
+    """The same for a process that only samples. With an external engine it holds only files and does not load torch."""
     _check_full(settings)
     if settings.sampler == "local":
         return open_backend(settings, shape, place, options)
@@ -207,21 +278,33 @@ def open_version_holder(settings: Settings, shape: ModelShape, place: str, optio
 
 def _check_full(settings: Settings) -> None:
     if settings.backend == "full":
-        for name, usual in (("sampler", "local"), ("data_parallel", 1), ("tensor_parallel", 1), ("shard_base", False)):
-            if (value := getattr(settings, name)) != usual:
+        usual = dict.fromkeys(("data_parallel", "tensor_parallel", "context_parallel"), (0, 1))
+        for name, values in ({"sampler": ("local",), "shard_base": (False,)} | usual).items():
+            if (value := getattr(settings, name)) not in values:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
 
 
 def _inference_server(settings: Settings, place: str) -> RemoteEngine:
     from tinsmith.backends.with_remote_sampler import options_of
     from tinsmith.samplers.remote.client import RemoteEngine
+    from tinsmith.samplers.remote.connection import EngineAccess
 
     if settings.sampler_url and len(settings.models) > 1:
-        raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
+        raise SettingsError("sampler_url names one engine with one base model; serve only that model with it")
     root = settings.resolved_data_dir
     logs = root / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    headers = dict(settings.sampler_headers)
+    if key := settings.sampler_api_key.get_secret_value():
+        headers["Authorization"] = f"Bearer {key}"
+    checked = {"true": True, "false": False}
+    access = EngineAccess(
+        headers, checked.get(settings.sampler_verify, settings.sampler_verify), settings.sampler_timeout_s
+    )
     return RemoteEngine(
+        access=access,
+        adapters_url=settings.sampler_adapters_url.rstrip("/"),
+        adapters_host=settings.peer_host,
         directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
         log_path=logs / f"sampler-{place}.log",
         url=settings.sampler_url.rstrip("/"),
@@ -241,7 +324,7 @@ def main() -> int:
         preload_torch()
     line = sys.stdin.readline()
     if not line:
-        return 0  # the server ended before it needed this process
+        return 0  # the server exited before it needed this process
     spec = json.loads(line)
     if early:
         _write_to(spec["log"])
@@ -258,10 +341,10 @@ def main() -> int:
     shape = read_shape(spec["name"], Path(spec["path"]), vision=settings.vision)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server stops us
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
     seat = Seat(shape.name, spec["kind"], spec["index"])
-    # Connections of its own: a lease is renewed in the middle of the engine's transactions, too.
+    # Separate connections: a lease is also renewed in the middle of the engine's transactions.
     leases = Database(settings.resolved_database_url, exists=True)
     engines = Engines(leases, holder_of(settings.resolved_data_dir))
     engine_id = engines.id_of(seat)
@@ -280,14 +363,14 @@ def main() -> int:
         leases.close()
         lock.close()
     if renewal.lost or status == EXIT_LEASE_LOST:
-        log.error("this engine was taken for dead; what it had not settled is others' now", epoch=lease.epoch)
+        log.error("this engine lost its lease; its unsettled requests now belong to other engines", epoch=lease.epoch)
         return EXIT_LEASE_LOST
     return status
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place of this process among the others."""
+    """The position of this process among the others."""
 
     shape: ModelShape
     seat: Seat
@@ -299,6 +382,7 @@ class _Place:
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
+        settings = choose_degrees(settings, shape, seat.kind)
         check_fit(settings, shape)
         arguments = settings, shape, place.lease.engine_id, _options(settings)
         if seat.kind == SAMPLER:
@@ -321,9 +405,9 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     stores = open_stores(database, settings, ownership, tracing)
     engine, close = start(stores, database, mailbox, settings)
-    database.time_use(engine.meters.database_used)
+    database.time_use(engine.meters.observe_database)
     threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
-    # Loaded modules stay: to search them for garbage takes 0.1 to 0.3 s each time.
+    # Loaded modules stay in memory: scanning them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
     kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
@@ -343,7 +427,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
 def _engine(
     place: _Place, backend: Backend, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[Engine, Callable[[], None]]:
-    """An engine, and how to close what it has open."""
+    """An engine, and a function that closes its resources."""
     directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
     announce = partial(place.engines.set_state, place.seat, "ready", None)
     peering = Peering(place.peer_key, settings.peer_host, directory, announce)
@@ -389,23 +473,25 @@ def _options(settings: Settings) -> dict[str, str]:
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
     given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
-    if settings.memory_budget:
-        given["memory_budget"] = str(int(settings.memory_budget))
+    for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens"):
+        if value := int(getattr(settings, name)):
+            given[name] = str(value)
     return {**given, "deterministic": deterministic}
 
 
 def _degrees(settings: Settings) -> dict[str, str]:
     return {
-        "data_parallel": str(settings.data_parallel),
-        "tensor_parallel": str(settings.tensor_parallel),
+        "data_parallel": str(settings.data_parallel or 1),
+        "tensor_parallel": str(settings.tensor_parallel or 1),
+        "context_parallel": str(settings.context_parallel or 1),
         "shard_base": "on" if settings.shard_base else "off",
         "rank_timeout_s": str(settings.rank_timeout_s),
     }
 
 
 def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, place: _Place) -> None:
-    """Clear the journal when this process is to stop: it may be killed in a long step, and no request is the reason. A
-    sampler that finishes its samples is assigned no more.
+    """Clear the journal when this process is to stop: it may be killed in a long step, which is no request's fault. A
+    sampler that finishes its samples gets no new ones.
     """
     stopping.wait()
     engine.clear_journal()
@@ -415,12 +501,12 @@ def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
 
 
 def _watch_files(database: Database, stopping: threading.Event) -> None:
-    """An engine whose database was taken away ends: what it computes cannot be settled."""
+    """Stop the engine if its database was removed: its results cannot be settled."""
     while not stopping.wait(FILES_POLL_S):
         try:
             database.check_files()
         except DatabaseMovedError as error:
-            log.critical("the database is gone; this engine stops", error=str(error))
+            log.critical("the database is lost; this engine stops", error=str(error))
             stopping.set()
 
 
@@ -428,7 +514,7 @@ def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path)
     with contextlib.suppress(SQLAlchemyError):
         if engines.is_taken(seat, lease):
             log.error(
-                "another process sits on this engine's seat: its data directory is a copy of this one; stop one of the "
+                "another process holds this engine's lock: its data directory is a copy of this one; stop one of the "
                 "two, remove the file from its data directory, and start it again",
                 engine_id=lease.engine_id,
                 file=str(data_dir / HOLDER),
@@ -436,7 +522,7 @@ def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path)
 
 
 def _write_to(path: str) -> None:
-    """Say from now on there what goes to standard output and standard error."""
+    """Redirect standard output and standard error to this file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -445,7 +531,7 @@ def _write_to(path: str) -> None:
 
 
 def _watch_parent(stopping: threading.Event) -> None:
-    # Not sys.stdin: its lock would be held by this thread when the interpreter ends, which aborts the process.
+    # Not sys.stdin: this thread would hold its lock when the interpreter exits, which aborts the process.
     while os.read(0, 4096):
         pass
     stopping.set()

@@ -1,10 +1,10 @@
-"""The engine of one base model: plan, run, settle. The one place where durable state meets compute.
+"""The engine of one base model: plan, run, settle. The only module in which durable state meets compute.
 
-One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend, settles
+One thread, one loop. Each turn reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend, settles
 all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing` bounds both
-while several tenants have work. An error of one request is that request's answer. After an exception out of a packed
-step the engine runs its requests one by one, so that only the one at fault fails; a request that ends the process is
-found by `quarantine`. The engine is the only settler of futures.
+while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
+the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests that end the
+process. Only the engine settles futures.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
-from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
+from tinsmith.engine.settling import DatabaseRetry, Outbox, TurnFailedError
 from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
@@ -42,14 +42,14 @@ from tinsmith.settings import Settings
 from tinsmith.storage.stores import UnreachableError
 from tinsmith.store.audit import entry
 from tinsmith.store.futures import REPLAYED_KINDS, Settlement
-from tinsmith.store.models import Model, log_deletion, unloading
+from tinsmith.store.models import Model, log_deletion, unload_statement
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import ModelShape, Partial, Pass, PassResult, Pending
 from tinsmith.wire.token_stream import line_of
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
-"""An engine that is idle for this long does deferrable work; requests of a training loop follow each other faster."""
+"""An engine that is idle for this long does deferrable work; a training loop sends its requests faster."""
 
 log = structlog.get_logger()
 
@@ -70,8 +70,9 @@ class Engine:
         )
         self._operations = Operations(backend, stores.checkpoints, self._versions)
         self._passes = PassReader(stores.custom_losses, shape.vision)
+        self._recorder = Recorder(shape.name, stores.records)
         self._snapshots = Snapshots(
-            backend, stores.models, stores.snapshots, self._versions, settings.resident_model_bytes
+            backend, stores.models, stores.snapshots, self._versions, self._recorder, settings.resident_model_bytes
         )
         self._recovery = Recovery(
             backend, stores.futures, stores.models, self._operations, stores.snapshots, self._snapshots, self._passes
@@ -81,8 +82,8 @@ class Engine:
             shape.name, stores.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
         self._timings = RequestTimings(self.meters, stores.tracing)
-        self._patience = Patience()
-        self._outbox = Outbox(stores.futures, self._timings, self._patience, self._settled)
+        self._database_retry = DatabaseRetry()
+        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._settled)
         self._sampling = Sampling(
             backend,
             stores,
@@ -94,7 +95,6 @@ class Engine:
             self.meters,
             shape.vision,
         )
-        self._recorder = Recorder(shape.name, stores.records)
         self._fairness = Fairness()
         self._costs = CostModel()
         self._pace = Pace(settings.step_seconds)
@@ -107,55 +107,54 @@ class Engine:
         self._migration = RunMigration(
             stores.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox
         )
-        self._share_s = self._next_check = 0.0
+        self._decode_share_s = self._next_check = 0.0
         self._part_began = 0.0
         self._writes_at_once = False
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Work until `stopping`; a step that has begun is finished and settled first.
+        """Work until `stopping`; finishes and settles a step that has begun.
 
-        A turn that the database interrupts is begun again: until a request is settled, it stays where the next turn
-        finds it.
+        A turn interrupted by the database starts again: until a request is settled, it stays in its queue.
         """
-        self._patience.stopping = stopping
+        self._database_retry.stopping = stopping
         try:
-            self._patience.insist(self.start)
+            self._database_retry.run(self.start)
             while not stopping():
-                self._patience.insist(partial(self.turn, SAFETY_POLL_S))
+                self._database_retry.run(partial(self.turn, SAFETY_POLL_S))
         except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
             self.clear_journal()
             raise
         self.stop()
 
     def clear_journal(self) -> None:
-        """From now on no request is to blame for the end of this process; from any thread."""
+        """From now on the end of this process blames no request. Thread-safe."""
         self._quarantine.clear()
 
     def stop(self) -> None:
-        """Write what only this engine's memory holds, for the next engine."""
+        """Write state that only this engine's memory holds, for the next engine."""
         self.clear_journal()
         self.flush()
         self._snapshots.cover_all()
         try:
-            self._versions.keep_all()
-        except Exception as error:  # the next engine makes them again, by a replay
-            log.error("ephemeral versions could not be kept", exc_info=error)
+            self._versions.write_all()
+        except Exception as error:  # the next engine recreates them by a replay
+            log.error("ephemeral versions could not be written", exc_info=error)
 
     def flush(self) -> None:
-        """Wait for uploads, settlements and snapshots under way."""
+        """Wait for running uploads, settlements and snapshots."""
         self._uploads.wait()
         self._settle_uploads()
         self._outbox.flush()
         self._snapshots.flush()
 
     def start(self) -> None:
-        """Take over from the engine that had this base model before."""
+        """Take over from the previous engine of this base model."""
         self._stores.checkpoints.recover(self._shape.name, self._stores.ownership.engine_id)
         self._arrivals.fetch_late()
         self._quarantine.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
-        """One step of training and a share of decoding; without either, wait for work. False if there was none."""
+        """One training step and a share of decoding; without either, wait for work. False if there was no work."""
         self._outbox.flush()
         self._snapshots.collect()
         if self._uploads:
@@ -163,14 +162,14 @@ class Engine:
             patience_s = min(patience_s, POLL_S)
         trained = self._training_turn()
         self._snapshots.evict({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
-        sampled = self._sampling.turn(self._queues, self._share_s if trained else None)
+        sampled = self._sampling.turn(self._queues, self._decode_share_s if trained else None)
         busy = trained or sampled
         if self._hold_s:
-            patience_s = min(patience_s, self._hold_s, QUIET_S)  # what can wait for longer takes long
+            patience_s = min(patience_s, self._hold_s, QUIET_S)  # longer holds only occur where work takes long
         if time.monotonic() >= self._next_check:
-            # Also when busy: the load of one tenant must not hide a lost wake-up or a gap of another.
+            # Also when busy: one tenant's load must not hide a lost wake-up or another tenant's gap.
             self._next_check = time.monotonic() + SAFETY_POLL_S
-            self._look_at_everything()
+            self._slow_poll()
             self._give_up_gaps()
             self._recorder.flush()
             self._sampling.look_for_absent(self._queues, self._settings.absent_after_s)
@@ -180,7 +179,7 @@ class Engine:
             self._arrivals.fetch(self._mailbox.drain())
         return busy
 
-    def _look_at_everything(self) -> None:
+    def _slow_poll(self) -> None:
         if self._arrivals.fetch_late():
             self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
         self._writes_at_once = self._versions.look_for_samplers()
@@ -190,15 +189,15 @@ class Engine:
         """Nothing arrived for a moment: do deferrable work, then wait. False if still nothing arrived."""
         if busy or patience_s <= QUIET_S:
             return False
-        while self._tidied():
+        while self._tidy():
             if self._mailbox.wait(0.0):
                 return True
         return self._mailbox.wait(patience_s - QUIET_S)
 
-    def _tidied(self) -> bool:
+    def _tidy(self) -> bool:
         try:
             return self._versions.tidy()
-        except OSError as error:  # a full disk: the versions stay where they are, in memory
+        except OSError as error:  # a full disk: the versions stay in memory
             log.error("an ephemeral version could not be moved to disk", exc_info=error)
             return False
 
@@ -207,20 +206,20 @@ class Engine:
         for lane in self._queues.lanes.values():
             if missing := lane.give_up_gap(self._settings.seq_gap_s):
                 first, last = missing
-                log.warning("gave up waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
+                log.warning("stopped waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
         self._queues.forget_idle_lanes()
 
     # Training.
 
     def _training_turn(self) -> bool:
-        """Run one planned step; False if there was nothing to do."""
+        """Run one planned step; False if there was nothing to run."""
         self._unload()
         planned_at = time.time()
         queues = self._queues.model_queues()
         budget = self._step_tokens(queues)
         step, fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
-        if self._are_held(step, budget):
-            step = Step(step.optim_steps)  # they cost the others nothing
+        if self._should_hold(step, budget):
+            step = Step(step.optim_steps)  # these delay no pass
         else:
             self._fairness = fairness
         if not step:
@@ -244,9 +243,9 @@ class Engine:
         if step.passes:
             self._batching_window.ran(passes_s)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
-        self._share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
-        self._snapshots.worked(step_s)
-        self._recorder.ran(step, step_s)
+        self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
+        self._snapshots.add_training_time(step_s)
+        self._recorder.record_duration(step, step_s)
         self._costs.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
         self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
@@ -266,23 +265,23 @@ class Engine:
         return self._pace.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
 
     def _between(self) -> None:
-        """At a pause of a step: samples that have arrived are admitted, and all are decoded."""
+        """At a pause of a step: admit samples that have arrived, and decode all."""
         trained_s = time.monotonic() - self._part_began
         try:
             if self._mailbox.wait(0.0):
                 self._arrivals.fetch(self._mailbox.drain())
                 self._pace.saw(self._queues.samples.keys(), time.monotonic())
-            self._sampling.admit_at_hand(self._queues)
-        except SQLAlchemyError as error:  # the step goes on; the next turn looks at everything
-            log.warning("what arrived during a step could not be read", error=repr(error))
+            self._sampling.admit_loaded(self._queues)
+        except SQLAlchemyError as error:  # the step continues; the next turn polls everything
+            log.warning("new requests could not be read during a step", error=repr(error))
             self._next_check = 0.0
         except Exception as error:
-            raise TurnFailedError(f"what arrived during a step could not be taken: {type(error).__name__}") from error
+            raise TurnFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
         self._sampling.between(self._pace.decode_between_s(trained_s))
         self._part_began = time.monotonic()
 
-    def _are_held(self, step: Step, budget: int) -> bool:
-        """Whether the passes of this step wait for others; `_hold_s` says how long."""
+    def _should_hold(self, step: Step, budget: int) -> bool:
+        """Whether the passes of this step wait for others; sets `_hold_s`."""
         self._hold_s = 0.0
         tokens = sum(request.num_tokens for request in step.passes)
         if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
@@ -291,7 +290,7 @@ class Engine:
 
     def _unload(self) -> None:
         while self._queues.unloads:
-            # All that is read is read first: an error of the database leaves the request where it is.
+            # Read everything first: after a database error the request is still queued.
             request = self._queues.unloads[0]
             assert request.model_id is not None
             body = self._stores.futures.bodies([request.request_id]).get(request.request_id, b"{}")
@@ -309,7 +308,7 @@ class Engine:
             settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
             unloaded = {"model_id": request.model_id, "reason": reason}
             effects = [
-                unloading(request.model_id, reason),
+                unload_statement(request.model_id, reason),
                 log_deletion(request.model_id),
                 entry(request.tenant_id, "model_unloaded", unloaded),
             ]
@@ -317,7 +316,7 @@ class Engine:
             self._outbox.settle(settlements)
 
     def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
-        """The requests whose models are in memory or can be restored, with their bodies; the others are settled."""
+        """The requests whose models are in memory or can be restored, with their bodies; settles the others."""
         bodies = self._stores.futures.bodies([request.request_id for request in requests])
         ready: list[tuple[Pending, bytes]] = []
         usable: dict[str, TinsmithError | None] = {}
@@ -330,9 +329,9 @@ class Engine:
             if error is None and request.model_id not in usable:
                 try:
                     with self._quarantine.running([request.request_id]):
-                        usable[request.model_id] = self._bring_back(request.model_id, interleave=True)
+                        usable[request.model_id] = self._restore_model(request.model_id, interleave=True)
                 except UnreachableError as unreachable:
-                    self._try_later(request, unreachable)
+                    self._retry_later(request, unreachable)
                     later.add(request.model_id)
                     continue
             error = error or usable[request.model_id]
@@ -346,11 +345,11 @@ class Engine:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
-        return self._versions.prepare(sampler, self._bring_back)
+        return self._versions.prepare(sampler, self._restore_model)
 
-    def _bring_back(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
-        """Load a model; the reason if that fails, otherwise None. With `interleave`, samples are decoded meanwhile.
-        Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
+    def _restore_model(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
+        """Load a model; returns the reason if that fails, otherwise None. With `interleave`, samples are decoded
+        meanwhile. Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
         """
         if self._backend.has_model(model_id):
             return None
@@ -366,7 +365,7 @@ class Engine:
         except (UnreachableError, SQLAlchemyError):
             raise
         except Exception as error:  # one model's unreadable state must not stop the others
-            log.error("a model could not be brought back", model_id=model_id, exc_info=error)
+            log.error("a model could not be restored", model_id=model_id, exc_info=error)
             self._backend.unload_model(model_id)
             return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")
         return None
@@ -385,9 +384,9 @@ class Engine:
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
                 outcomes = run_to_end(self._backend.run_passes(passes), self._between)
-        except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
+        except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next turn retries
             raise
-        except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
+        except Exception as error:  # noqa: BLE001  one bad request must not fail the step's others
             if len(ready) > 1:
                 log.warning("a packed step failed; running its requests one by one", error=repr(error))
                 for request, _ in ready:
@@ -400,7 +399,7 @@ class Engine:
                 keep = request.kind in REPLAYED_KINDS
                 if keep and request.model_id:
                     self._snapshots.count(request.model_id, body_bytes=len(body))
-                self._recorder.passed(request, passes[index], outcome)
+                self._recorder.record_pass(request, passes[index], outcome)
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:
@@ -417,14 +416,14 @@ class Engine:
             with self._running(ready):
                 steps = [read_optim_step(body, request.request_id) for request, body in ready]
                 outcomes = self._backend.optim_step(steps)
-        except Exception as error:  # noqa: BLE001  one bad request must not take the others with it
+        except Exception as error:  # noqa: BLE001  one bad request must not fail the others
             if len(ready) > 1:
                 log.warning("a merged optim_step failed; running its requests one by one", error=repr(error))
                 for request, _ in ready:
                     self._run_optim_steps([request])
                 return
             (request, _) = ready[0]
-            # It changed nothing, and will not in a replay either.
+            # It changed nothing, and will change nothing in a replay.
             self._settle_in_lane([(request, Settlement(request.request_id, error=_as_error(error, request)))])
             return
         settled: list[tuple[Pending, Settlement]] = []
@@ -432,11 +431,11 @@ class Engine:
             assert request.model_id is not None
             self._snapshots.count(request.model_id, steps=1, body_bytes=len(body))
             if isinstance(outcome, TinsmithError):
-                # A refused step dropped its gradient: a replay must do the same, so its body stays.
+                # A refused step dropped its gradient: a replay must do the same, so keep its body.
                 settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
             else:
                 answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
-                effects = self._recorder.stepped(request, step, outcome)
+                effects = self._recorder.record_step(request, step, outcome)
                 settled.append((request, Settlement(request.request_id, answer, keep_body=True, effects=effects)))
         self._settle_in_lane(settled)
 
@@ -448,11 +447,11 @@ class Engine:
         try:
             settlement = self._single_settlement(request, model, body)
         except UnreachableError as error:
-            self._try_later(request, error)
+            self._retry_later(request, error)
             return
         except SQLAlchemyError:  # the request stays in its lane
             raise
-        except Exception as error:  # noqa: BLE001  the answer of this request alone
+        except Exception as error:  # noqa: BLE001  becomes this request's answer
             failure = _as_error(error, request)
             effects = self._operations.failed(request, body, failure)
             settlement = Settlement(request.request_id, error=failure, effects=effects)
@@ -467,10 +466,10 @@ class Engine:
         for upload in self._uploads.finished():
             request = upload.request
             if request.request_id not in self._queues.known:
-                continue  # its model was unloaded meanwhile; no row names the files, and they are swept
+                continue  # its model was unloaded meanwhile; the unreferenced files are swept
             try:
                 settlement = upload.settlement()
-            except Exception as error:  # noqa: BLE001  the answer of this request alone
+            except Exception as error:  # noqa: BLE001  becomes this request's answer
                 failure = _as_error(error, request)
                 effects = self._operations.failed(request, upload.body, failure)
                 settlement = Settlement(request.request_id, error=failure, effects=effects)
@@ -478,8 +477,8 @@ class Engine:
             self._queues.lanes[request.model_id].held_until = 0.0
             self._settle_in_lane([(request, settlement)])
 
-    def _try_later(self, request: Pending, error: UnreachableError) -> None:
-        """The files that a request needs are unreachable: its model waits and is tried again later."""
+    def _retry_later(self, request: Pending, error: UnreachableError) -> None:
+        """The request's files are unreachable: hold its model's lane and retry later."""
         assert request.model_id is not None
         log.error("a model waits for its files", model_id=request.model_id, error=str(error))
         self._queues.lanes[request.model_id].held_until = time.monotonic() + RETRY_S
@@ -489,7 +488,7 @@ class Engine:
         if verdict := self._quarantine.verdict(request.request_id):
             raise verdict
         creating = request.kind in ("create_model", "load_model")
-        if not creating and (error := self._bring_back(model.model_id)):
+        if not creating and (error := self._restore_model(model.model_id)):
             raise error
         with self._running([(request, body)]):
             settlement = self._operations.run(request, model, body)
@@ -497,14 +496,14 @@ class Engine:
             return settlement
         assert request.seq_id is not None
         if request.kind == "create_model":
-            self._snapshots.entered(model.model_id)
+            self._snapshots.add_model(model.model_id)
         elif request.kind in ("load_model", "load_weights"):
-            loaded = self._snapshots.loaded(model.model_id, request.seq_id)
+            loaded = self._snapshots.save_loaded(model.model_id, request.seq_id)
 
             def settled(directory: str, _size_bytes: int) -> Settlement:
                 return replace(settlement, keep_body=True, clean_up=loaded.clean_up(directory))
 
-            return Upload(loaded.run, settled) if self._snapshots.is_far else settled(*loaded.run())
+            return Upload(loaded.run, settled) if self._snapshots.is_remote else settled(*loaded.run())
         elif settlement.keep_body:
             self._snapshots.count(model.model_id, body_bytes=len(body))
             if self._writes_at_once:
@@ -523,13 +522,13 @@ class Engine:
                 changed.add(request.model_id)
         self._outbox.settle([settlement for _, settlement in settled], applied)
         for model_id, seq_id in applied.items():
-            self._snapshots.applied(model_id, seq_id, changed=model_id in changed)
+            self._snapshots.note_settled(model_id, seq_id, changed=model_id in changed)
 
     def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
         self._outbox.settle([Settlement(request.request_id, error=error) for request in requests])
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:
-        """They are committed."""
+        """Called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._quarantine.forget(ids)

@@ -1,12 +1,12 @@
 """The barriers of a model: creating, loading, saving, publishing, unloading.
 
-Each method carries out one request on the backend and returns the settlement for the engine to write, or an `Upload`
-that must end before there is one. A UserError is an answer; any other exception is the engine's to handle. A publish
-writes no file (see `versions`).
+Each method executes one request on the backend and returns the settlement for the engine to write, or an `Upload` that
+must end first. A UserError is an answer; the engine handles any other exception. A publish writes no file (see
+`versions`).
 
-Where the storage is remote (`Directories.is_far`), making files durable takes as long as the network does. The files of
-a save or a load are made on the engine's thread and uploaded by others; meanwhile the model's lane is held, so that
-nothing of it is applied out of order, and all other models train. The request is settled when its files are durable.
+With remote storage (`Directories.is_remote`), making files durable takes as long as the network does. The engine's
+thread makes the files of a save or a load and other threads upload them; meanwhile the model's lane is held, so that
+its requests stay in order, and all other models train. The request is settled when its files are durable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from tinsmith.store import sampling_sessions, usage
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion, failure, parse_path
 from tinsmith.store.futures import Settlement
-from tinsmith.store.models import Model, set_state
+from tinsmith.store.models import Model, set_alpha, set_state
 from tinsmith.store.sampling_sessions import NewSamplingSession, inflight_version
 from tinsmith.types import Pending
 from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_save
@@ -38,7 +38,7 @@ from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_save
 THREADS = 4
 
 POLL_S = 0.02
-"""How often an idle engine looks for uploads that have ended."""
+"""How often an idle engine checks for finished uploads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Uploads:
             yield upload
 
     def wait(self) -> None:
-        """Until all have ended."""
+        """Wait until all have ended."""
         wait_for([upload.placed for upload in self._running])
 
 
@@ -103,7 +103,7 @@ class Operations:
         self._versions = versions
 
     def run(self, request: Pending, model: Model, body: bytes) -> Settlement | Upload:
-        """Carry out one barrier of a model. Raises TinsmithError, which is the answer."""
+        """Execute one barrier of a model. Raises TinsmithError, which is the answer."""
         operation = {
             "create_model": self._create_model,
             "load_model": self._load_weights,
@@ -125,7 +125,7 @@ class Operations:
         return []
 
     def unload(self, model_id: str) -> None:
-        """Forget a model's weights and its ephemeral versions."""
+        """Drop a model's weights and its ephemeral versions."""
         hit("model.unloading")
         self._backend.unload_model(model_id)
         self._versions.forget(model_id)
@@ -138,22 +138,24 @@ class Operations:
 
     def _load_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         load = read_load(body)
-        self.load_into(model, load)
+        alpha = self.load_into(model, load)
         answer = {"path": load.path, "model_id": model.model_id, "type": "load_weights"}
         loaded = {"model_id": model.model_id, "tinker_path": load.path, "optimizer": load.optimizer}
         effects = [set_state(model.model_id, "ready"), entry(model.tenant_id, "checkpoint_loaded", loaded)]
+        if alpha != model.lora_alpha:
+            effects.append(set_alpha(model.model_id, alpha))
         if request.kind == "load_model":
             effects.append(_created(model))
         return _answer(request, answer, effects=effects)
 
-    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None) -> None:
-        """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it, or is younger than
-        `as_of`: a replay must not load what has overwritten what was loaded.
+    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None) -> float:
+        """Load a checkpoint's weights and alpha into a model, and return the alpha. Raises UserError if the checkpoint
+        does not fit, or is newer than `as_of`: a replay must not load a checkpoint that overwrote the loaded one.
         """
         checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path), granted_by=load.granted_by)
         if as_of is not None and checkpoint.created_at > as_of:
             raise UserError(f"path {load.path!r} was overwritten after it had been loaded")
-        # Another base that the client asked for was found to hold the same weights when the model was created.
+        # If the client named another base, it was found to have the same weights when the model was created.
         if model.base_model not in (checkpoint.base_model, load.base_model):
             raise UserError(f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}")
         if load.optimizer and checkpoint.kind != "weights":
@@ -161,15 +163,17 @@ class Operations:
                 f"path {load.path!r} holds no optimizer state: optimizer=True needs a /weights/ checkpoint "
                 "made by save_state; load it without the optimizer"
             )
-        # The checkpoint decides the shape of the adapter, but a model's own rank was promised at creation.
+        # The checkpoint determines the adapter's shape, but a model's own rank was promised at creation.
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         with self._checkpoints.reading(checkpoint) as directory:
             hit("model.loading")
+            spec = replace(model.lora, alpha=checkpoint.lora_alpha)
             self._backend.load(
-                model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
+                model.model_id, spec, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
             )
         hit("model.loaded")
+        return checkpoint.lora_alpha
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Upload:
         save = read_save(body)
@@ -198,7 +202,7 @@ class Operations:
         staged = files.stage(fill)
 
         def clean_up() -> None:
-            # What was overwritten must not be served from memory, nor fill the disk.
+            # An overwritten checkpoint must not be served from memory, nor fill the disk.
             self._backend.drop_version(new.ref.path)
             files.discard(replaced)
 
@@ -215,7 +219,7 @@ class Operations:
             ]
             return _answer(request, answer, effects, clean_up)
 
-        if files.is_far:
+        if files.is_remote:
             return Upload(partial(files.place, staged), settled)
         return settled(*files.place(staged))
 
@@ -224,7 +228,7 @@ class Operations:
             raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
         sampling_session_id, version_id = _published(model, save)
         if self._versions.is_named(sampling_session_id):
-            # Its weights are what its clients were promised, and its row would refuse a second one.
+            # Its clients rely on its weights, and its row would refuse a second one.
             raise UserError(
                 f"sampling_session_seq_id {save.sampling_session_seq_id} is in use: sampling session "
                 f"{sampling_session_id!r} exists; use the next number"
@@ -240,11 +244,11 @@ class Operations:
         )
         answer = {"sampling_session_id": sampling_session_id, "type": "save_weights_for_sampler"}
         effects = [sampling_sessions.insertion(new)]
-        # A replay publishes it again, as long as it has no files.
+        # A replay publishes it again if it has no files.
         return Settlement(request.request_id, body=orjson.dumps(answer), effects=effects, keep_body=True)
 
     def publish_again(self, model: Model, body: bytes) -> None:
-        """The same in a replay."""
+        """Publish in a replay."""
         save = read_save(body)
         sampling_session_id, version_id = _published(model, save)
         self._versions.republish(model.model_id, version_id, sampling_session_id)

@@ -1,6 +1,6 @@
-"""Reads stored passes: the body's arrays, and the custom loss that its configuration names.
+"""Reads stored passes: the body's arrays, and the custom loss named in the configuration.
 
-Losses are immutable, so parsed ones are cached; the rows are the truth.
+Losses are immutable, so parsed ones are cached.
 """
 
 from __future__ import annotations

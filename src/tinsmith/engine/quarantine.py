@@ -1,14 +1,13 @@
-"""Quarantine: requests that may have ended an engine's process run apart from the others, and not for ever.
+"""Quarantine: requests that may have ended an engine's process run apart from the others for a limited number of tries.
 
-Before the engine works on requests it writes them into its in-flight journal, a small file that outlives the process
-(though not the machine: nothing is synchronised). An engine that finds a journal knows what its predecessor was working
-on when it died. These requests are suspects: from then on they run in batches of at most an eighth of that size, in the
-end alone, and in the order in which they would have run. A settled request leaves quarantine; one that ended
-MOST_DEATHS engines while it ran alone is settled as failed. An engine that is asked to stop, or that fails for reasons
-of its own, clears its journal.
+Before the engine works on requests it writes them into its in-flight journal, a small file that survives the process
+(but not the machine: it is not synced). An engine that finds a journal knows what its predecessor was working on when
+it died. These requests are suspects: from then on they run in batches of at most an eighth of that size, finally alone,
+in their original order. A settled request leaves quarantine; one that ended MAX_DEATHS engines while it ran alone is
+settled as failed. An engine that is asked to stop, or fails for its own reasons, clears its journal.
 
-The journal of an engine that died goes with its runs (`cluster.in_flight_journal`): the engine that claims them adopts
-it. Knows nothing of what requests do.
+The journal of a dead engine goes with its runs (`cluster.in_flight_journal`): the engine that claims them adopts it.
+Knows nothing about what requests do.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.types import Pending
 
-MOST_DEATHS = 5
-"""An engine that is killed from outside looks the same, so that a request has a few more tries."""
+MAX_DEATHS = 5
+"""An engine killed from outside looks the same, so a request gets a few more tries."""
 
 log = structlog.get_logger()
 
@@ -45,24 +44,24 @@ class Quarantine:
         return bool(self._suspects)
 
     def keep(self, pending: Collection[str]) -> None:
-        """Forget suspects that were settled before the death; called once, with everything that waits."""
+        """Drop suspects that were settled before the death; called once, with everything that waits."""
         self.forget(self._suspects.keys() - pending)
         if self._suspects:
             log.warning("an engine died; its running requests are quarantined", request_ids=sorted(self._suspects)[:20])
         self._write()
 
     def adopt(self, notes: Iterable[str], waiting: Collection[str]) -> None:
-        """Take over what the journals of dead engines say of the requests that wait here now."""
+        """Take over suspects among the requests that wait here from the journals of dead engines."""
         for text in notes:
             for request_id, other in Note.parse(text).suspects.items():
                 if request_id in waiting:
-                    mine = self._suspects.get(request_id, other)
-                    worst = Suspect(min(mine.batch_size, other.batch_size), max(mine.deaths, other.deaths))
+                    known = self._suspects.get(request_id, other)
+                    worst = Suspect(min(known.batch_size, other.batch_size), max(known.deaths, other.deaths))
                     self._suspects[request_id] = worst
         self._write()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """They are settled."""
+        """These requests were settled."""
         if self._suspects:
             for request_id in request_ids:
                 self._suspects.pop(request_id, None)
@@ -81,8 +80,8 @@ class Quarantine:
                 self._write()
 
     def groups(self, requests: Sequence[Pending]) -> list[list[Pending]]:
-        """The requests in their order, cut so that suspects are apart from the others, in batches of at most their
-        batch size.
+        """The requests in order, split so that suspects run apart from the others, in batches of at most their batch
+        size.
         """
         if not self._suspects:
             return [list(requests)] if requests else []
@@ -98,14 +97,14 @@ class Quarantine:
         return groups
 
     def batch_size(self, request_id: str) -> int:
-        """How many requests a suspect's batch may have; 0 if the request is not a suspect."""
+        """The largest batch for a suspect; 0 if the request is not a suspect."""
         suspect = self._suspects.get(request_id)
         return suspect.batch_size if suspect else 0
 
     def verdict(self, request_id: str) -> EngineFailedError | None:
         """Why a request is not tried again; None if it is."""
         suspect = self._suspects.get(request_id)
-        if suspect is None or suspect.deaths < MOST_DEATHS:
+        if suspect is None or suspect.deaths < MAX_DEATHS:
             return None
         return EngineFailedError(
             f"request {request_id!r} ended the engine's process {suspect.deaths} times while nothing else ran (out of "
@@ -113,7 +112,7 @@ class Quarantine:
         )
 
     def clear(self) -> None:
-        """Clear the journal for good: no request is the reason if this process ends now. From any thread."""
+        """Clear the journal for good: the end of this process is no request's fault. Thread-safe."""
         with self._lock:
             self._cleared = True
             self._store(b"")
@@ -126,7 +125,7 @@ class Quarantine:
                 self._written = note
 
     def _store(self, note: bytes) -> None:
-        # In place and in one call, without truncating: what follows the end of the line is not read.
+        # In place, in one call and without truncating: readers stop at the end of the line.
         with contextlib.suppress(OSError):  # a full disk: the next engine has no suspects
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:

@@ -1,21 +1,21 @@
 """The engine's view of its waiting requests: metadata in memory, mirrored from the database.
 
-`Lane` knows which seq_id a model may run next, and skips refused and given-up numbers. `Queues` has all lanes and the
+`Lane` knows which seq_id a model may run next, and skips refused and abandoned numbers. `Queues` has all lanes and the
 samples by tenant. Both know no SQL and no device.
 
-`Arrivals` reads the engine's requests from the rows into its queues, each once: what came after the last row that it
-saw, what a wake-up names, and once a second what it may have missed. It claims requests without an engine: at once
-those that it is `preferred` for, the others a second later, since their preferred engine may be busy or about to die.
-Once a second it also frees the requests of engines whose lease has lapsed. With the runs of a dead engine comes its
-in-flight journal (`quarantine`).
+`Arrivals` reads each of the engine's requests once from the rows into its queues: those after the last row that it
+read, those named by a wake-up, and once a second those that it may have missed. It claims requests without an engine:
+immediately those that it is `preferred_engine` for, the others a second later, since their preferred engine may be busy
+or about to die. Once a second it also frees the requests of engines whose lease has expired. The runs of a dead engine
+come with its in-flight journal (`quarantine`).
 
 `BatchingWindow` decides whether passes that could run now wait for others that will arrive in a moment, so that all
 share one step. A short step takes about as long for one model as for several. Clients that work in lockstep send within
-milliseconds of each other, and an engine that begins with the first of them has the others wait for its whole step. So
-each model's `Rhythm` notes when its client sends. A model is expected if its last two passes came at the same time as
-those of one that is here again, or if both came right after an answer. Passes are held while a model is expected, and
-at most for a share of a short step's time; so a model that is alone never waits, and a wrong guess costs little. An
-optimizer step with a pass behind it counts as that pass. Seconds and moments are arguments: no clock there.
+milliseconds of each other, and an engine that starts with the first of them makes the others wait for its whole step.
+So each model's `Rhythm` records when its client sends. A model is expected if its last two passes came together with
+those of a model that is here again, or if both came right after an answer. Passes are held while a model is expected,
+at most for a share of a short step's time; so a single model never waits, and a wrong guess costs little. An optimizer
+step followed by a pass counts as that pass. Callers pass times: no clock here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import structlog
 
-from tinsmith.cluster.ownership import Arrival, Ownership, preferred
+from tinsmith.cluster.ownership import Arrival, Ownership, preferred_engine
 from tinsmith.db.wakeups import EVERYTHING
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.scheduler import PASS_KINDS, ModelQueue
@@ -37,18 +37,18 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
 from tinsmith.types import Pending
 
-MOST_S = 0.1
-SHARE = 0.5
-"""Passes are held for MOST_S, or this share of a short step's time, whichever is less."""
+MAX_HOLD_S = 0.1
+MAX_HOLD_SHARE = 0.5
+"""Passes are held for at most MAX_HOLD_S, or this share of a short step's time, whichever is less."""
 
 LATE_S = 0.002
-"""A pass is expected until half of its usual delay and this much later than usual."""
+"""A pass is expected until 1.5 times its usual delay plus this."""
 
-REMEMBERED = 9
+MEASURED_STEPS = 9
 
 
 class Rhythm:
-    """When one model's client sends a pass while nothing else of the model is left to do."""
+    """When a model's client sends a pass after all of the model's requests were answered."""
 
     __slots__ = ("_answered_at", "_came_at", "_pauses_s")
 
@@ -58,11 +58,11 @@ class Rhythm:
         self._came_at: deque[float] = deque(maxlen=3)
 
     def answered(self, moment: float) -> None:
-        """Nothing of the model is left to do."""
+        """No request of the model is left."""
         self._answered_at = moment
 
     def came(self, moment: float) -> None:
-        """A pass is there, and nothing was before it."""
+        """A pass arrived, with no request before it."""
         self._came_at.append(moment)
         if self._answered_at is not None:
             self._pauses_s.append(max(0.0, moment - self._answered_at))
@@ -70,22 +70,22 @@ class Rhythm:
 
     @property
     def pause_s(self) -> float | None:
-        """The pause after the next answer; None if it is unknown."""
+        """The expected pause after the next answer; None if unknown."""
         return max(self._pauses_s) if len(self._pauses_s) == self._pauses_s.maxlen else None
 
     def due_in_s(self, moment: float) -> float | None:
-        """For how long the next pass is still expected after the last answer; None if it is not."""
+        """How long the next pass is still expected after the last answer; None if it is not expected."""
         if self._answered_at is None or (pause_s := self.pause_s) is None:
             return None
         return _left(self._answered_at, pause_s, moment)
 
     def due_beside_s(self, first: Rhythm, moment: float) -> float | None:
-        """Until when the next pass is expected because `first`, who came with this one before, is here again."""
+        """How long the next pass is expected because `first`, whose passes came with this model's, is here again."""
         if len(first._came_at) < 3 or len(self._came_at) < 2:
             return None
         again, *before = reversed(first._came_at)
-        lags_s = [mine - others for mine, others in zip(reversed(self._came_at), before, strict=False)]
-        if max(map(abs, lags_s)) > MOST_S:
+        lags_s = [own - other for own, other in zip(reversed(self._came_at), before, strict=False)]
+        if max(map(abs, lags_s)) > MAX_HOLD_S:
             return None
         return _left(again, max(0.0, *lags_s), moment)
 
@@ -96,26 +96,26 @@ def _left(since: float, usual_s: float, moment: float) -> float | None:
 
 
 class BatchingWindow:
-    """Of one engine's passes."""
+    """Decides for one engine's passes."""
 
     def __init__(self) -> None:
-        self._steps_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._steps_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._held_since: float | None = None
 
     def ran(self, passes_s: float) -> None:
-        """Passes ran, and nothing is held any more."""
+        """Passes ran, so none are held."""
         self._steps_s.append(passes_s)
         self._held_since = None
 
     def most_s(self) -> float:
-        """For how long passes are held at most."""
-        return min(MOST_S, SHARE * min(self._steps_s, default=0.0))
+        """The longest time for which passes are held."""
+        return min(MAX_HOLD_S, MAX_HOLD_SHARE * min(self._steps_s, default=0.0))
 
     def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
-        """For how long to hold what is ready, if nothing comes; 0 to run it. `beside_s` says until when others are
-        expected who came with the first of those that are ready: all of them, or there are two steps all the same.
-        `quick_s` are those that come right after their answers; they may have nothing to do with who is here, who waits
-        for them half as long.
+        """How long to hold ready passes if nothing arrives; 0 to run them. `beside_s`: until when passes are expected
+        that came together with the first ready one; waiting pays only if all of them come in time. `quick_s`: until
+        when passes are expected right after their answers; these may be unrelated to the ready ones, which wait half as
+        long for them.
         """
         since = moment if self._held_since is None else self._held_since
         left = self.most_s() - (moment - since)
@@ -129,7 +129,7 @@ class BatchingWindow:
 
 
 IDLE_LANE_S = 600.0
-"""After this time the rhythm of a run is out of date."""
+"""After this time a run's rhythm is outdated."""
 
 
 class Lane:
@@ -140,13 +140,13 @@ class Lane:
         self.tenant_id = tenant_id
         self.next_seq_id = next_seq_id
         self.idle_since = time.monotonic()
-        """By the monotonic clock: when the last request left it, if none is waiting."""
+        """Monotonic time at which the last request left, if none is waiting."""
         self.held_until = 0.0
-        """By the monotonic clock: so long nothing of it is planned."""
+        """Monotonic time until which none of its requests are planned."""
         self.waiting: dict[int, Pending] = {}
         self.rhythm = Rhythm()
         self._refused: set[int] = set()
-        self._gap: tuple[int, float] | None = None  # what waits behind missing ones, and since when
+        self._gap: tuple[int, float] | None = None  # the first seq_id after a gap, and since when it waits
 
     def add(self, request: Pending) -> None:
         assert request.seq_id is not None
@@ -160,7 +160,7 @@ class Lane:
         self._skip_refused()
 
     def done(self, seq_id: int) -> int:
-        """Move past an applied request; returns the highest seq_id that is now behind us."""
+        """Move past an applied request; returns the highest seq_id that has taken effect."""
         del self.waiting[seq_id]
         self.next_seq_id = max(self.next_seq_id, seq_id + 1)
         self._skip_refused()
@@ -179,7 +179,7 @@ class Lane:
         return self.held_until > 0.0 and time.monotonic() < self.held_until
 
     def pass_due_in_s(self, moment: float) -> float | None:
-        """Until when its next pass is expected right after its last answer; None if it is not, or is there."""
+        """How long its next pass is expected after its last answer; None if it is not expected, or has arrived."""
         if not self.waiting:
             return self.rhythm.due_in_s(moment)
         if not self._ends_with_step:
@@ -187,14 +187,14 @@ class Lane:
         return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
 
     def pass_due_beside_s(self, first: Lane, moment: float) -> float | None:
-        """Until when its next pass is expected because that of `first` is there; None likewise."""
+        """How long its next pass is expected because that of `first` has arrived; None as above."""
         if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
             return None
         return self.rhythm.due_beside_s(first.rhythm, moment)
 
     @property
     def _ends_with_step(self) -> bool:
-        """An optimizer step could run, and then a pass, or nothing else is waiting."""
+        """Whether an optimizer step can run, and a pass or nothing follows it."""
         head, behind = (self.waiting.get(self.next_seq_id + ahead) for ahead in (0, 1))
         if head is None or head.kind != "optim_step":
             return False
@@ -205,9 +205,9 @@ class Lane:
         return bool(self.waiting) and self.next_seq_id not in self.waiting
 
     def give_up_gap(self, patience_s: float) -> tuple[int, int] | None:
-        """Skip the missing seq_ids if what waits behind them has waited for `patience_s`: the first and last.
+        """Skip the missing seq_ids if the requests after them have waited for `patience_s`; returns the first and last.
 
-        The wall clock counts for what is seen for the first time only, since it can be set.
+        The wall clock, which can be set, only counts when a gap is first seen.
         """
         if not self.has_gap:
             self._gap = None
@@ -223,12 +223,12 @@ class Lane:
 
 
 class Queues:
-    """All lanes, the samples by tenant, and what must happen out of order (unloading, cancelling)."""
+    """All lanes, the samples by tenant, and requests outside any order (unloads, cancellations)."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
-        # By request_id, in order of arrival. Linked, since a plain dict has to search for its first entry after many
-        # were taken from its front.
+        # By request_id, in order of arrival. An OrderedDict, since a plain dict must search for its first entry after
+        # many were removed from its front.
         self.samples: defaultdict[str, OrderedDict[str, Pending]] = defaultdict(OrderedDict)
         self.unloads: list[Pending] = []
         self.cancels: list[Pending] = []
@@ -238,7 +238,7 @@ class Queues:
         self.samples[request.tenant_id][request.request_id] = request
 
     def return_samples(self, requests: Sequence[Pending]) -> None:
-        """To the front of their tenants' queues, in this order."""
+        """Put samples back at the front of their tenants' queues, in this order."""
         for request in reversed(requests):
             self.add_sample(request)
             self.samples[request.tenant_id].move_to_end(request.request_id, last=False)
@@ -254,7 +254,7 @@ class Queues:
                 del self.samples[request.tenant_id]
 
     def withdraw_samples(self, tenant_id: str, name: str) -> list[str]:
-        """Take out one sample, or all of one sampling session; returns their request_ids."""
+        """Remove one sample, or all of one sampling session; returns their request_ids."""
         requests = self.samples.get(tenant_id, OrderedDict())
         if name in requests:
             gone = [requests[name]]
@@ -271,9 +271,8 @@ class Queues:
         ]
 
     def passes_due(self, ready: Sequence[Pending]) -> tuple[list[float], list[float]]:
-        """Until when passes of other models are expected: of those that came with the first of these before, and of
-        those that come right after their answers. Only one tenant's passes wait for each other: a tenant does not wait
-        for the convenience of another.
+        """How long passes of other models are expected: those that came together with the first ready one before, and
+        those that come right after their answers. Only passes of one tenant wait for each other.
         """
         tenants = {request.tenant_id for request in ready}
         if len(tenants) > 1:
@@ -293,7 +292,7 @@ class Queues:
         return any(head is not None and head.kind in PASS_KINDS for head in heads)
 
     def forget_idle_lanes(self) -> None:
-        """Drop lanes of runs without requests for long. A request makes its lane again, from the run's row."""
+        """Drop lanes of runs that are idle for long. A request recreates its lane from the run's row."""
         until = time.monotonic() - IDLE_LANE_S
         for lane in [lane for lane in self.lanes.values() if not lane.waiting and lane.idle_since < until]:
             del self.lanes[lane.model_id]
@@ -335,7 +334,7 @@ class Arrivals:
         self._adopts = False
 
     def fetch(self, named: Collection[str] = ()) -> None:
-        """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
+        """Requests after the last arrival, and those named by a wake-up: Postgres does not commit rows in order."""
         found = self._ownership.incoming(self._last_arrival)
         if found:
             hit("engine.fetched")
@@ -348,16 +347,16 @@ class Arrivals:
 
     def fetch_late(self) -> list[str]:
         """The slow poll: rows whose wake-up was lost, that were committed out of order, or that no engine claimed.
-        Returns the engines that were found to be dead.
+        Returns the engines found dead.
         """
         gone = self._ownership.free_lapsed()
         if gone:
-            log.warning("engines were not heard of; what they had is free", engine_ids=gone)
+            log.warning("engines stopped renewing their leases; their requests are free", engine_ids=gone)
         self._others = self._ownership.others()
         self.fetch()
         missed = self._missed()
         self._take(missed)
-        # Requests that are still free at the next look are claimed then, whichever engine is preferred.
+        # Requests still free at the next poll are claimed then, whichever engine is preferred.
         self._left_to_others = {one.request.request_id for one in missed if one.free} - self._queues.known
         for lane in self._queues.lanes.values():
             if lane.has_gap:
@@ -366,11 +365,11 @@ class Arrivals:
         return gone
 
     def _missed(self) -> list[Arrival]:
-        return self._ownership.named(sorted(self._ownership.waiting_ids() - self._queues.known))
+        return self._ownership.named(sorted(self._ownership.pending_ids() - self._queues.known))
 
     def _take(self, found: Sequence[Arrival]) -> None:
         wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
-        self._adopts |= bool(wanted)  # also where the database does not say what was claimed
+        self._adopts |= bool(wanted)  # even if the database does not report the claims
         claimed = self._ownership.claim(wanted) if wanted else set[str]()
         if claimed:
             hit("engine.claimed")
@@ -378,7 +377,7 @@ class Arrivals:
             if not one.free or one.request.request_id in claimed:
                 self._enqueue(one.request)
         if claimed:
-            # Rows of the same runs may have been passed over while they were another's.
+            # Rows of the same runs may have been skipped while another engine owned them.
             for one in self._missed():
                 if not one.free:
                     self._enqueue(one.request)
@@ -390,14 +389,14 @@ class Arrivals:
         if not self._others or one.request.request_id in self._left_to_others:
             return True
         me = self._ownership.engine_id
-        return preferred(one.run_id or one.request.request_id, [me, *self._others]) == me
+        return preferred_engine(one.run_id or one.request.request_id, [me, *self._others]) == me
 
     def _enqueue(self, request: Pending) -> None:
         if request.request_id in self._queues.known:
             return
         lane, refusal = None, None
         if request.kind not in _WITHOUT_LANE and request.model_id is not None:
-            # First, since it reads: what the database interrupts here is found again by the slow poll.
+            # First, since it reads: after a database error the slow poll finds the request again.
             lane, refusal = self._lane_of(request, request.model_id)
         if request.state == "pending":
             self._queues.known.add(request.request_id)
@@ -415,14 +414,14 @@ class Arrivals:
             self._fail([request], refusal)
 
     def _lane_of(self, request: Pending, model_id: str) -> tuple[Lane, None] | tuple[None, TinsmithError]:
-        """The lane that a request belongs to, or why it cannot run any more."""
+        """The lane of a request, or why it cannot run any more."""
         lane = self._queues.lanes.get(model_id)
         if lane is None:
             model = self._models.find(model_id)
             if model is None:
                 return None, UserError(f"model_id {model_id!r} is unknown")
             if request.state == "pending" and model.state == "unloaded":
-                # What was waiting at its end was failed without being applied: a new lane would wait for it.
+                # Requests waiting at the unload were failed without being applied: a new lane would wait for them.
                 return None, GoneError(f"model {model_id!r} was unloaded: {model.reason}")
             lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
             self._queues.lanes[model_id] = lane

@@ -1,25 +1,25 @@
 """The loop of a dedicated sampler: takes the samples assigned to it, caches versions, settles. It does not train.
 
 One thread. A sample waits until its version is in memory. Versions are cached under keys whose weights never change: an
-ephemeral version under its id, a checkpoint under its path and the directory that it had when the sample arrived, so
-that overwritten weights are never served again. Samples whose version cannot be fetched go back to the engines, which
-can make every version again. Admission, decoding and settling are those of an engine (`sampling`), and so are the fence
-and the quarantine.
+ephemeral version under its id, a checkpoint under its path and its directory when the sample arrived, so that
+overwritten weights are never served again. Samples whose version cannot be fetched go back to the engines, which can
+recreate every version. Admission, decoding and settling are those of an engine (`sampling`), and so are the fence and
+the quarantine. About once a second it reports its versions and does what an operator asked for (`executors.CHANGES`).
 
-`VersionLoader` has the samples that wait for versions. Versions are fetched in the order in which samples began to wait
-for them. A sample uses its version from the moment it is ready until it is removed, and the version stays in memory so
-long. While one version finds no space, because all others are in use, every later sample waits behind it, even one
-whose version is in memory: otherwise a busy version could keep the others out for ever.
+`VersionLoader` has the samples that wait for versions. Versions are fetched in the order in which samples began to
+wait. A sample uses its version from the moment it is ready until it is removed, and the version stays in memory
+meanwhile. While one version has no space because all others are in use, every later sample waits, even if its version
+is in memory: otherwise a busy version could keep the others out forever.
 
 `VersionCache` evicts the least recently used versions beyond a budget of bytes, and never one in use. There is always
-space for one, whatever its size. It knows no device and no clock.
+space for one, of any size. It knows no device and no clock.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,13 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.executors import RESTING, Executors
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
+from tinsmith.engine.settling import DatabaseRetry, Outbox, TurnFailedError
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, RequestTimings
 from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, WantedVersion
@@ -60,17 +60,22 @@ class VersionCache:
         return key in self._sizes
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes by key, least recently used first."""
+        return self._sizes
+
+    @property
     def num_bytes(self) -> int:
         return sum(self._sizes.values())
 
     def has_room(self, num_coming: int) -> bool:
-        """Whether one more may be fetched beside those in transfer: versions that are not in use would be evicted."""
+        """Whether one more version may be fetched beside those in transfer, counting unused versions as free."""
         in_use = sum(size for key, size in self._sizes.items() if self._users[key])
         coming = num_coming * (self._largest_bytes or max(1, self._budget_bytes // 4))  # a guess, for the first
         return in_use + coming < self._budget_bytes or (in_use == 0 and num_coming == 0)
 
     def evict(self, coming_bytes: int) -> list[str]:
-        """Evict until this much fits; returns the keys. Versions in use stay, even if it does not fit."""
+        """Evict until `coming_bytes` fit; returns the keys. Versions in use stay, even if it does not fit."""
         gone: list[str] = []
         excess = self.num_bytes + coming_bytes - self._budget_bytes
         for key, size in list(self._sizes.items()):
@@ -107,7 +112,7 @@ class _Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Samples whose version cannot be fetched, and why."""
+    """Samples whose version cannot be fetched, and the error."""
 
     requests: list[Pending]
     error: Exception
@@ -121,14 +126,19 @@ class VersionLoader:
         load: Callable[[str, Path, list[Pending]], None],
         drop: Callable[[str], None],
     ) -> None:
-        """`load` reads a version's files into memory, for some requests; `drop` forgets a version."""
+        """`load` loads a version's files into memory for some requests; `drop` drops a version."""
         self._fetcher = fetcher
         self._cache = VersionCache(budget_bytes)
         self._load = load
         self._drop = drop
-        self._keys: dict[str, str] = {}  # of every sample that was added and not removed
-        self._using: dict[str, str] = {}  # of those that are ready
+        self._keys: dict[str, str] = {}  # by sample, until it is removed
+        self._using: dict[str, str] = {}  # by ready sample
         self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each version in memory."""
+        return self._cache.sizes
 
     @property
     def is_fetching(self) -> bool:
@@ -199,7 +209,7 @@ class VersionLoader:
         return found
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """They are settled, or belong to another process."""
+        """These samples were settled, or belong to another process."""
         for request_id in request_ids:
             if request_id in self._keys:
                 self._leave(request_id)
@@ -216,10 +226,12 @@ class VersionLoader:
 
 
 FETCHING_POLL_S = 0.005
-"""How often a sampler that waits for versions looks for a fetched one."""
+"""How often a sampler that waits for versions checks for fetched ones."""
 
 DRAIN_S = 12.0
-"""How long a stopping sampler continues samples that it has begun."""
+"""How long a stopping sampler continues samples that have begun."""
+
+_OWN_SAMPLER = "Tinsmith's own sampler has no sleep mode; drain it, or stop its process"
 
 log = structlog.get_logger()
 
@@ -236,7 +248,7 @@ class SamplerEngine:
         settings: Settings,
         budget_bytes: int,
     ) -> None:
-        """`seat` is the base model and the engine id of this sampler; `budget_bytes` is for versions."""
+        """`seat`: the base model and the engine id of this sampler; `budget_bytes`: memory for versions."""
         shape, self._engine_id = seat
         self._base_model = shape.name
         self._holder = holder
@@ -250,8 +262,8 @@ class SamplerEngine:
             self._base_model, self._engine_id, settings.step_token_budget, settings.metrics_tenants
         )
         self._timings = RequestTimings(self.meters, stores.tracing)
-        self._patience = Patience()
-        self._outbox = Outbox(stores.futures, self._timings, self._patience, self._settled)
+        self._database_retry = DatabaseRetry()
+        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._settled)
         self._sampling = Sampling(
             holder,
             stores,
@@ -267,14 +279,16 @@ class SamplerEngine:
         self._absent_after_s = settings.absent_after_s
         self._last_arrival = 0
         self._next_check = 0.0
+        self._resting = False
+        self._reported: dict[str, object] = {}
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`, then finish running samples within DRAIN_S."""
-        self._patience.stopping = stopping
+        self._database_retry.stopping = stopping
         try:
-            self._patience.insist(self.start)
+            self._database_retry.run(self.start)
             while not stopping():
-                self._patience.insist(partial(self.turn, SAFETY_POLL_S))
+                self._database_retry.run(partial(self.turn, SAFETY_POLL_S))
             self.drain()
         except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
             self.clear_journal()
@@ -282,7 +296,7 @@ class SamplerEngine:
         self.clear_journal()
 
     def clear_journal(self) -> None:
-        """From now on the end of this process puts no request into quarantine; from any thread."""
+        """From now on the end of this process quarantines no request. Thread-safe."""
         self._quarantine.clear()
 
     def start(self) -> None:
@@ -291,8 +305,10 @@ class SamplerEngine:
         self._quarantine.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
-        """One decode step, or, without anything to decode, wait for work. False if there was none."""
+        """One decode step; without samples to decode, wait for work. False if there was none."""
         self._outbox.flush()
+        if self._resting:
+            self._pass_on()
         self._admit()
         busy = self._sampling.turn(self._queues, None)
         if time.monotonic() >= self._next_check:
@@ -301,26 +317,71 @@ class SamplerEngine:
             self._fetch_late()
             self._sampling.look_for_absent(self._queues, self._absent_after_s)
             self._sampling.measure()
+            self._report()
+            self._follow_operator()
         if self._loader.is_fetching:
             patience_s = min(patience_s, FETCHING_POLL_S)
         if self._mailbox.wait(0.0 if busy else patience_s):
-            self._fetch(self._mailbox.drain())
+            named = self._mailbox.drain()
+            self._next_check = 0.0 if EVERYTHING in named else self._next_check
+            self._fetch(named)
         return busy
 
     def drain(self) -> None:
         """Pass on samples that have not begun; finish the others within DRAIN_S."""
-        queued = [request for requests in self._queues.waiting_samples().values() for request in requests]
-        self._queues.take_samples(queued)
-        self._hand_on([*self._loader.waiting(), *queued], to_samplers=True)
+        self._pass_on()
         deadline = time.monotonic() + DRAIN_S
         while self._holder.sampler.has_work and time.monotonic() < deadline:
             self._sampling.turn(self._queues, None)
         self._outbox.flush()
+        if self._resting and (server := self._holder.sampler.inference_server):
+            server.wake_up()  # a running engine elsewhere would sleep on
+
+    def _pass_on(self) -> None:
+        queued = [request for requests in self._queues.waiting_samples().values() for request in requests]
+        self._queues.take_samples(queued)
+        self._hand_on([*self._loader.waiting(), *queued], to_samplers=True)
+
+    # Operators.
+
+    def _report(self) -> None:
+        server = self._holder.sampler.inference_server
+        versions = [{"version": key.partition("@")[0], "bytes": size} for key, size in self._loader.sizes.items()]
+        facts: dict[str, object] = {"engine": "tinsmith", "address": None, "cannot_sleep": _OWN_SAMPLER}
+        if server is not None:
+            facts = {"engine": server.name, "address": server.address, "cannot_sleep": server.cannot_sleep}
+        facts["versions"] = versions
+        if facts != self._reported:
+            self._executors.report(self._engine_id, facts)
+            self._reported = facts
+
+    def _follow_operator(self) -> None:
+        state = self._executors.state_of(self._engine_id)
+        self._resting = state in RESTING
+        if (server := self._holder.sampler.inference_server) is None:
+            return
+        if state == "sleeping":
+            self._pass_on()
+            if not self._holder.sampler.has_work:
+                self._act(server.sleep, "sleeping", "asleep")
+        elif state == "waking":
+            self._act(server.wake_up, "waking", "ready")
+
+    def _act(self, act: Callable[[], None], before: str, after: str) -> None:
+        """A server that refuses to sleep or to wake stays as it is, with its reason."""
+        reason = None
+        try:
+            act()
+        except TinsmithError as error:
+            after, reason = ("ready" if before == "sleeping" else "asleep"), str(error)
+            log.warning("the inference server refused", state=before, error=reason)
+        self._executors.change_state(self._engine_id, before, after, reason)
+        self._resting = after in RESTING
 
     # Reading what arrived.
 
     def _fetch(self, named: Iterable[str] = ()) -> None:
-        """Samples assigned after the last arrival, and those that a wake-up names."""
+        """Samples assigned after the last arrival, and those named by a wake-up."""
         found = self._executors.incoming(self._base_model, self._engine_id, self._last_arrival)
         late = set(named) - {"", EVERYTHING, *self._queues.known, *(request.request_id for request in found)}
         if late:
@@ -330,7 +391,7 @@ class SamplerEngine:
     def _fetch_late(self) -> None:
         """The slow poll: samples whose wake-up was lost."""
         self._fetch()
-        missed = self._executors.given_ids(self._base_model, self._engine_id) - self._queues.known
+        missed = self._executors.pending_ids(self._base_model, self._engine_id) - self._queues.known
         if missed:
             self._enqueue(self._executors.named(self._engine_id, sorted(missed)))
 
@@ -353,20 +414,20 @@ class SamplerEngine:
         self._timings.arrived(request)
 
     def _enqueue_sample(self, request: Pending, seen: dict[str, WantedVersion | None]) -> None:
-        """`seen` are the sampling sessions that were looked up for requests of the same look. An error of the database
-        changes nothing, and the slow poll finds the request again.
+        """`seen` caches the sampling sessions of this poll. A database error changes nothing, and the slow poll finds
+        the request again.
         """
         name = request.sampling_session_id or ""
         try:
             if name not in seen:
                 seen[name] = self._wanted(name)
-        except TinsmithError as error:  # the checkpoint is gone, for one
+        except TinsmithError as error:  # for example, the checkpoint is gone
             self._note(request)
             self._outbox.settle([Settlement(request.request_id, error=error)])
             return
         wanted = seen[name]
         if wanted is not None and wanted.sampler.is_inflight:
-            # Its weights change under their name; only their engine knows which count.
+            # Its weights change under one name; only their engine knows the current ones.
             self._hand_on([request], to_samplers=False)
             return
         self._note(request)
@@ -376,7 +437,7 @@ class SamplerEngine:
             self._loader.add(request, wanted)
 
     def _wanted(self, sampling_session_id: str) -> WantedVersion | None:
-        """The version of a sampling session as it is now; None is the base model."""
+        """The current version of a sampling session; None is the base model."""
         sampler = self._stores.samplers.find(sampling_session_id)
         if sampler is None:
             raise EngineFailedError(f"sampling session {sampling_session_id!r} is unknown")
@@ -391,7 +452,7 @@ class SamplerEngine:
 
     def _admit(self) -> None:
         for cancel in self._queues.cancels:
-            # Where the other samples wait they can be withdrawn.
+            # Move them to the queue, from which cancellations withdraw samples.
             for request in self._loader.withdraw(cancelled_name(cancel.request_id)):
                 self._queues.add_sample(request)
         ready, failures = self._loader.ready()
@@ -431,7 +492,7 @@ class SamplerEngine:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:
-        """They are committed."""
+        """Called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._quarantine.forget(ids)

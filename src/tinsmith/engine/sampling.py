@@ -1,14 +1,14 @@
-"""Samples: from their queue into the sampler's continuous batch, and out of it one by one.
+"""Samples: from their queues into the sampler's continuous batch, and their settlement one by one.
 
-Tenants are admitted in turn, and each has a share of the sampler's places, so that a flood of one tenant's samples does
+Tenants are admitted in turn, each with a share of the sampler's places, so that a flood of one tenant's samples does
 not delay another's. After a training step the sampler decodes for as long as the engine says; in the pauses of a long
-step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them have
-steps of their own in between. A cancelled sample leaves the queue or the batch and is settled as failed, together with
-the request to cancel it.
+step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few sequences get
+additional steps of their own. A cancelled sample leaves the queue or the batch and is settled as failed, together with
+the cancellation.
 
-A session without a sign of life for a while is absent: its client may have been killed, or cut off. Its samples make
-way for those of others that wait: they go back into the queue, and are admitted again once the session is back or
-nothing else is to be sampled. If the client comes back, nothing is lost but the tokens drawn so far.
+A session is absent if it was silent for a while: its client may have been killed, or cut off. Its samples make way for
+waiting samples of others: they return to the queue, and are admitted again once the session is back or nothing else is
+to be sampled. If the client comes back, only the tokens drawn so far are lost.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from tinsmith.types import Partial, Pending, SampleResult, VisionShape
 from tinsmith.wire.sampling import read_sample, write_sample_result
 
 MAX_IN_SAMPLER = 256
-"""Requests handed to the sampler at a time; the others wait in their tenants' queues. A tenant with less than its share
-of them gets one in any case.
+"""Requests in the sampler at a time; the others wait in their tenants' queues. A tenant below its share can always add
+one.
 """
 
 LONG_STEP_S = 0.05
-"""A tenant with few sequences waits for the whole batch if a decode step takes no longer than this."""
+"""Tenants with few sequences get steps of their own only if a full decode step takes longer than this."""
 
-FEW = 8
-"""A tenant has few sequences if the largest tenant has at least this many times as many of them."""
+FEW_SEQUENCES_RATIO = 8
+"""A tenant has few sequences if the largest tenant has at least this many times as many."""
 
-LEAST_STEP_S = 0.01
-"""The least time that a decode step counts for: one that could not compute anything takes no time."""
+MIN_STEP_S = 0.01
+"""The least time counted for a decode step: a step that could not compute anything takes no time."""
 
-MOST_AT_ONCE = 500
-"""Cancelled samples that are settled in one transaction, so that other writers wait for a short time only."""
+MAX_CANCELLED_AT_ONCE = 500
+"""Cancelled samples that are settled in one transaction, which bounds how long other writers wait."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, the sample
-    to keep, whether its tokens are streamed, and how many answers it has.
+class _RunningSample:
+    """A request in the sampler: its prompt tokens, the session for which its sequences are recorded, the sample to
+    keep, whether it streams, and its number of answers.
     """
 
     request: Pending
@@ -73,7 +73,7 @@ class _Inside:
 
 
 class Sampling:
-    def __init__(  # noqa: PLR0913 - the parts of its engine
+    def __init__(  # noqa: PLR0913 - the engine's components
         self,
         backend: VersionHolder,
         stores: Stores,
@@ -96,27 +96,27 @@ class Sampling:
         self._vision = vision
         self._keeper = SampleKeeper(stores.records)
         self._absent: set[str] = set()  # sessions
-        self._inside: dict[str, _Inside] = {}
-        self._most_inside = MAX_IN_SAMPLER
+        self._running: dict[str, _RunningSample] = {}
+        self._max_running = MAX_IN_SAMPLER
         self._returned: list[Pending] = []
         self._last_tenant = ""
-        self._whole_step_s = 0.0  # the last decode step of all
-        self._few_ahead_s = 0.0  # time of steps with few sequences beyond half of that of whole steps
+        self._full_step_s = 0.0  # the last decode step of all
+        self._few_ahead_s = 0.0  # time of steps with few sequences in excess of half the time of full steps
         self.decoded_s = 0.0
-        """Seconds that decoding has taken so far."""
+        """Total seconds of decoding."""
 
     @property
     def tenants(self) -> set[str]:
         """The tenants that have a sample in the sampler."""
-        return {inside.request.tenant_id for inside in self._inside.values()}
+        return {running.request.tenant_id for running in self._running.values()}
 
     @property
     def has_work(self) -> bool:
-        """Whether the trainer's device is needed for samples."""
+        """Whether samples need the trainer's device."""
         return self._backend.sampler.has_work and not self._backend.sampler.runs_by_itself
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
-        """Cancel and admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
+        """Cancel and admit, then decode one step, or `share_s` seconds if the trainer is busy. False if idle."""
         queues.return_samples(self._returned)
         self._returned.clear()
         self._cancel(queues)
@@ -130,14 +130,14 @@ class Sampling:
             self.slice()
         return True
 
-    def admit_at_hand(self, queues: Queues) -> None:
+    def admit_loaded(self, queues: Queues) -> None:
         """Admit samples whose weights are in memory, in the middle of a training step."""
         if not self._quarantine:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
-        """Decode for `share_s` seconds in the middle of a training step, one step at least. Raises TurnFailedError: the
-        training step is not to blame for what goes wrong here, and nothing of what was finished here is lost.
+        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises TurnFailedError:
+        errors here are not the training step's fault, and finished samples are not lost.
         """
         deadline = time.monotonic() + share_s
         try:
@@ -145,68 +145,69 @@ class Sampling:
             while self.has_work and time.monotonic() < deadline:
                 self.slice()
         except Exception as error:
-            raise TurnFailedError(f"a decode step beside a training step failed: {type(error).__name__}") from error
+            raise TurnFailedError(f"a decode step during a training step failed: {type(error).__name__}") from error
 
     def slice(self) -> None:
-        """One decode step; finished requests are settled as soon as the database permits it."""
+        """One decode step; settles finished requests as soon as the database permits."""
         if not self._backend.sampler.has_work:
             return
         few = self._tenants_with_few()
         started = time.monotonic()
         try:
-            with self._quarantine.running(list(self._inside)):
+            with self._quarantine.running(list(self._running)):
                 finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
         except MemoryError as error:
-            self._shed(str(error))
+            self._recover_memory(str(error))
             return
-        except Exception as error:  # the sampler's state is unknown: fail what is in it, go on
+        except Exception as error:  # the sampler's state is unknown: fail its requests and continue
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
-            for request_id in self._inside:
+            for request_id in self._running:
                 self._backend.sampler.cancel(request_id)
-            self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
+            self._finish([Settlement(request_id, error=failure) for request_id in self._running])
             return
         decoded_s = time.monotonic() - started
         self.decoded_s += decoded_s
         self._meters.worked(DECODE, decoded_s)
         if few:
-            self._few_ahead_s += max(decoded_s, LEAST_STEP_S)
+            self._few_ahead_s += max(decoded_s, MIN_STEP_S)
         else:
-            self._whole_step_s = decoded_s
+            self._full_step_s = decoded_s
             self._few_ahead_s = max(self._few_ahead_s - decoded_s / 2, -decoded_s / 2)
         if finished:
-            self._most_inside = min(MAX_IN_SAMPLER, 2 * self._most_inside)
+            self._max_running = min(MAX_IN_SAMPLER, 2 * self._max_running)
         if partials := self._backend.sampler.partials():
             self._tell(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
 
-    def _shed(self, lack: str) -> None:
-        """The sampler has no memory for a step and cannot do with less by itself: all go back to their queues, and
-        half as many are handed to it again. A sample for which there is no memory even alone fails.
+    def _recover_memory(self, lack: str) -> None:
+        """The sampler has no memory for a step and cannot reduce it further: all samples return to their queues, and
+        half as many are admitted again. A sample that does not fit even alone fails.
         """
-        log.warning("there is no memory for a decode step; fewer samples go on", inside=len(self._inside), lack=lack)
-        for request_id in self._inside:
+        running = len(self._running)
+        log.warning("out of memory in a decode step; continuing with fewer samples", running=running, lack=lack)
+        for request_id in self._running:
             self._backend.sampler.cancel(request_id)
-        if len(self._inside) > 1:
-            self._most_inside = len(self._inside) // 2
-            self._returned += [inside.request for inside in self._inside.values()]
-            self._inside.clear()
+        if len(self._running) > 1:
+            self._max_running = len(self._running) // 2
+            self._returned += [running.request for running in self._running.values()]
+            self._running.clear()
             return
-        for inside in list(self._inside.values()):
+        for running in list(self._running.values()):
             error = UserError(
-                f"this sample, a prompt of {inside.prompt_tokens} tokens, does not fit into the engine's memory, even "
+                f"this sample, a prompt of {running.prompt_tokens} tokens, does not fit into the engine's memory, even "
                 f"alone: {lack}; shorten the prompt or lower max_tokens"
             )
-            self._finish([Settlement(inside.request.request_id, error=error)])
+            self._finish([Settlement(running.request.request_id, error=error)])
 
     def look_for_absent(self, queues: Queues, absent_after_s: float) -> None:
-        """Find out which sessions are absent, and give the places of their samples to others that wait. A session is
-        absent after so many seconds without a sign of life; never if it is 0.
+        """Update which sessions are absent, and give the places of their samples to others that wait. A session is
+        absent after `absent_after_s` of silence; 0 disables this.
         """
         waiting = [request for requests in queues.waiting_samples().values() for request in requests]
-        sessions = {inside.request.session_id for inside in self._inside.values()}
+        sessions = {running.request.session_id for running in self._running.values()}
         sessions.update(request.session_id for request in waiting)
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
@@ -215,36 +216,36 @@ class Sampling:
         others = sessions - self._absent
         others_wait = any(request.session_id in others for request in waiting)
         if self._absent and others and (others_wait or self._backend.sampler.cache_use().waiting_sequences):
-            self._put_back(queues)
+            self._requeue_absent(queues)
 
-    def _put_back(self, queues: Queues) -> None:
-        """Move samples of absent sessions from the sampler back into the queue, unless their tokens are streamed."""
+    def _requeue_absent(self, queues: Queues) -> None:
+        """Move samples of absent sessions from the sampler back into the queue, except streaming ones."""
         gone = [
-            inside.request
-            for inside in self._inside.values()
-            if inside.request.session_id in self._absent and not inside.streams
+            running.request
+            for running in self._running.values()
+            if running.request.session_id in self._absent and not running.streams
         ]
         for request in gone:
             if self._backend.sampler.cancel(request.request_id):
-                del self._inside[request.request_id]
+                del self._running[request.request_id]
                 queues.add_sample(request)
         if gone:
             absent = sorted({request.session_id for request in gone})
             log.info("samples of absent sessions make way for others", session_ids=absent[:20], samples=len(gone))
 
     def _tenants_with_few(self) -> set[str]:
-        """The tenants whose sequences alone are in the next decode step; empty if all are."""
-        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._quarantine:
+        """The tenants whose sequences get the next decode step to themselves; empty for a full step."""
+        if self._full_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._quarantine:
             return set()
         counts: Counter[str] = Counter()
-        for inside in self._inside.values():
-            counts[inside.request.tenant_id] += inside.num_samples
+        for running in self._running.values():
+            counts[running.request.tenant_id] += running.num_samples
         largest = max(counts.values(), default=0)
-        return {tenant_id for tenant_id, count in counts.items() if FEW * count <= largest}
+        return {tenant_id for tenant_id, count in counts.items() if FEW_SEQUENCES_RATIO * count <= largest}
 
     def measure(self) -> None:
-        """Update the meters of the sampler's load."""
-        self._meters.sampler(len(self._inside), self._backend.sampler.cache_use())
+        """Update the metrics of the sampler's load."""
+        self._meters.sampler(len(self._running), self._backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
@@ -255,53 +256,53 @@ class Sampling:
             while queues.cancels:
                 settlements += self._cancelled(queues, queues.cancels[0], bodies)
                 del queues.cancels[0]
-        finally:  # also if the database interrupts the loop: these samples are in no queue any more
-            for start in range(0, len(settlements), MOST_AT_ONCE):
-                self._finish(settlements[start : start + MOST_AT_ONCE])
+        finally:  # also after a database error: these samples are in no queue any more
+            for start in range(0, len(settlements), MAX_CANCELLED_AT_ONCE):
+                self._finish(settlements[start : start + MAX_CANCELLED_AT_ONCE])
 
     def _cancelled(self, queues: Queues, cancel: Pending, bodies: Mapping[str, bytes]) -> list[Settlement]:
-        """Withdraw what a request to cancel names; the settlements of that and of the request itself. An error of the
-        database changes nothing.
+        """Withdraw what a cancellation names; returns the settlements of the samples and of the cancellation. A
+        database error changes nothing.
         """
         name = cancelled_name(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
         gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
         if not gone and self._stores.ownership.forward(cancel.request_id, name):
-            queues.known.discard(cancel.request_id)  # its sample was given to another one in between
+            queues.known.discard(cancel.request_id)  # its sample was assigned to another process meanwhile
             self._timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
 
     def _withdraw(self, name: str) -> list[str]:
-        """Take one sample, or all of one sampling session, out of the sampler."""
-        gone = [request_id for request_id in self._inside if name in (request_id, request_id.rpartition(":")[0])]
+        """Remove one sample, or all of one sampling session, from the sampler."""
+        gone = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
         return [request_id for request_id in gone if self._backend.sampler.cancel(request_id)]
 
     def _admit(self, queues: Queues, *, loads: bool = True) -> None:
-        """Hand waiting samples to the sampler; without `loads` only those whose weights are in memory."""
+        """Move waiting samples into the sampler; without `loads` only those whose weights are in memory."""
         if not queues.samples:
             return
         taken = self._next(queues)
         seen: dict[str, SamplingSession | None] = {}
         if not loads:
-            taken = [request for request in taken if self._is_at_hand(request, seen)]
+            taken = [request for request in taken if self._is_loaded(request, seen)]
         if not taken:
             return
         bodies = self._stores.futures.bodies([request.request_id for request in taken])
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
-                # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
+                # Only a settlement deletes the body, and it was not ours: this process was suspended or cut off.
                 raise LeaseLostError(f"{request.request_id} was settled by another process")
             self._submit(request, body, seen)
             queues.take_samples([request])
 
-    def _is_at_hand(self, request: Pending, seen: dict[str, SamplingSession | None]) -> bool:
+    def _is_loaded(self, request: Pending, seen: dict[str, SamplingSession | None]) -> bool:
         sampler = self._session(request, seen)
         return sampler is not None and (sampler.version_id is None or self._backend.has_version(sampler.version_id))
 
     def _session(self, request: Pending, seen: dict[str, SamplingSession | None]) -> SamplingSession | None:
-        """`seen` are the sampling sessions that were looked up for others of the same turn."""
+        """`seen` caches the sampling sessions of this turn."""
         name = request.sampling_session_id or ""
         if name not in seen:
             seen[name] = self._stores.samplers.find(name)
@@ -309,36 +310,36 @@ class Sampling:
 
     def _next(self, queues: Queues) -> list[Pending]:
         if self._quarantine:
-            if any(self._quarantine.batch_size(request_id) for request_id in self._inside):
+            if any(self._quarantine.batch_size(request_id) for request_id in self._running):
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
             if quarantined := [request for request in waiting if self._quarantine.batch_size(request.request_id)]:
-                # They come first, while the sampler is empty, so that no other sample fails with them.
+                # Suspects run first, while the sampler is empty, so that no other sample fails with them.
                 return self._quarantine.groups(quarantined)[0]
-        inside = Counter(inside.request.tenant_id for inside in self._inside.values())
-        waiting = self._present(queues.waiting_samples())
-        taken, self._last_tenant = take_in_turns(waiting, self._most_inside, self._last_tenant, inside)
-        if self._most_inside < MAX_IN_SAMPLER:  # no tenant's first sample is an exception where memory ran out
-            return taken[: max(0, self._most_inside - len(self._inside))]
+        occupied = Counter(running.request.tenant_id for running in self._running.values())
+        waiting = self._without_absent(queues.waiting_samples())
+        taken, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
+        if self._max_running < MAX_IN_SAMPLER:  # after a memory shortage, no tenant exceeds the limit
+            return taken[: max(0, self._max_running - len(self._running))]
         return taken
 
-    def _present(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
-        """Without the samples of absent sessions, unless there are no others, here or in the sampler."""
+    def _without_absent(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
+        """`waiting` without the samples of absent sessions, unless there are no others, here or in the sampler."""
         if not self._absent:
             return waiting
         present: dict[str, Collection[Pending]] = {}
         for tenant_id, requests in waiting.items():
-            if theirs := [request for request in requests if request.session_id not in self._absent]:
-                present[tenant_id] = theirs
-        if present or any(inside.request.session_id not in self._absent for inside in self._inside.values()):
+            if kept := [request for request in requests if request.session_id not in self._absent]:
+                present[tenant_id] = kept
+        if present or any(running.request.session_id not in self._absent for running in self._running.values()):
             return present
         return waiting
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn.
-        An error of the database changes nothing.
+        """Submit a request to the sampler. `seen` caches the sampling sessions of this turn. A database error changes
+        nothing.
         """
-        self._inside[request.request_id] = _Inside(request)
+        self._running[request.request_id] = _RunningSample(request)
         self._timings.began([request])
         try:
             if verdict := self._quarantine.verdict(request.request_id):
@@ -351,7 +352,7 @@ class Sampling:
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)
-                self._inside[request.request_id] = _Inside(
+                self._running[request.request_id] = _RunningSample(
                     request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
                 )
                 self._backend.sampler.submit(sample)
@@ -359,9 +360,9 @@ class Sampling:
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except SQLAlchemyError:
-            del self._inside[request.request_id]
+            del self._running[request.request_id]
             raise
-        except Exception as error:  # the answer of this request alone
+        except Exception as error:  # becomes this request's answer
             ids = {"request_id": request.request_id, "tenant_id": request.tenant_id}
             log.error("a sample could not start", exc_info=error, **ids)
             failure = EngineFailedError(f"sample failed in the engine: {type(error).__name__}: {error}")
@@ -369,18 +370,20 @@ class Sampling:
 
     def _finish(self, settlements: Sequence[Settlement]) -> None:
         for settlement in settlements:
-            self._inside.pop(settlement.request_id, None)
-        self._outbox.leave(settlements)
+            self._running.pop(settlement.request_id, None)
+        self._outbox.try_settle(settlements)
 
     def _settlement(self, request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
         if not isinstance(outcome, SampleResult):
             return Settlement(request_id, error=outcome)
-        inside = self._inside[request_id]
+        running = self._running[request_id]
         lengths = [len(sequence.tokens_T) for sequence in outcome.sequences]
-        cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
+        cost = SampleCost(running.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
         effects: list[Effect] = []
-        if inside.recorded_for is not None:
-            effects.append(recorded_sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
-        if inside.begun is not None:
-            effects += self._keeper.kept(inside.begun, outcome)
+        if running.recorded_for is not None:
+            effects.append(
+                recorded_sequences.insertion(running.recorded_for, request_id, running.prompt_tokens, lengths)
+            )
+        if running.begun is not None:
+            effects += self._keeper.record(running.begun, outcome)
         return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

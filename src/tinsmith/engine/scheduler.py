@@ -1,16 +1,15 @@
 """What runs next: a pure function from the queues to one step.
 
-Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward)
-at the heads of any number of models share one step, whatever their losses, ranks or tenants; everything else is a
-barrier of its model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the
-step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
-next request by at most one step. Where more waits than one step holds, every other step may be a short one that serves
-first the tenants that want little; otherwise such a tenant would wait for a full step, and then again for the one that
-it is in.
+Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward) at the
+heads of any number of models share one step, for any losses, ranks or tenants; everything else is a barrier of its
+model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the step's token budget
+by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's next request by at most
+one step. If more waits than one step holds, every other step may be a short one that first serves tenants with little
+work; otherwise such a tenant would wait for the running full step and then for its own.
 
-What runs singly has a cost in tokens, so that it can be weighed against passes. A step holds one of them, and more as
-long as they take at most half as long as its passes: one of each tenant in turn, and the tenants pay for them with
-their share of later passes. So neither holds up the other by much, whatever each costs. No I/O, no clock, no device.
+A single has a cost in tokens, so that it can be weighed against passes. A step has one single, and more as long as they
+take at most half as long as its passes: one of each tenant in turn, paid from the tenants' share of later passes. So
+neither kind delays the other by much, whatever each costs. No I/O, no clock, no device.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from tinsmith.types import Pending
 
 PASS_KINDS = frozenset({"forward", "forward_backward"})
 SINGLES_SHARE = 2
-"""Saves, loads, publishes and creations beyond the first take this fraction of the time of a step's passes at most."""
+"""Saves, loads, publishes and creations beyond the first take at most 1/SINGLES_SHARE of the time of the passes."""
 
 SHORT_STEPS = 16
-"""How many short steps would hold what one full step does. A short step holds the whole of what light tenants want, if
-that is more.
-"""
+"""A short step has 1/SHORT_STEPS of a full step's budget, or all tokens that light tenants want, if that is more."""
 
 LIGHT = 2
-"""A light tenant wants at most this fraction of its share of a full step. Since it may be served in every step and
-others in every other one, half is the most that leaves these their share.
+"""A light tenant wants at most 1/LIGHT of its share of a full step. Since it may be served in every step and others in
+every other one, half is the most that leaves the others their share.
 """
 
 
@@ -55,8 +52,8 @@ class ModelQueue:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What one step leaves to the next: each tenant's unspent tokens, who is served first, and whether it was short;
-    and the order of those who have singles left.
+    """State carried to the next step: each tenant's unspent tokens, the order of service, whether the step was short,
+    and the order of tenants with waiting singles.
     """
 
     deficits: Mapping[str, int] = field(default_factory=dict)
@@ -67,7 +64,7 @@ class Fairness:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to run, in this order. A model appears in one of the three only."""
+    """What to run, in this order. A model appears in only one of the three."""
 
     optim_steps: tuple[Pending, ...] = ()
     singles: tuple[Pending, ...] = ()
@@ -80,8 +77,8 @@ class Step:
 def plan(
     queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int, costs: Mapping[str, int] | None = None
 ) -> tuple[Step, Fairness]:
-    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `costs` say of a
-    kind of single how many tokens of passes take as long.
+    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `costs`: by kind of
+    single, how many tokens of passes take as long.
     """
     optim_steps: list[Pending] = []
     singles: list[Pending] = []
@@ -105,7 +102,7 @@ def plan(
 
 
 def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
-    """The passes at a model's head, as far as one step could take them, and one more: whether they are too many."""
+    """The passes at a model's head that one step could take, and one more, which shows whether there are too many."""
     run: list[Pending] = []
     total = 0
     for request in queue.ready():
@@ -119,8 +116,8 @@ def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
 def _affordable(
     singles: Sequence[Pending], order: Sequence[str], room: int, costs: Mapping[str, int]
 ) -> tuple[list[Pending], dict[str, int], tuple[str, ...]]:
-    """The singles of one step, the oldest of each tenant in turn; what each tenant pays for its own; and the order of
-    the tenants in the next step: who got nothing in this one comes first. A kind without a cost runs alone.
+    """The singles of one step, the oldest of each tenant in turn; what each tenant pays; and the tenants' order in the
+    next step: those that got nothing come first. A kind without a cost runs alone.
     """
     waiting: dict[str, deque[Pending]] = {}
     for request in sorted(singles, key=lambda single: single.arrival):
@@ -174,7 +171,7 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
         for tenant_id in open_tenants:
             run = runs[tenant_id]
             if taken and run[position[tenant_id]].num_tokens > room:
-                continue  # without a share: it could not use it, and others did not get one either
+                continue  # no quantum: it cannot use it now
             deficits[tenant_id] += max(quantum, light.get(tenant_id, 0))
             rounds[tenant_id] += 1
             while position[tenant_id] < len(run):
@@ -196,7 +193,7 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
 
 
 def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict[str, int]:
-    """The light tenants and the tokens of all that they want; none if everything fits into one full step."""
+    """The light tenants and their total tokens; empty if everything fits into one full step."""
     totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
     if sum(totals.values()) <= token_budget:
         return {}
@@ -204,19 +201,20 @@ def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict
 
 
 def take_in_turns(
-    waiting: Mapping[str, Iterable[Pending]], places: int, last_tenant: str, inside: Mapping[str, int]
+    waiting: Mapping[str, Iterable[Pending]], places: int, last_tenant: str, occupied: Mapping[str, int]
 ) -> tuple[list[Pending], str]:
-    """The samples that get a place, one tenant after the other, beginning after `last_tenant`; and who came last.
+    """The samples that get a place, one tenant after the other, starting after `last_tenant`; and the last tenant
+    served.
 
-    `inside` says how many places each tenant has. A tenant takes one while fewer than `places` are taken in all, or
-    while it has fewer than an equal share of them itself: it does not wait for another tenant's samples to end. So up
-    to twice as many may be taken, and one by each tenant in any case.
+    `occupied` has each tenant's places. A tenant takes one while fewer than `places` are taken in all, or while it has
+    fewer than an equal share: it does not wait for other tenants' samples to end. So up to twice as many may be taken,
+    and at least one per tenant.
     """
     tenants = sorted(waiting)
     tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
     queues = deque((tenant_id, iter(waiting[tenant_id])) for tenant_id in tenants)
-    share = max(1, places // max(1, len(waiting.keys() | {t for t, count in inside.items() if count})))
-    held = dict(inside)
+    share = max(1, places // max(1, len(waiting.keys() | {t for t, count in occupied.items() if count})))
+    held = dict(occupied)
     total = sum(held.values())
     taken: list[Pending] = []
     while queues:

@@ -1,12 +1,12 @@
-"""Settlements on their way into the database, and what an engine does while the database is away.
+"""Settlements on their way into the database, and what an engine does while the database is unavailable.
 
-An error of the database is never the failure of a request. A transient one (a lost connection, a deadlock, a full disk)
-is waited out: a finished request stays here until its settlement is committed, and nothing is computed again. A
-settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
-the engine, and its successor computes from the log what was not committed.
+A database error is never the failure of a request. The engine waits out transient errors (a lost connection, a
+deadlock, a full disk): a finished request stays here until its settlement is committed, and nothing is computed again.
+A settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
+the engine, and its successor recomputes from the log what was not committed.
 
-`settle` returns when everything is committed. `leave` tries once and never waits, so that it may be called during a
-training step; the next `flush` or `settle` commits what is left.
+`settle` returns after the commit. `try_settle` tries once and never waits, so it can be called during a training step;
+the next `flush` or `settle` commits the rest.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import Futures, Settlement
 
 FIRST_PAUSE_S = 0.05
-"""Before the second attempt; each later pause is twice as long."""
+"""Pause before the second attempt; each later pause is twice as long."""
 
 LONGEST_PAUSE_S = 1.0
-"""Also the delay after which a stopping engine notices."""
+"""Also the longest delay before a stopping engine reacts."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
 
 
 class TurnFailedError(BaseException):
-    """The engine's own work failed, not a request. No Exception, so that handlers of request errors do not catch it. It
+    """The engine's own work failed, not a request. Not an Exception, so handlers of request errors do not catch it. It
     ends the engine; `__cause__` says why.
     """
 
@@ -45,19 +45,19 @@ def is_transient(error: SQLAlchemyError) -> bool:
     return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
-class Patience:
-    """Waits for a database that is away: with growing pauses, until the engine is to stop.
+class DatabaseRetry:
+    """Retries while the database is unavailable, with growing pauses, until the engine is to stop.
 
-    It waits without a limit, since a restarted engine would wait for the same database with less in memory. Another
-    engine that takes over meanwhile raises this one's epoch, and the next write fails with LeaseLostError.
+    It retries without a limit, since a restarted engine would wait for the same database with less in memory. If
+    another engine takes over meanwhile, it raises this engine's epoch, and the next write fails with LeaseLostError.
     """
 
     def __init__(self) -> None:
         self.stopping: Callable[[], bool] = lambda: False
 
-    def insist(self, action: Callable[[], T]) -> T:
-        """Repeat `action` until the database permits it. Raises the SQLAlchemyError if it is not transient, or if the
-        engine is to stop.
+    def run(self, action: Callable[[], T]) -> T:
+        """Repeat `action` until it succeeds. Raises the SQLAlchemyError if it is not transient, or if the engine is to
+        stop.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -76,54 +76,54 @@ class Outbox:
         self,
         futures: Futures,
         timings: RequestTimings,
-        patience: Patience,
+        database_retry: DatabaseRetry,
         committed: Callable[[Sequence[Settlement]], None],
     ) -> None:
-        """`committed` is called once with each settlement that is in the database."""
+        """`committed` is called once for each committed settlement."""
         self._futures = futures
         self._timings = timings
-        self._patience = patience
+        self._database_retry = database_retry
         self._committed = committed
-        self._kept: list[Settlement] = []
+        self._uncommitted: list[Settlement] = []
         self._retry_at = 0.0
         self._pause_s = FIRST_PAUSE_S
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int] | None = None) -> None:
-        """Commit these, and earlier ones that were kept, however long it takes. `applied` is the progress of models.
+        """Commit these and earlier uncommitted settlements, however long it takes. `applied` is the progress of models.
 
         Raises TurnFailedError if that is impossible, or if the engine is to stop first.
         """
         hit("engine.ran")
-        batch = [*self._kept, *self._timings.timed(settlements)]
-        self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, applied or {})))
+        batch = [*self._uncommitted, *self._timings.timed(settlements)]
+        self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, applied or {})))
 
-    def leave(self, settlements: Sequence[Settlement]) -> None:
-        """Commit these now if the database permits it at once, else keep them. Raises TurnFailedError."""
+    def try_settle(self, settlements: Sequence[Settlement]) -> None:
+        """Commit these now if the database permits, otherwise keep them for later. Raises TurnFailedError."""
         hit("engine.ran")
-        self._kept += self._timings.timed(settlements)
+        self._uncommitted += self._timings.timed(settlements)
         if time.monotonic() >= self._retry_at:
             self._guarded(self._try_once)
 
     def flush(self) -> None:
-        """Commit what was kept, however long it takes. Raises TurnFailedError."""
-        if self._kept:
-            batch = list(self._kept)
-            self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, {})))
+        """Commit uncommitted settlements, however long it takes. Raises TurnFailedError."""
+        if self._uncommitted:
+            batch = list(self._uncommitted)
+            self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, {})))
 
     def _try_once(self) -> None:
         try:
-            self._commit(list(self._kept), {})
+            self._commit(list(self._uncommitted), {})
         except SQLAlchemyError as error:
             if not is_transient(error):
                 raise
-            log.warning("finished requests wait for the database", waiting=len(self._kept), error=repr(error))
+            log.warning("finished requests wait for the database", waiting=len(self._uncommitted), error=repr(error))
             self._retry_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     def _commit(self, batch: Sequence[Settlement], applied: Mapping[str, int]) -> None:
         self._futures.settle(batch, applied)
         hit("settle.committed")
-        self._kept.clear()
+        self._uncommitted.clear()
         self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
         self._committed(batch)
         for settlement in batch:
@@ -131,9 +131,9 @@ class Outbox:
                 self._clean_up(settlement.clean_up)
 
     def _clean_up(self, clean_up: Callable[[], None]) -> None:
-        """A failure here fails no request: it is settled, and files that no row names are swept."""
+        """An error here fails no request: the request is settled, and unreferenced files are swept."""
         try:
-            self._patience.insist(clean_up)
+            self._database_retry.run(clean_up)
         except (SQLAlchemyError, OSError) as error:
             log.error("cleaning up after a settled request failed", exc_info=error)
 

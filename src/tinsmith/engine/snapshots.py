@@ -2,29 +2,28 @@
 
 A snapshot is a model's adapter, moments, step and gradient after the operation with some seq_id; it may be taken
 between any two operations. The engine's thread only copies; `SnapshotWriter` writes the files in the background,
-versions first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers
-it. A snapshot that cannot be written is tried again later, and the log of bodies takes its place meanwhile.
+versions first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers it.
+A snapshot that cannot be written is retried later; until then the log of bodies takes its place.
 
-One is due after 16 optimizer steps, if earlier ones have been paid for: the engine sets aside a two-hundredth of the
-time that it trains, and a snapshot costs the processor time that went into it. So short steps have fewer of them, and
-models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due whatever it costs. Models beyond
-the memory budget are evicted, the least recently used first, once a snapshot covers everything; the next request
-restores them.
+One is due after 16 optimizer steps if earlier ones are paid for: the engine reserves one two-hundredth of its training
+time, and a snapshot costs the processor time that it took. So models with short steps have fewer, and models do not
+take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due at any cost. Models beyond the memory budget
+are evicted, the least recently used first, once a snapshot covers everything; the next request restores them.
 
-`SnapshotWriter` has one thread. A task is `work`, which runs on that thread and must not touch what the engine's
-thread owns, and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one.
-Tasks run in order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it at
-once, and is raised on the engine's thread.
+`SnapshotWriter` has one thread. A task has `work`, which runs on that thread and must not touch the engine thread's
+state, and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run
+in order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it immediately and
+is raised on the engine's thread.
 
 `Recovery` restores a model when a request names it: from its newest snapshot and the acknowledged operations after it,
-whose bodies are still stored. A snapshot whose files are damaged is passed over, and the replay begins at the one
-before it, or at the creation. Ephemeral versions that have no files are published again.
+whose bodies are still stored. If a snapshot's files are damaged, the replay starts at the one before it, or at the
+creation. Ephemeral versions without files are published again.
 
-`RunMigration` gives at most one idle run a second to an engine that has at least two fewer: the difference shrinks, and
-no run comes back. A run is idle when nothing of it waits and nothing took effect for a while; so long, too, must the
-other engine have been there. First everything of the run is written (a snapshot with optimizer and gradient, its
-versions), which is given up if the run becomes active; then one transaction changes the owner, and then the run is
-forgotten here. The new owner restores it from its files at its next request, as after a restart, bit for bit.
+`RunMigration` moves at most one idle run a second to an engine that has at least two fewer, so the difference shrinks
+and no run returns. A run is idle if no request of it waits and nothing took effect for a while; the other engine must
+have existed for that long, too. First everything of the run is written (a snapshot with optimizer and gradient, its
+versions), unless the run becomes active; then one transaction changes the owner, and the run is dropped here. The new
+owner restores it from its files at its next request, as after a restart, bit for bit.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import now
 from tinsmith.db.wakeups import EVERYTHING, WakeUps, engine_mailbox
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
@@ -59,7 +59,7 @@ from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
 MAX_CAPTURED_BYTES = 2**30
-"""At this many bytes nothing more is captured until something was written; one capture may be larger."""
+"""With this many bytes captured, nothing more is captured until something was written; one capture may be larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +133,19 @@ SNAPSHOT_OPTIM_STEPS = 16
 """Fewest optimizer steps between snapshots."""
 
 MOST_OPTIM_STEPS = 64
-"""Most optimizer steps between snapshots: bounds what a restart replays."""
+"""Most optimizer steps between snapshots, which bounds what a restart replays."""
 
 SNAPSHOT_SHARE = 0.005
-"""The share of training time that the engine spends on snapshots, between the fewest and the most steps."""
+"""The share of training time spent on snapshots, between the fewest and the most steps."""
 
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
-"""Request bytes between snapshots: bounds what a model's log takes on disk."""
+"""Request bytes between snapshots, which bounds a model's log on disk."""
 
 COVER_S = 5.0
 """For how long a stopping engine begins snapshots."""
 
 RETRY_S = 10.0
-"""A disk that is full now may have room by then."""
+"""Pause before another attempt; a full disk may have space by then."""
 
 log = structlog.get_logger()
 
@@ -154,14 +154,14 @@ CleanUp = Callable[[], None]
 
 @dataclass(slots=True)
 class _Resident:
-    """A model in memory: what a restart would replay, and the last operations that changed it and that are covered."""
+    """A model in memory: what a restart would replay, and the seq_ids of the last change and the last covered one."""
 
     num_bytes: int
     changed_seq_id: int
     covered_seq_id: int
     steps: int = 0
     body_bytes: int = 0
-    cost_s: float = 0.0  # what its last snapshot took of a processor
+    cost_s: float = 0.0  # processor time of its last snapshot
     writing: bool = False
     retry_at: float = 0.0
 
@@ -173,13 +173,15 @@ class _Resident:
 class LoadedSnapshot:
     """The snapshot of a checkpoint that was just loaded: captured, not yet written."""
 
-    def __init__(self, write: Callable[[], str], noted: Callable[[str, Exception | None], CleanUp | None]) -> None:
+    def __init__(
+        self, write: Callable[[], str], mark_written: Callable[[str, Exception | None], CleanUp | None]
+    ) -> None:
         self._write = write
-        self._noted = noted
+        self._noted = mark_written
         self._failure: Exception | None = None
 
     def run(self) -> tuple[str, int]:
-        """On any thread. Returns the directory, empty if it could not be written, and 0: no tenant pays for it."""
+        """Thread-safe. Returns the directory, empty if it could not be written, and 0: no tenant is charged for it."""
         try:
             return self._write(), 0
         except Exception as error:  # noqa: BLE001  a backend may raise anything when it cannot write
@@ -187,49 +189,56 @@ class LoadedSnapshot:
             return "", 0
 
     def clean_up(self, directory: str) -> CleanUp | None:
-        """What records the snapshot, once the load has been settled; None if there is none."""
+        """A callable that records the snapshot after the load was settled; None if there is no snapshot."""
         return self._noted(directory, self._failure)
 
 
 class Snapshots:
     def __init__(
-        self, backend: Backend, models: Models, directories: Directories, versions: Versions, budget_bytes: int
+        self,
+        backend: Backend,
+        models: Models,
+        directories: Directories,
+        versions: Versions,
+        recorder: Recorder,
+        budget_bytes: int,
     ) -> None:
+        self._recorder = recorder
         self._backend = backend
         self._models = models
         self._directories = directories
         self._versions = versions
         self._budget_bytes = budget_bytes
         self._writer = SnapshotWriter()
-        self._resident: dict[str, _Resident] = {}  # the least recently used first
+        self._resident: dict[str, _Resident] = {}  # least recently used first
         self._resident_bytes = 0
         self._share = SNAPSHOT_SHARE
-        self._paid_s = 0.0  # never more than nothing: what is not needed is not saved up
+        self._paid_s = 0.0  # at most 0: unused time is not saved up
 
-    def worked(self, seconds: float) -> None:
-        """A step of training took this long."""
+    def add_training_time(self, seconds: float) -> None:
+        """Add the duration of a training step, a share of which snapshots may use."""
         self._paid_s = min(0.0, self._paid_s + self._share * seconds)
 
-    def entered(self, model_id: str, *, covered_seq_id: int = 0, changed_seq_id: int = 0) -> None:
-        """A model is in memory now. One that was only created is covered: it can be created again."""
-        self.left(model_id)
+    def add_model(self, model_id: str, *, covered_seq_id: int = 0, changed_seq_id: int = 0) -> None:
+        """Track a model in memory. A newly created one counts as covered, since it can be created again."""
+        self.remove_model(model_id)
         num_bytes = self._backend.model_bytes(model_id)
         self._resident[model_id] = _Resident(num_bytes, changed_seq_id, covered_seq_id)
         self._resident_bytes += num_bytes
 
-    def left(self, model_id: str) -> None:
-        """A model left memory."""
+    def remove_model(self, model_id: str) -> None:
+        """Stop tracking a model that left memory."""
         if entry := self._resident.pop(model_id, None):
             self._resident_bytes -= entry.num_bytes
 
     def count(self, model_id: str, *, steps: int = 0, body_bytes: int = 0) -> None:
-        """Note what a restart would replay."""
+        """Add to what a restart would replay."""
         entry = self._resident[model_id]
         entry.steps += steps
         entry.body_bytes += body_bytes
 
-    def applied(self, model_id: str, seq_id: int, *, changed: bool) -> None:
-        """Everything up to `seq_id` has been settled; take a snapshot if one is due."""
+    def note_settled(self, model_id: str, seq_id: int, *, changed: bool) -> None:
+        """Note that everything up to `seq_id` is settled, and take a snapshot if one is due."""
         entry = self._resident.pop(model_id, None)
         if entry is None:
             return  # its creation failed
@@ -245,26 +254,26 @@ class Snapshots:
         return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 
     @property
-    def is_far(self) -> bool:
-        """Whether snapshots are written to a remote storage."""
-        return self._directories.is_far
+    def is_remote(self) -> bool:
+        """Whether snapshots are written to remote storage."""
+        return self._directories.is_remote
 
-    def loaded(self, model_id: str, seq_id: int) -> LoadedSnapshot:
-        """A checkpoint was loaded, which may be deleted as soon as the client knows: its snapshot is written first."""
-        self.entered(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
+    def save_loaded(self, model_id: str, seq_id: int) -> LoadedSnapshot:
+        """Make the snapshot of a load. It is written before the client may delete the loaded checkpoint."""
+        self.add_model(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
         entry = self._resident[model_id]
         captured = self._versions.capture(model_id)
         try:
             fill = self._backend.capture(model_id, optimizer=True, gradient=True).write
-        except Exception as error:  # noqa: BLE001  as if it could not be written
-            fill = partial(_fail, error)
+        except Exception as error:  # noqa: BLE001  treated as a failed write
+            fill = partial(_raise, error)
 
         def write() -> str:
             self._versions.write(captured)
             return self._directories.write(fill)[0]
 
-        def noted(directory: str, failure: Exception | None) -> CleanUp | None:
-            self._versions.noted(model_id, captured, failure)
+        def mark_written(directory: str, failure: Exception | None) -> CleanUp | None:
+            self._versions.mark_written(model_id, captured, failure)
             if failure is not None:
                 log.error("a snapshot could not be written", model_id=model_id, exc_info=failure)
                 return None
@@ -275,7 +284,7 @@ class Snapshots:
 
             return record
 
-        return LoadedSnapshot(write, noted)
+        return LoadedSnapshot(write, mark_written)
 
     def _take(self, model_id: str, entry: _Resident) -> None:
         if entry.writing or self._writer.is_full or time.monotonic() < entry.retry_at:
@@ -285,24 +294,27 @@ class Snapshots:
         try:
             model = self._backend.capture(model_id, optimizer=True, gradient=True)
         except MemoryError as error:
-            log.error("there is no memory for a snapshot", model_id=model_id, error=str(error))
+            log.error("out of memory for a snapshot", model_id=model_id, error=str(error))
             entry.retry_at = time.monotonic() + RETRY_S
             return
         versions = self._versions.capture(model_id)
         captured_s = time.thread_time() - began_s
-        cost_s = expected_s
-        self._paid_s -= expected_s  # and the rest when it is known
+        cost_s, began_at = expected_s, now()
+        span: tuple[str, float, float] | None = None  # tenant, end, duration
+        self._paid_s -= expected_s  # the rest is subtracted when it is known
 
         def work() -> None:
-            nonlocal cost_s
+            nonlocal cost_s, span
             begun_s = time.thread_time()
             self._versions.write(versions)
             directory, _ = self._directories.write(model.write)
             self._record(model_id, seq_id, directory)
             cost_s = captured_s + time.thread_time() - begun_s
+            if stored := self._models.find(model_id):
+                span = stored.tenant_id, now(), now() - began_at
 
         def done(error: Exception | None) -> None:
-            self._versions.noted(model_id, versions, error)
+            self._versions.mark_written(model_id, versions, error)
             entry.writing = False
             entry.cost_s = cost_s
             self._paid_s -= cost_s - expected_s
@@ -310,6 +322,9 @@ class Snapshots:
                 log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
                 entry.retry_at = time.monotonic() + RETRY_S
                 return
+            if span is not None:
+                tenant_id, *times = span
+                self._recorder.record_snapshot(tenant_id, model_id, *times)
             entry.covered_seq_id = seq_id
             entry.steps -= steps
             entry.body_bytes -= body_bytes
@@ -319,7 +334,7 @@ class Snapshots:
         self._writer.submit(WriteTask(num_bytes, work, done))
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
-        replaced = self._models.covered(model_id, seq_id, directory)
+        replaced = self._models.record_snapshot(model_id, seq_id, directory)
         hit("snapshots.recorded")
         self._directories.discard(replaced)
 
@@ -328,22 +343,22 @@ class Snapshots:
         self._writer.collect()
 
     def write_versions(self, model_id: str) -> None:
-        """Write a model's versions that have no files, in the background; the next snapshot writes what is left."""
+        """Write a model's versions without files in the background; the next snapshot writes the rest."""
         if self._writer.is_full or not (captured := self._versions.capture(model_id)):
             return
 
         def done(error: Exception | None) -> None:
-            self._versions.noted(model_id, captured, error)
+            self._versions.mark_written(model_id, captured, error)
             if error is not None:
                 log.error("a version could not be written", model_id=model_id, exc_info=error)
 
         num_bytes = sum(one.capture.num_bytes for one in captured)
         self._writer.submit(WriteTask(num_bytes, partial(self._versions.write, captured), done))
 
-    def is_parked(self, model_id: str) -> bool:
-        """Whether everything of a model is in files, so that any engine can go on with it; begins to write what is not.
+    def is_durable(self, model_id: str) -> bool:
+        """Whether all state of a model is in files, so that any engine can continue it; starts writing what is not.
 
-        What is being written is not there yet: ask again.
+        Returns False until the writing has finished.
         """
         entry = self._resident.get(model_id)
         if entry is not None and (entry.writing or not entry.is_covered):
@@ -356,7 +371,7 @@ class Snapshots:
         return False
 
     def cover_all(self) -> None:
-        """The engine stops: snapshots of all models, within COVER_S, spare the next engines a replay."""
+        """Take snapshots of all models within COVER_S before the engine stops, which spares a replay."""
         until = time.monotonic() + COVER_S
         for model_id, entry in self._resident.items():
             if not entry.is_covered and time.monotonic() < until:
@@ -368,7 +383,7 @@ class Snapshots:
         self._writer.flush()
 
     def evict(self, busy: Collection[str]) -> None:
-        """Evict models beyond the memory budget, except for `busy` ones."""
+        """Evict models beyond the memory budget, except `busy` ones."""
         # A backend's budget for models may change with its work.
         excess = self._resident_bytes - (self._budget_bytes or self._backend.model_budget_bytes)
         if excess <= 0:
@@ -380,7 +395,7 @@ class Snapshots:
                 continue
             if entry.is_covered and not entry.writing:
                 self._backend.unload_model(model_id)
-                self.left(model_id)
+                self.remove_model(model_id)
                 log.debug("a model left memory", model_id=model_id)
                 excess -= entry.num_bytes
             else:
@@ -389,12 +404,12 @@ class Snapshots:
 
     def forget(self, model: Model) -> None:
         """A model was unloaded: discard its snapshots."""
-        self.left(model.model_id)
+        self.remove_model(model.model_id)
         self._directories.discard(model.snapshot_directory)
         self._directories.discard(model.previous_snapshot_directory)
 
 
-def _fail(error: Exception, _directory: Path) -> None:
+def _raise(error: Exception, _directory: Path) -> None:
     raise error
 
 
@@ -418,15 +433,15 @@ class Recovery:
         self._passes = passes
 
     def restore(self, model: Model) -> Generator[None, None, None]:
-        """Bring a model to its acknowledged state. It pauses now and then, so that samples can be decoded meanwhile.
+        """Restore a model to its acknowledged state. Pauses now and then, so that samples can be decoded meanwhile.
 
-        Raises LostStateError if that is impossible. Then, or if it is closed early, nothing of the model is in memory.
+        Raises LostStateError if that is impossible. Then, or if it is closed early, the model is not in memory.
         """
         failures: list[str] = []
-        for seq_id, directory in _beginnings(model):
+        for seq_id, directory in _replay_starts(model):
             try:
                 self._begin(model, directory)
-            except UnreachableError:  # says nothing of the snapshot
+            except UnreachableError:  # says nothing about the snapshot
                 raise
             except (TinsmithError, OSError) as error:
                 log.error("a snapshot cannot be used", model_id=model.model_id, seq_id=seq_id, error=str(error))
@@ -436,15 +451,15 @@ class Recovery:
                 num_replayed = yield from self._replay_after(model, seq_id)
             except BaseException as error:
                 self._backend.unload_model(model.model_id)
-                self._snapshots.left(model.model_id)
+                self._snapshots.remove_model(model.model_id)
                 if failures and isinstance(error, LostStateError):
-                    raise LostStateError(_cannot(model, [*failures, str(error)])) from error
+                    raise LostStateError(_restore_error(model, [*failures, str(error)])) from error
                 raise
             if failures and model.snapshot_directory:
                 self._models.forget_snapshot(model.model_id, model.snapshot_directory)
             log.info("model restored", model_id=model.model_id, snapshot_seq_id=seq_id, replayed=num_replayed)
             return
-        raise LostStateError(_cannot(model, failures))
+        raise LostStateError(_restore_error(model, failures))
 
     def _begin(self, model: Model, directory: str | None) -> None:
         if directory is None:
@@ -455,9 +470,9 @@ class Recovery:
 
     def _replay_after(self, model: Model, seq_id: int) -> Generator[None, None, int]:
         replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
-        # These are still to be covered: an engine that dies again and again must not replay ever more.
+        # These are not covered yet: an engine that dies repeatedly must not replay more every time.
         changed_seq_id = model.applied_seq_id if replayed else seq_id
-        self._snapshots.entered(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
+        self._snapshots.add_model(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
         for request in replayed:
             body = self._futures.bodies([request.request_id]).get(request.request_id)
             if body is not None:
@@ -465,7 +480,8 @@ class Recovery:
                 steps = int(request.kind == "optim_step")
                 self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
             elif request.state == "done" and request.kind != "save_weights_for_sampler":
-                # What failed changed nothing (a refused optim_step did, and keeps its body), a named save neither.
+                # Failed requests changed nothing (except a refused optim_step, which keeps its body), and neither does
+                # a named save.
                 raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
             yield
         return len(replayed)
@@ -476,7 +492,7 @@ class Recovery:
             yield from self._replay_pass(request, body)
         elif request.kind == "optim_step":
             (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
-            _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
+            _check_outcome(request, outcome if isinstance(outcome, UserError) else None)
         elif request.state == "done" and request.kind == "save_weights_for_sampler":
             self._operations.publish_again(model, body)
         elif request.state == "done":
@@ -484,23 +500,23 @@ class Recovery:
                 as_of = self._futures.settled_at(request.request_id)
                 self._operations.load_into(model, read_load(body), as_of=as_of)
             except TinsmithError as error:
-                raise LostStateError(_cannot(model, [str(error)])) from error
+                raise LostStateError(_restore_error(model, [str(error)])) from error
 
     def _replay_pass(self, request: Pending, body: bytes) -> Generator[None, None, None]:
         try:
             (outcome,) = yield from self._backend.run_passes([self._passes.read(body, request, replayed=True)])
         except UserError as error:
             outcome = error
-        _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
+        _check_outcome(request, outcome if isinstance(outcome, UserError) else None)
 
 
-def _must_be_as_before(request: Pending, error: UserError | None) -> None:
+def _check_outcome(request: Pending, error: UserError | None) -> None:
     if error is not None and request.state == "done":
         raise LostStateError(f"request {request.request_id!r} cannot be replayed: {error}") from error
 
 
-def _beginnings(model: Model) -> Iterator[tuple[int, str | None]]:
-    """Where a replay may begin, the shortest first: snapshots, or the creation."""
+def _replay_starts(model: Model) -> Iterator[tuple[int, str | None]]:
+    """Where a replay may start, the shortest replay first: snapshots, or the creation."""
     if model.snapshot_seq_id is not None:
         yield model.snapshot_seq_id, model.snapshot_directory
     if model.previous_snapshot_seq_id is not None:
@@ -509,12 +525,12 @@ def _beginnings(model: Model) -> Iterator[tuple[int, str | None]]:
         yield -1, None
 
 
-def _cannot(model: Model, reasons: list[str]) -> str:
+def _restore_error(model: Model, reasons: list[str]) -> str:
     return f"model {model.model_id!r} could not be restored: {'; '.join(reasons)}"
 
 
-PATIENCE = 30
-"""Looks at a run that is still not written, before another is tried: a disk may be full."""
+MAX_LOOKS = 30
+"""Polls of a run that is still not written before another run is tried: a disk may be full."""
 
 
 class RunMigration:
@@ -539,30 +555,30 @@ class RunMigration:
 
     def look(self) -> None:
         """Once a second: migrate one run, or prepare it, if another engine has far fewer."""
-        taker = self._ownership.lighter()
-        self._choose(self._idle() if taker else [])
-        if taker is None or self._chosen is None or not self._snapshots.is_parked(self._chosen):
+        target = self._ownership.lighter()
+        self._choose(self._idle() if target else [])
+        if target is None or self._chosen is None or not self._snapshots.is_durable(self._chosen):
             return
         hit("run.parked")
         model_id, self._chosen = self._chosen, None
         try:
-            if not self._ownership.hand_over(model_id, taker):
+            if not self._ownership.hand_over(model_id, target):
                 return
         except SQLAlchemyError:
-            # It may have been committed. All of the run is in files, so it can be forgotten in either case; what stayed
-            # in memory would be out of date if the run came back.
+            # It may have been committed. The run is completely in files, so it can be dropped in either case; state
+            # left in memory would be outdated if the run came back.
             self._forget(model_id)
             raise
         hit("run.moved")
         self._forget(model_id)
-        self._mailbox.wake(engine_mailbox(self._ownership.base_model, taker), [EVERYTHING])
-        log.info("an idle run was migrated", model_id=model_id, engine_id=taker)
+        self._mailbox.wake(engine_mailbox(self._ownership.base_model, target), [EVERYTHING])
+        log.info("an idle run was migrated", model_id=model_id, engine_id=target)
 
     def _forget(self, model_id: str) -> None:
         self._queues.forget_lane(model_id)
         self._recorder.forget(model_id)
         self._operations.unload(model_id)
-        self._snapshots.left(model_id)
+        self._snapshots.remove_model(model_id)
 
     def _idle(self) -> list[str]:
         lanes = self._queues.lanes
@@ -570,9 +586,9 @@ class RunMigration:
         return [run for run in runs if run not in lanes or not lanes[run].waiting]
 
     def _choose(self, idle: list[str]) -> None:
-        """Stay with the run that is being written, as long as it is idle."""
+        """Keep the chosen run as long as it is idle, until MAX_LOOKS."""
         self._looks += 1
-        if self._chosen in idle and self._looks < PATIENCE:
+        if self._chosen in idle and self._looks < MAX_LOOKS:
             return
         if self._chosen in idle:
             self._tried.add(self._chosen)

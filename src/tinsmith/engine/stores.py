@@ -1,4 +1,4 @@
-"""The stores that an engine or a dedicated sampler works with, as one value."""
+"""The stores of an engine or a dedicated sampler, as one value."""
 
 from __future__ import annotations
 

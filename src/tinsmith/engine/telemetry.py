@@ -1,20 +1,21 @@
-"""The engine's telemetry: curves of runs, recent steps, kept samples; the times of requests; and its meters.
+"""The engine's telemetry: curves of runs, recent steps, kept samples; the times of requests; and its metrics.
 
 `Recorder` gathers the metrics of passes in memory until the optimizer step that uses them, and writes them in the
-transaction that settles that step: one row more, and no transaction. So the first point after an engine's death covers
-only the passes since then. Steps are written about once a second. `SampleKeeper` keeps samples within a rate for each
-tenant, so that a burst of them costs next to nothing. A failure here fails nothing else.
+transaction that settles that step: one more row, no extra transaction. So the first point after an engine's death
+covers only the passes since then. Steps are written about once a second. `SampleKeeper` keeps samples at a limited rate
+per tenant, so that bursts cost next to nothing. Errors here fail nothing else.
 
-`RequestTimings` has an entry from a request's arrival in memory to its settlement: when it was planned, begun and done.
-The entry goes into the request's row with the settlement, and costs no write of its own. Then the meters count it, and
-its spans are sent if it came with a trace. It uses the wall clock, as the server's part of the trace does.
+`RequestTimings` has an entry from a request's arrival in memory to its settlement: when it was planned, started and
+done. The entry is written with the settlement into the request's row, without a write of its own. Then the metrics
+count it, and its spans are sent if it came with a trace. It uses the wall clock, like the server's part of the trace.
 
-`EngineMeters` are the Prometheus meters of a base model. One thread writes; readers read the files. Every label set is
-looked up once: a meter costs a microsecond or two, and some are written in every decode step.
+`EngineMeters` are the Prometheus metrics of a base model. One thread writes; readers read the files. Every label set is
+looked up once: an update takes a microsecond or two, and some run in every decode step.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import time
 from collections import OrderedDict
@@ -28,14 +29,15 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.statements import Bound, Effect
+from tinsmith.db.statements import Effect
 from tinsmith.engine.scheduler import PASS_KINDS, Step
-from tinsmith.losses import token_weight
+from tinsmith.losses import LOSSES, floats, token_weight
 from tinsmith.samplers import CacheUse
 from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
 from tinsmith.store.history import (
     KEPT_POINTS,
     KEPT_STEPS,
+    MOST_IMAGES_BYTES,
     MOST_NAMES,
     MOST_POINTS,
     MOST_PROMPT_TOKENS,
@@ -43,19 +45,34 @@ from tinsmith.store.history import (
     MOST_SEQUENCES,
     SERVER,
     Curves,
+    KeptImage,
     KeptSample,
+    KeptSamples,
     KeptSequence,
     RecentStep,
     RecentSteps,
     SampleContent,
-    keeping,
+    TrainedAnswer,
+    keep_sample,
     new_sample,
-    thinning,
+    thin_points,
 )
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.telemetry import metrics
 from tinsmith.telemetry.tracing import Tracing
-from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampledSequence, SampleResult
+from tinsmith.types import (
+    F32,
+    I32,
+    OptimStep,
+    Pass,
+    PassResult,
+    Pending,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SparseRows,
+    tokens_digest,
+)
 
 DECODE = "decode"
 
@@ -99,7 +116,7 @@ class EngineMeters:
         self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
 
     def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
-        """Passes shared a step; `others_wait` says that more of them waited."""
+        """Passes shared a step; `others_wait`: more of them were waiting."""
         if not requests:
             return
         num_tokens = sum(request.num_tokens for request in requests)
@@ -115,19 +132,19 @@ class EngineMeters:
         self._seconds(work).observe(seconds)
 
     def sampler(self, running: int, use: CacheUse) -> None:
-        """How full the sampler is now."""
+        """The current load of the sampler."""
         self._running.set(running)
         for state, blocks in (("live", use.live_blocks), ("cached", use.cached_blocks), ("limit", use.max_blocks)):
             self._blocks[state].set(blocks)
         self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
 
     def memory(self, use: Mapping[str, int]) -> None:
-        """Bytes of the device by holder."""
+        """Device memory in bytes by holder."""
         for holder, num_bytes in use.items():
             self._held(holder).set(num_bytes)
 
     def settled(self, request: Pending, outcome: str, cost: SampleCost | None) -> None:
-        """A request has ended: done, user_error or server_error."""
+        """A request ended: done, user_error or server_error."""
         self._settled(request.kind, outcome).inc()
         if outcome != "done":
             return
@@ -145,7 +162,7 @@ class EngineMeters:
         self._waits(kind).observe(waited_s)
         self._runs(kind).observe(ran_s)
 
-    def database_used(self, seconds: float) -> None:
+    def observe_database(self, seconds: float) -> None:
         self._database.observe(seconds)
 
 
@@ -153,14 +170,20 @@ MOST_RUNS = 10_000
 """Runs whose gathered metrics are in memory; the least recently used is dropped first."""
 
 MOST_NAMED_MODELS = 64
-"""Models whose share of a step is kept by name; that of the others is their tenant's."""
+"""Models whose share of a step is recorded by name; the share of others is their tenant's."""
+
+MOST_ANSWERS = 16_384
+"""Answers whose lengths are kept between two optimizer steps."""
+
+MOST_TRAINED = 256
+"""Trained answers recorded at one flush, about once a second."""
 
 SAMPLES_PER_S = 2.0
 BURST_OF_SAMPLES = 32.0
-"""How fast samples of one tenant are kept: so many at once, and then so many a second."""
+"""Rate limit for keeping samples of one tenant: a burst of this many, then SAMPLES_PER_S."""
 
 WHOLE_AFTER_S = BURST_OF_SAMPLES / SAMPLES_PER_S
-"""After so long without a sample a tenant has its whole burst again."""
+"""After this long without a sample a tenant has its full burst again."""
 
 log = structlog.get_logger()
 
@@ -173,14 +196,25 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Gathered:
-    """The metrics of passes of one kind since the last optimizer step, put together as the SDK does for its chunks.
+    """The metrics of passes of one kind since the last optimizer step, combined as the SDK combines chunks.
 
-    Beside them the mean loss: per token, or per datum where a loss is no sum over tokens (losses.token_weight).
+    Also the mean loss: per token, or per datum where a loss is not a sum over tokens (losses.token_weight).
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     means: dict[str, _Mean] = field(default_factory=dict)
     extremes: dict[str, float] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+
+    def add_answer(self, advantages: F32, logprobs: F32) -> None:
+        """The trained positions of one datum of a policy loss; logprobs are those of its sampling."""
+        if len(self.lengths) < MOST_ANSWERS:
+            self.lengths.append(len(advantages))
+            self.advantages.append(float(advantages.mean(dtype=np.float64)))
+        entropy = self.means.setdefault("entropy", _Mean())
+        entropy.total -= float(logprobs.sum(dtype=np.float64))
+        entropy.weight += len(logprobs)
 
     def add(self, metrics: Mapping[str, float], num_data: int, tokens: float | None) -> None:
         """`tokens` is the pass's losses.token_weight."""
@@ -204,6 +238,10 @@ class _Gathered:
     def metrics(self) -> dict[str, float]:
         found = dict(self.sums)
         found |= {name: mean.total / mean.weight for name, mean in self.means.items() if mean.weight}
+        for name, values in (("response_tokens", self.lengths), ("advantage", self.advantages)):
+            if values:
+                low, high = np.quantile(values, (0.1, 0.9)).tolist()
+                found |= {name: float(np.mean(values)), f"{name}:p10": low, f"{name}:p90": high}
         return found | self.extremes
 
 
@@ -229,7 +267,7 @@ class BegunSample:
     """A sample that will be kept when it is done."""
 
     sample: KeptSample
-    asked: Sample
+    requested: Sample
 
 
 class Records:
@@ -238,26 +276,51 @@ class Records:
     def __init__(self, db: Database, kept_samples: int) -> None:
         self.curves = Curves(db)
         self.recent_steps = RecentSteps(db)
+        self.samples = KeptSamples(db)
         self.kept_samples = kept_samples
 
 
 class Recorder:
-    """Of training. Without records it does nothing."""
+    """Records training. Does nothing without records."""
 
     def __init__(self, base_model: str, records: Records | None) -> None:
         self._base_model = base_model
         self._records = records
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._steps: list[RecentStep] = []
+        self._trained: list[TrainedAnswer] = []
 
     # Curves.
 
-    def passed(self, request: Pending, pass_: Pass, result: PassResult) -> None:
+    def record_pass(self, request: Pending, pass_: Pass, result: PassResult) -> None:
         if (run := self._run(request.model_id)) is not None:
             gathered = run.forwards if request.kind == "forward" else run.passes
             gathered.add(result.metrics, len(result.logprobs), token_weight(pass_))
+            if LOSSES[pass_.loss_fn].is_policy:
+                self._answered(request, pass_, result, run.steps + 1, gathered)
 
-    def stepped(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
+    def _answered(self, request: Pending, pass_: Pass, result: PassResult, step: int, gathered: _Gathered) -> None:
+        """Record the answers that a pass trains on: for each datum, the positions whose advantage is not 0."""
+        for datum, logprobs_N in zip(pass_.data, result.logprobs, strict=True):
+            targets, advantages_N = datum.inputs["target_tokens"], floats(datum.inputs["advantages"])
+            at = np.flatnonzero(advantages_N)
+            if isinstance(targets, SparseRows) or targets.ndim != 1 or not len(at):
+                continue
+            gathered.add_answer(advantages_N[at], floats(datum.inputs["logprobs"])[at])
+            if request.kind == "forward" or not self._keeps or len(self._trained) >= MOST_TRAINED:
+                continue
+            digest = tokens_digest(datum.tokens_N, targets[-1:].astype(np.int32))
+            tail = logprobs_N[max(int(at[0]), len(targets) - MOST_SEQUENCE_TOKENS) :]
+            advantage = float(advantages_N[at].mean(dtype=np.float64))
+            self._trained.append(
+                TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, tail)
+            )
+
+    @property
+    def _keeps(self) -> bool:
+        return self._records is not None and self._records.kept_samples > 0
+
+    def record_step(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
         """Statements for the transaction that settles an optimizer step."""
         run = self._run(request.model_id)
         if run is None or request.model_id is None or self._records is None:
@@ -274,9 +337,9 @@ class Recorder:
         run.steps += 1
         run.points += 1
         point = dict(list(point.items())[:MOST_NAMES])
-        statements: list[Effect] = [self._records.curves.recording(request.model_id, run.steps, point)]
+        statements: list[Effect] = [self._records.curves.step_statement(request.model_id, run.steps, point)]
         if run.points > MOST_POINTS:
-            statements.append(thinning(request.model_id, SERVER, 0, run.steps))
+            statements.append(thin_points(request.model_id, SERVER, 0, run.steps))
             run.points = KEPT_POINTS
         return statements
 
@@ -301,7 +364,7 @@ class Recorder:
 
     # Steps.
 
-    def ran(self, step: Step, duration_s: float) -> None:
+    def record_duration(self, step: Step, duration_s: float) -> None:
         shares: dict[str, dict[str, int]] = {}
         named: set[str] = set()
         for request in step.passes:
@@ -318,50 +381,59 @@ class Recorder:
         self._steps.append(RecentStep(now(), duration_s, *sizes, num_tokens, shares))
         del self._steps[:-KEPT_STEPS]
 
+    def record_snapshot(self, tenant_id: str, model_id: str, ended_at: float, duration_s: float) -> None:
+        self._steps.append(RecentStep(ended_at, duration_s, 0, 0, 0, 0, {tenant_id: {model_id: 0}}))
+
     def flush(self) -> None:
-        """Write the steps that were noted."""
-        if not self._steps or self._records is None:
+        """Write the recorded steps and trained answers."""
+        if not (self._steps or self._trained) or self._records is None:
             return
         steps, self._steps = self._steps, []
+        trained, self._trained = self._trained, []
         try:
-            self._records.recent_steps.add(self._base_model, steps)
+            if trained:
+                self._records.samples.note_training(trained)
+            if steps:
+                self._records.recent_steps.add(self._base_model, steps)
         except SQLAlchemyError as error:
-            log.warning("what was run lately could not be recorded", error=repr(error))
+            log.warning("recent steps could not be recorded", error=repr(error))
 
 
 class SampleKeeper:
-    """Of samples. Without records it keeps none."""
+    """Keeps samples; none without records."""
 
     def __init__(self, records: Records | None) -> None:
         self._most = records.kept_samples if records else 0
-        self._allowances: OrderedDict[str, _Allowance] = OrderedDict()  # the least recently used first
+        self._allowances: OrderedDict[str, _Allowance] = OrderedDict()  # least recently used first
 
-    def begin(self, request: Pending, sampler: SamplingSession, asked: Sample) -> BegunSample | None:
-        """A sample that is to be kept; None if it is one of too many."""
+    def begin(self, request: Pending, sampler: SamplingSession, requested: Sample) -> BegunSample | None:
+        """A sample to keep; None if the rate limit is exceeded."""
         if not self._most or not self._allowed(request.tenant_id):
             return None
         weights = sampler.model_path or sampler.version_id
         sample = new_sample(request.request_id, request.tenant_id, request.session_id, sampler.base_model, weights)
-        return BegunSample(sample, asked)
+        return BegunSample(sample, requested)
 
-    def kept(self, begun: BegunSample, result: SampleResult) -> list[Bound]:
+    def record(self, begun: BegunSample, result: SampleResult) -> list[Effect]:
         """Statements for the transaction that settles the sample."""
-        asked, sequences = begun.asked, result.sequences
+        requested, sequences = begun.requested, result.sequences
         content = SampleContent(
-            prompt=asked.prompt_T[-MOST_PROMPT_TOKENS:].tolist(),
-            prompt_cut=max(0, len(asked.prompt_T) - MOST_PROMPT_TOKENS),
+            prompt=requested.prompt_T[-MOST_PROMPT_TOKENS:].tolist(),
+            prompt_cut=max(0, len(requested.prompt_T) - MOST_PROMPT_TOKENS),
             params={
-                name: getattr(asked.params, name) for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")
+                name: getattr(requested.params, name)
+                for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")
             },
-            sequences=[_kept_sequence(sequence) for sequence in sequences[:MOST_SEQUENCES]],
+            sequences=[_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MOST_SEQUENCES]],
+            images=_kept_images(requested),
         )
         sample = replace(
             begun.sample,
-            prompt_tokens=len(asked.prompt_T),
+            prompt_tokens=len(requested.prompt_T),
             sampled_tokens=sum(len(sequence.tokens_T) for sequence in sequences),
             num_sequences=len(sequences),
         )
-        return keeping(sample, content, self._most)
+        return keep_sample(sample, content, self._most)
 
     def _allowed(self, tenant_id: str) -> bool:
         moment = time.monotonic()
@@ -369,7 +441,7 @@ class SampleKeeper:
         grown = allowance.samples + SAMPLES_PER_S * (moment - allowance.at)
         allowance.samples, allowance.at = min(BURST_OF_SAMPLES, grown), moment
         self._allowances.move_to_end(tenant_id)
-        while moment - next(iter(self._allowances.values())).at >= WHOLE_AFTER_S:  # as good as new
+        while moment - next(iter(self._allowances.values())).at >= WHOLE_AFTER_S:  # their burst is full
             self._allowances.popitem(last=False)
         if allowance.samples < 1:
             return False
@@ -377,12 +449,25 @@ class SampleKeeper:
         return True
 
 
-def _kept_sequence(sequence: SampledSequence) -> KeptSequence:
+def _kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:
     logprobs = np.round(sequence.logprobs_T[:MOST_SEQUENCE_TOKENS].astype(np.float64), 6)
     shown: Sequence[float | None] = logprobs.tolist()
     if not np.isfinite(logprobs).all():
         shown = [value if math.isfinite(value) else None for value in logprobs.tolist()]
-    return KeptSequence(sequence.tokens_T[:MOST_SEQUENCE_TOKENS].tolist(), shown, sequence.stop_reason)
+    tokens = sequence.tokens_T[:MOST_SEQUENCE_TOKENS].tolist()
+    digest = tokens_digest(prompt_T, sequence.tokens_T)
+    return KeptSequence(tokens, shown, sequence.stop_reason, digest, len(sequence.tokens_T))
+
+
+def _kept_images(requested: Sample) -> list[KeptImage]:
+    cut, room, found = max(0, len(requested.prompt_T) - MOST_PROMPT_TOKENS), MOST_IMAGES_BYTES, list[KeptImage]()
+    for image in requested.images:
+        if image.start < cut:
+            continue
+        data = base64.b64encode(image.data).decode() if len(image.data) <= room else ""
+        room -= len(image.data) if data else 0
+        found.append(KeptImage(image.start - cut, image.num_tokens, image.format, image.width, image.height, data))
+    return found
 
 
 @dataclass(slots=True)
@@ -404,26 +489,26 @@ class RequestTimings:
         self._entries[request.request_id] = _Entry(request)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """They belong to another process now."""
+        """These requests belong to another process now."""
         for request_id in request_ids:
             self._entries.pop(request_id, None)
 
     def planned(self, requests: Iterable[Pending], planned_at: float) -> None:
-        """They are one step, whose planning began at `planned_at`."""
+        """These requests form one step, whose planning began at `planned_at`."""
         self._step += 1
         for request in requests:
             if entry := self._entries.get(request.request_id):
                 entry.planned_at, entry.step = planned_at, self._step
 
     def began(self, requests: Iterable[Pending]) -> None:
-        """The work on these begins, or begins once more."""
+        """Work on these requests starts, or starts again."""
         started_at = time.time()
         for request in requests:
             if entry := self._entries.get(request.request_id):
                 entry.started_at = started_at
 
     def timed(self, settlements: Sequence[Settlement]) -> list[Settlement]:
-        """The same settlements with the times of the work, which ends now."""
+        """The settlements with the times of their work, which ends now."""
         ran_at = time.time()
         return [
             replace(settlement, work=WorkTimes(entry.started_at, max(entry.started_at, ran_at), entry.step))
@@ -433,7 +518,7 @@ class RequestTimings:
         ]
 
     def settled(self, settlements: Sequence[Settlement]) -> None:
-        """They are in the database."""
+        """Called after the commit."""
         settled_at = time.time()
         for settlement in settlements:
             entry = self._entries.pop(settlement.request_id, None)
@@ -468,13 +553,13 @@ class RequestTimings:
         }
         if request.model_id:
             attributes["tinsmith.model_id"] = request.model_id
-        whole = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, attributes)
+        root = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, attributes)
         if work is None:
             return
         planned_at = entry.planned_at if entry.planned_at is not None else work.started_at
         of_step = {} if work.step is None else {"tinsmith.step": work.step}
-        self._tracing.record("wait", whole, request.created_at, planned_at, {})
+        self._tracing.record("wait", root, request.created_at, planned_at, {})
         if entry.planned_at is not None:
-            self._tracing.record("plan", whole, planned_at, work.started_at, of_step)
-        self._tracing.record("run", whole, work.started_at, work.ran_at, of_step)
-        self._tracing.record("settle", whole, work.ran_at, settled_at, {})
+            self._tracing.record("plan", root, planned_at, work.started_at, of_step)
+        self._tracing.record("run", root, work.started_at, work.ran_at, of_step)
+        self._tracing.record("settle", root, work.ran_at, settled_at, {})

@@ -1,20 +1,19 @@
-"""Version transfer: an engine serves the versions in its memory to dedicated samplers, before their files are durable.
+"""Version transfer: an engine serves the versions in its memory to dedicated samplers before their files are durable.
 
-`TransferServer` is a small HTTP listener on threads of its own, which needs nothing of the engine's thread. It has the
-captures of the versions in the engine's memory, writes one to files when a sampler asks for it, and keeps the files of
-the last few. `fetch` is the client. Both prove to each other that they know one key, derived from the signing secret:
-the request is signed with a nonce, and the answer's manifest, which holds every file's SHA-256, with the same nonce.
-Nothing is encrypted: this is for one machine, or a private network. Knows no SQL and no device.
+`TransferServer` is a small HTTP listener on its own threads, independent of the engine's thread. It has captures of the
+versions in the engine's memory, writes one to files when a sampler requests it, and keeps the files of the last few.
+`fetch` is the client. Both prove to each other that they know a key derived from the signing secret: the request is
+signed with a nonce, and so is the answer's manifest, which holds every file's SHA-256. Nothing is encrypted: this is
+for one machine, or a private network. Knows no SQL and no device.
 
-`VersionTransfer` is the engine's side. Once a second it looks whether there are samplers of its base model. With the
-first one it starts the server and announces its address; from then on every version in memory is offered there, and
-written to the storage as soon as its publish is settled rather than with the next snapshot. Called from the engine's
-thread.
+`VersionTransfer` is the engine's side. Once a second it checks for samplers of its base model. With the first one it
+starts the server and announces its address; from then on it offers every version in memory, and versions are written to
+the storage as soon as their publish is settled instead of with the next snapshot. Called from the engine's thread.
 
 `VersionFetcher` is the sampler's side. A checkpoint's files are in the storage. An ephemeral version is fetched from
-the engine that owns its run; if that cannot be reached or has dropped it, the storage has it, now or soon. Threads do
-the waiting; the sampler's thread collects. A version that cannot be fetched within a few seconds is an error: the run's
-engine can always make it again.
+the engine that owns its run; if that is unreachable or has dropped it, the storage has it, now or soon. Threads wait;
+the sampler's thread collects. A version that cannot be fetched within a few seconds is an error: the run's engine can
+always recreate it.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ PREFIX = "/versions/"
 NONCE, EXPIRES, SIGNATURE, MANIFEST_BYTES = "X-Nonce", "X-Expires", "X-Signature", "X-Manifest-Bytes"
 
 SIGNED_FOR_S = 300
-"""How long a request is good for: as much as the clocks of two machines may differ."""
+"""Validity of a request's signature, and the largest difference between the clocks of two machines."""
 
 SILENCE_S = 10.0
-"""A peer that neither reads nor writes for this long is given up."""
+"""A connection is closed if the peer neither reads nor writes for this long."""
 
-MOST_AT_ONCE = 8
-"""Transfers that run at a time; more wait."""
+MAX_TRANSFERS = 8
+"""Concurrent transfers; more wait."""
 
-MOST_MANIFEST_BYTES = 1 << 20
-MOST_FILES = 64
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_FILES = 64
 
 KEPT_FILES = 4
-"""Versions whose files are kept for the next sampler that asks."""
+"""Versions whose files are kept for the next sampler."""
 
 CLOSING_S = 0.1
-"""How soon the listener notices that it is to close."""
+"""Poll interval of the listener for its shutdown."""
 
 _CHUNK = 1 << 20
 
@@ -95,7 +94,7 @@ class TransferServer:
         self._key = key
         self._directory = directory
         self._captures: dict[str, Capture] = {}
-        self._lock = threading.Lock()  # of the files only: the engine's thread never waits for one to be written
+        self._lock = threading.Lock()  # for the files only: the engine's thread never waits for writes
         self._written: OrderedDict[str, tuple[Capture, Path]] = OrderedDict()
         self._listener = _Listener((host, 0), self)
         self.address = f"{host}:{self._listener.server_address[1]}"
@@ -104,7 +103,7 @@ class TransferServer:
         self._thread = kept_thread("server", serve, self._closing.wait)
 
     def offer(self, version_id: str, capture: Capture) -> None:
-        """Serve this version from now on; from the engine's thread. An offer replaces an earlier one."""
+        """Serve this version from now on, replacing an earlier offer. Called from the engine's thread."""
         self._captures[version_id] = capture
 
     def withdraw(self, version_id: str) -> None:
@@ -128,7 +127,7 @@ class TransferServer:
 
     @contextlib.contextmanager
     def opened(self, version_id: str) -> Iterator[dict[str, BufferedReader] | None]:
-        """A version's files, open: they stay readable when another version takes their place."""
+        """A version's open files, which stay readable when another version replaces them."""
         with contextlib.ExitStack() as stack:
             with self._lock:
                 directory = self._files_of(version_id)
@@ -171,7 +170,7 @@ class _Listener(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], server: TransferServer) -> None:
         self.server = server
-        self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._room = threading.BoundedSemaphore(MAX_TRANSFERS)
         super().__init__(address, _Handler)
 
     def process_request_thread(self, request: socket | tuple[bytes, socket], client_address: object) -> None:
@@ -179,12 +178,12 @@ class _Listener(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.info("a transfer of a version broke off", error=repr(sys.exception()))
+        log.info("the transfer of a version failed", error=repr(sys.exception()))
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = SILENCE_S
-    disable_nagle_algorithm = True  # the end of a short answer would wait 40 ms
+    disable_nagle_algorithm = True  # otherwise the end of a short answer is delayed by 40 ms
 
     def do_GET(self) -> None:
         assert isinstance(self.server, _Listener)
@@ -197,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             if files is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
-            manifest = json.dumps([_facts(name, file) for name, file in files.items()]).encode()
+            manifest = json.dumps([_describe(name, file) for name, file in files.items()]).encode()
             size_bytes = sum(os.fstat(file.fileno()).st_size for file in files.values())
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(manifest) + size_bytes))
@@ -210,12 +209,12 @@ class _Handler(BaseHTTPRequestHandler):
                 shutil.copyfileobj(file, self.wfile, _CHUNK)
 
     def log_message(self, format: str, *args: object) -> None:
-        """No access log: the client reports what went wrong."""
+        """No access log: the client reports errors."""
 
 
-def fetch(address: str, version_id: str, key: bytes, into: Path, most_bytes: int) -> int:
-    """Write a version's files into an empty directory; returns their bytes. Raises NotHereError; CorruptFilesError if
-    what came is not what was signed, or more than `most_bytes`.
+def fetch(address: str, version_id: str, key: bytes, into: Path, max_bytes: int) -> int:
+    """Write a version's files into an empty directory; returns their bytes. Raises NotHereError, or CorruptFilesError
+    if the content differs from what was signed or exceeds `max_bytes`.
     """
     path, nonce = PREFIX + quote(version_id, safe=""), secrets.token_hex(16)
     expires = str(int(time.time()) + SIGNED_FOR_S)
@@ -226,10 +225,10 @@ def fetch(address: str, version_id: str, key: bytes, into: Path, most_bytes: int
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
-            raise NotHereError(f"{address} has no version {version_id!r} for us (status {response.status})")
-        return _receive(response, key, nonce, into, most_bytes)
+            raise NotHereError(f"{address} does not serve version {version_id!r} (status {response.status})")
+        return _receive(response, key, nonce, into, max_bytes)
     except (OSError, http.client.HTTPException) as error:
-        raise NotHereError(f"{address} could not give version {version_id!r}: {error!r}") from error
+        raise NotHereError(f"fetching version {version_id!r} from {address} failed: {error!r}") from error
     finally:
         connection.close()
 
@@ -241,20 +240,20 @@ class _File:
     sha256: str
 
 
-def _receive(response: http.client.HTTPResponse, key: bytes, nonce: str, into: Path, most_bytes: int) -> int:
+def _receive(response: http.client.HTTPResponse, key: bytes, nonce: str, into: Path, max_bytes: int) -> int:
     size = response.headers.get(MANIFEST_BYTES, "")
-    if not (size.isascii() and size.isdigit() and len(size) < 9 and int(size) <= MOST_MANIFEST_BYTES):
+    if not (size.isascii() and size.isdigit() and len(size) < 9 and int(size) <= MAX_MANIFEST_BYTES):
         raise CorruptFilesError("the answer has no manifest")
     manifest = response.read(int(size))
     if not hmac.compare_digest(_answer_signature(key, manifest, nonce), response.headers.get(SIGNATURE, "")):
         raise CorruptFilesError("the manifest is not signed with our key: another signing secret, or another program")
-    files = [_File(**facts) for facts in json.loads(manifest)]
+    files = [_File(**entry) for entry in json.loads(manifest)]
     total_bytes = sum(file.size_bytes for file in files)
-    if len(files) > MOST_FILES or total_bytes > most_bytes:
-        raise CorruptFilesError(f"{len(files)} files of {total_bytes} bytes are more than the {most_bytes} allowed")
+    if len(files) > MAX_FILES or total_bytes > max_bytes:
+        raise CorruptFilesError(f"{len(files)} files of {total_bytes} bytes are more than the {max_bytes} allowed")
     for file in files:
         if file.name != os.path.basename(file.name) or file.name in ("", ".", ".."):
-            raise CorruptFilesError(f"{file.name!r} is no name of a file")
+            raise CorruptFilesError(f"{file.name!r} is not a valid file name")
         _receive_file(response, file, into / file.name)
     return total_bytes
 
@@ -267,10 +266,10 @@ def _receive_file(response: http.client.HTTPResponse, file: _File, path: Path) -
             target.write(part)
             left -= len(part)
     if left or digest.hexdigest() != file.sha256:
-        raise CorruptFilesError(f"{file.name} was cut short or changed on its way")
+        raise CorruptFilesError(f"{file.name} was truncated or changed in transfer")
 
 
-def _facts(name: str, file: BufferedReader) -> dict[str, str | int]:
+def _describe(name: str, file: BufferedReader) -> dict[str, str | int]:
     size_bytes = os.fstat(file.fileno()).st_size
     return {"name": name, "size_bytes": size_bytes, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -285,8 +284,8 @@ def _answer_signature(key: bytes, manifest: bytes, nonce: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Peering:
-    """How this process is reached by others: `key` is what they all know, `directory` is for files on their way, and
-    `announce` tells the others the address.
+    """How other processes reach this one: the shared `key`, the host, a directory for files in transfer, and
+    `announce`, which publishes the address.
     """
 
     key: bytes
@@ -305,15 +304,17 @@ class VersionTransfer:
         self.is_wanted = False
 
     def look(self, in_memory: Iterable[str], capture: Callable[[str], Capture]) -> None:
-        """Whether there are samplers; `in_memory` are the versions that the first one may ask for."""
+        """Check for samplers; `in_memory` are the versions to offer to the first one."""
         self.is_wanted = bool(self._executors.live(self._base_model))
         if not self.is_wanted or self._tried:
             return
         self._tried = True
         try:
             self._server = TransferServer(self._peering.key, self._peering.host, self._peering.directory)
-        except OSError as error:  # the storage is the other way
-            log.error("versions cannot be handed over directly; peer_host is no address of this machine", error=error)
+        except OSError as error:  # samplers use the storage instead
+            log.error(
+                "versions cannot be transferred directly; peer_host is not an address of this machine", error=error
+            )
             return
         for version_id in in_memory:
             self._server.offer(version_id, capture(version_id))
@@ -335,14 +336,14 @@ class VersionTransfer:
 
 
 PATIENCE_S = 10.0
-"""How long to look for a version that no engine and no storage has yet."""
+"""How long to look for a version that is not yet in an engine or in the storage."""
 
 PAUSE_S = 0.1
-"""Between two attempts."""
+"""Pause between two attempts."""
 
 FETCHES_AT_ONCE = 4
 
-MOST_VERSION_BYTES = 64 << 30
+MAX_VERSION_BYTES = 64 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +357,7 @@ class WantedVersion:
 
 @dataclass(frozen=True, slots=True)
 class FetchedVersion:
-    """Files that may be read until `close` is called, or the error in their place."""
+    """Files that may be read until `close` is called, or an error instead."""
 
     key: str
     path: Path | None
@@ -393,7 +394,7 @@ class VersionFetcher:
         self._threads.submit(self._fetch, wanted)
 
     def collect(self) -> list[FetchedVersion]:
-        """What arrived or failed since the last call."""
+        """Versions that arrived or failed since the last call."""
         found = [self._finished.popleft() for _ in range(len(self._finished))]
         self.num_running -= len(found)
         return found
@@ -435,9 +436,9 @@ class VersionFetcher:
                 return None
             into = Path(tempfile.mkdtemp(dir=self._directory))
             stack.callback(shutil.rmtree, into, ignore_errors=True)
-            fetch(address, wanted.key, self._sources.key, into, MOST_VERSION_BYTES)
+            fetch(address, wanted.key, self._sources.key, into, MAX_VERSION_BYTES)
         except (NotHereError, CorruptFilesError, SQLAlchemyError) as error:
-            log.info("a version did not come from its engine", version_id=wanted.key, error=str(error))
+            log.info("a version could not be fetched from its engine", version_id=wanted.key, error=str(error))
             return None
         return into
 
@@ -446,5 +447,5 @@ class VersionFetcher:
             name = self._sources.samplers.directory_of(wanted.key)
             return None if name is None else stack.enter_context(self._sources.versions.reading(name))
         except (CorruptFilesError, OSError, SQLAlchemyError) as error:
-            log.warning("a version did not come from the storage", version_id=wanted.key, error=str(error))
+            log.warning("a version could not be read from the storage", version_id=wanted.key, error=str(error))
             return None

@@ -1,11 +1,11 @@
-"""The weight versions that samples are taken from: which are in memory, which have files, how they are restored.
+"""The weight versions that samples use: which are in memory, which have files, how they are restored.
 
 An ephemeral publish is a copy in memory. Its files are written in the background, before a snapshot covers the publish,
-so that it can always be restored: from its files, or by replaying its model's log. The oldest of a model leave memory,
-so that it does not grow with the length of a run: those that have files at the next publish, the others when the engine
-is idle. Beyond the memory budget of all versions the least recently published or sampled ones leave, so that memory
-does not grow with the number of models. Versions that were loaded from files are evicted, the least recently used
-first. An inflight version is replaced by every publish; the newest one counts.
+so that it can always be restored: from its files, or by replaying its model's log. The oldest versions of a model leave
+memory, so that it does not grow with the length of a run: those with files at the next publish, the others when the
+engine is idle. Beyond the memory budget of all versions the least recently published or sampled ones leave, so that
+memory does not grow with the number of models. Versions loaded from files are evicted, the least recently used first.
+An inflight version is replaced by every publish; only the newest is used.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
 
 MOST_VERSIONS_IN_MEMORY = 64
-"""An engine that is never idle moves the oldest at a publish from here on."""
+"""From this many on, an engine that is never idle moves the oldest to disk at a publish."""
 
 LOADED_VERSIONS = 32
-"""Most versions kept loaded from disk for sampling, least recently used first out; fewer if they take more than their
-share of the room.
+"""Most versions kept loaded from disk for sampling, evicted by least recent use; fewer if they exceed their share of
+memory.
 """
 
 log = structlog.get_logger()
 
 VERSIONS_SHARE = 0.25
-"""Ephemeral versions may take this share of what models in training may: one that is sampled takes twice as much again,
-for copies that multiply faster.
+"""Ephemeral versions may use this share of the memory for models in training: a sampled version takes twice as much
+again, for copies that multiply faster.
 """
 
-BringBack = Callable[[str], TinsmithError | None]
-"""Restore a model to its acknowledged state, versions included; returns the error if that is impossible."""
+RestoreModel = Callable[[str], TinsmithError | None]
+"""Restores a model to its acknowledged state, including versions; returns the error if that is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Versions:
         self._checkpoints = checkpoints
         self._directories = directories
         self._transfer = transfer
-        # By model, oldest first; inflight versions are not among them.
+        # By model, oldest first, without inflight versions.
         self._ephemeral: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._in_memory: dict[str, tuple[str, int]] = {}  # of these: model and bytes, least recently used first
+        self._in_memory: dict[str, tuple[str, int]] = {}  # their model and bytes, least recently used first
         self._bytes_in_memory = 0
         self._written: set[str] = set()
         self._being_written: set[str] = set()
@@ -80,7 +80,7 @@ class Versions:
         self._loaded: dict[str, int] = {}  # with their bytes
 
     def is_named(self, sampling_session_id: str) -> bool:
-        """Whether a sampling session of this id exists."""
+        """Whether a sampling session with this id exists."""
         return self._samplers.find(sampling_session_id) is not None
 
     def publish(self, model_id: str, version_id: str) -> None:
@@ -98,11 +98,11 @@ class Versions:
             self._in_memory[version_id] = model_id, num_bytes
             self._bytes_in_memory += num_bytes
             self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
-            self._let_written_go(model_id)
+            self._drop_written(model_id)
             self._evict(version_id)
 
     def republish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
-        """The same in a replay, where a version may have outlived what is replayed."""
+        """Publish in a replay, where a version may have survived."""
         inflight = version_id == inflight_version(model_id)
         sampler = self._samplers.find(sampling_session_id)
         if sampler is None or (not inflight and (sampler.directory or self._backend.has_version(version_id))):
@@ -114,8 +114,8 @@ class Versions:
         for version_id in (*self._ephemeral.pop(model_id, ()), inflight_version(model_id)):
             self._drop(version_id)
 
-    def prepare(self, sampler: SamplingSession, bring_back: BringBack) -> str | None:
-        """Make sure that a sampling session's weights are in memory; returns their version id.
+    def prepare(self, sampler: SamplingSession, restore_model: RestoreModel) -> str | None:
+        """Ensure that a sampling session's weights are in memory; returns their version id.
 
         Raises UserError or LostStateError if they are gone.
         """
@@ -123,7 +123,7 @@ class Versions:
         if version_id is None:
             return None
         if not self._backend.has_version(version_id):
-            with self._files_of(sampler, bring_back) as directory:
+            with self._files_of(sampler, restore_model) as directory:
                 if directory is not None:
                     self._backend.load_version(version_id, directory)
                     self._loaded[version_id] = self._backend.capture_version(version_id).num_bytes
@@ -140,8 +140,8 @@ class Versions:
         return version_id
 
     @contextmanager
-    def _files_of(self, sampler: SamplingSession, bring_back: BringBack) -> Iterator[Path | None]:
-        """The files of a version that is not in memory; None if it was restored with its model."""
+    def _files_of(self, sampler: SamplingSession, restore_model: RestoreModel) -> Iterator[Path | None]:
+        """The files of a version that is not in memory; None if restoring its model restored it."""
         if sampler.model_path is not None:
             checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
             with self._checkpoints.reading(checkpoint) as path:
@@ -149,7 +149,7 @@ class Versions:
             return
         version_id, directory = sampler.version_id or "", sampler.directory
         if sampler.model_id is not None and (directory is None or version_id == inflight_version(sampler.model_id)):
-            if error := bring_back(sampler.model_id):
+            if error := restore_model(sampler.model_id):
                 raise error
             if self._backend.has_version(version_id):
                 yield None
@@ -166,7 +166,7 @@ class Versions:
     # Writing.
 
     def capture(self, model_id: str) -> list[CapturedVersion]:
-        """Capture the model's versions that have no files; pass them to `write` and then to `noted`."""
+        """Capture the model's versions without files; pass them to `write` and then to `mark_written`."""
         ids = [one for one in self._ephemeral.get(model_id, ()) if one not in self._written]
         if (inflight := inflight_version(model_id)) in self._newer_inflight:
             self._newer_inflight.discard(inflight)
@@ -175,13 +175,13 @@ class Versions:
         return [CapturedVersion(one, self._backend.capture_version(one)) for one in ids]
 
     def write(self, captured: Sequence[CapturedVersion]) -> None:
-        """From any thread."""
+        """Thread-safe."""
         for one in captured:
             directory, _ = self._directories.write(one.capture.write)
             self._directories.discard(self._samplers.written(one.version_id, directory))
 
-    def noted(self, model_id: str, captured: Sequence[CapturedVersion], error: Exception | None) -> None:
-        """Whether they were written."""
+    def mark_written(self, model_id: str, captured: Sequence[CapturedVersion], error: Exception | None) -> None:
+        """Record whether they were written."""
         ids = {one.version_id for one in captured}
         self._being_written -= ids
         inflight = inflight_version(model_id)
@@ -191,51 +191,51 @@ class Versions:
             self._newer_inflight.add(inflight)
 
     def tidy(self) -> bool:
-        """Move one ephemeral version out of memory if a model has too many there; False if none has."""
+        """Move one ephemeral version to disk if a model has too many in memory; False if none has."""
         for model_id, versions in self._ephemeral.items():
             if len(versions) > VERSIONS_IN_MEMORY and self._move_oldest(model_id, leave=len(versions) - 1):
                 return True
         return False
 
-    def keep_all(self) -> None:
-        """The engine stops: versions without files are written, which spares its successor a replay."""
+    def write_all(self) -> None:
+        """The engine stops: write versions without files, which spares its successor a replay."""
         for model_id in self._ephemeral:
             captured = self.capture(model_id)
             self.write(captured)
-            self.noted(model_id, captured, None)
+            self.mark_written(model_id, captured, None)
 
     def _move_oldest(self, model_id: str, *, leave: int) -> bool:
-        """False if no more than `leave` can be moved now."""
+        """False if no version can be moved now."""
         versions = self._ephemeral[model_id]
         moved = False
         while len(versions) > leave and self._move(model_id, next(iter(versions))):
             moved = True
         return moved
 
-    def _let_written_go(self, model_id: str) -> None:
+    def _drop_written(self, model_id: str) -> None:
         """Drop older versions that have files from memory."""
         for version_id in list(self._ephemeral[model_id])[:-VERSIONS_IN_MEMORY]:
             if version_id in self._written:
                 self._move(model_id, version_id)
 
-    def _evict(self, but: str) -> None:
-        """Move the least recently used versions to disk until the others fit into the budget."""
+    def _evict(self, keep: str) -> None:
+        """Move the least recently used versions to disk until the rest fits into the budget."""
         for version_id, (model_id, _) in list(self._in_memory.items()):
             if self._bytes_in_memory <= self._budget_bytes:
                 return
-            if version_id == but:
+            if version_id == keep:
                 continue
             try:
                 self._move(model_id, version_id)
-            except OSError as error:  # a full disk: they stay in memory
+            except OSError as error:  # a full disk: the versions stay in memory
                 log.error("an ephemeral version could not be moved to disk", exc_info=error)
                 return
 
     def _move(self, model_id: str, version_id: str) -> bool:
-        """Move a version to disk; False if it is being written, or if the next snapshot will write it: uploads to a
-        remote storage must not be waited for here.
+        """Move a version to disk. False if it is being written, or if the next snapshot will write it, since this must
+        not wait for uploads to remote storage.
         """
-        if version_id in self._being_written or (self._directories.is_far and version_id not in self._written):
+        if version_id in self._being_written or (self._directories.is_remote and version_id not in self._written):
             return False
         if version_id not in self._written:
             self.write([CapturedVersion(version_id, self._backend.capture_version(version_id))])
@@ -249,11 +249,11 @@ class Versions:
         return ids <= self._written and inflight_version(model_id) not in self._newer_inflight | self._being_written
 
     def are_being_written(self, model_id: str) -> bool:
-        """Whether some of them are."""
+        """Whether any of a model's versions is being written."""
         return not self._being_written.isdisjoint((*self._ephemeral.get(model_id, ()), inflight_version(model_id)))
 
     def look_for_samplers(self) -> bool:
-        """Once a second: whether published versions must be written at once, for dedicated samplers."""
+        """Once a second: whether published versions must be written immediately, for dedicated samplers."""
         if self._transfer is None:
             return False
         self._transfer.look(list(self._in_memory), self._backend.capture_version)

@@ -1,1 +1,1 @@
-"""Adapters and base models from and to elsewhere: PEFT directories, merged models, the hub's protocol."""
+"""Import and export of adapters and base models: PEFT directories, merged models, the hub's protocol."""

@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's format, as their files describe them: read without torch, and without loading weights.
+"""LoRA adapters in PEFT's format, as described by their files: read without torch, and without loading weights.
 
-Used on adapters from elsewhere, by the server before it stores an upload and by the commands that merge and import. A
-setting that changes the numbers in a way that Tinsmith does not compute is refused by name, and so is every setting
-that is not known to be harmless. Knows no base model: the engine says which linears there are.
+Used for adapters made elsewhere: by the server before it stores an upload, and by the merge and import commands.
+Settings that change the numbers in ways that Tinsmith does not compute are refused by name, and so are settings that
+are not known to be harmless. Knows no base model: the engine checks which linears exist.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ HARMLESS = frozenset(
      "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
      "revision", "runtime_config", "target_modules", "task_type", "use_rslora", "rank_pattern", "alpha_pattern"]
 )  # fmt: skip
-"""Settings that do not change what a saved adapter computes, or that are handled here. Any other setting is refused
-if it is set."""
+"""Settings that do not change what a saved adapter computes, or that are handled here. Others are refused if set."""
 
-PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base unchanged; the others (PiSSA, OLoRA, ...) subtract something from it."""
 
 EXPERTS = "experts.gate_up_proj"
 """The pattern by which our own checkpoints describe experts: two matrices stored as one of twice the rank."""
 
-PARTED = {"in_proj_qkv": 3, "in_proj": 2}
-"""Linears that carry several adapters, which our own checkpoints store as one: its rank, as a multiple of theirs."""
+SPLIT = {"in_proj_qkv": 3, "in_proj": 2}
+"""Linears with several adapters, which our own checkpoints store as one: its rank, as a multiple of theirs."""
 
 IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
 
@@ -82,13 +81,14 @@ class AdapterFacts:
     """Weights of the base that PEFT stores with an adapter of the unembedding: module -> key."""
 
     experts: frozenset[str]
-    """Members of `linears` that hold all experts of a layer, in the form of our own checkpoints."""
+    """Members of `linears` that hold all experts of a layer, in the format of our own checkpoints."""
 
     @property
     def spec(self) -> LoraSpec:
-        """Its rank and the groups of linears that it adapts, by the rule of the engines."""
+        """Its rank, its alpha, and the groups of linears that it adapts, by the engines' rule."""
         groups = {group_of(name) for name in self.linears}
-        return LoraSpec(self.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
+        alpha = self.alpha * math.sqrt(self.rank) if self.rslora else self.alpha
+        return LoraSpec(self.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups, alpha)
 
     def scale(self, name: str) -> float:
         """The factor of the product of a linear's two matrices."""
@@ -116,7 +116,7 @@ class AdapterFacts:
 
 
 def group_of(name: str) -> str:
-    """The group of a linear by its path, the same as in the engines."""
+    """The group of a linear by its path, as in the engines."""
     if name.rpartition(".")[2] in UNEMBEDDINGS and "layers." not in name:
         return "unembed"
     return "attn" if mixes_tokens(name) else "mlp"
@@ -129,8 +129,8 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     config = _read_config(directory)
     ours = plain and _is_ours(config)
     stacked = ours and bool(config.get("target_parameters"))
-    parted = (
-        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & PARTED.keys() if ours else frozenset()
+    split_names = (
+        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & SPLIT.keys() if ours else frozenset()
     )
     if ours:
         config = {name: value for name, value in config.items() if name not in EXPERT_SETTINGS}
@@ -144,9 +144,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     if plain and copies:
         raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
     experts = frozenset(name for name in linears if stacked and name.endswith((".experts", ".experts.base_layer")))
-    apart = experts | {name for name in linears if name.rpartition(".")[2] in parted}
+    separate = experts | {name for name in linears if name.rpartition(".")[2] in split_names}
     facts = AdapterFacts(
-        rank=max((linear.rank for name, linear in linears.items() if name not in apart), default=cast(int, rank)),
+        rank=max((linear.rank for name, linear in linears.items() if name not in separate), default=cast(int, rank)),
         alpha=float(cast(float, alpha)),
         rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern"),
@@ -157,11 +157,11 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
         experts=experts,
     )
     for name, linear in linears.items():
-        if name in apart:
-            continue  # the engine checks their form
-        said = _of_pattern(facts.rank_pattern, name, cast(int, rank))
-        if linear.rank != said:
-            raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {said}")
+        if name in separate:
+            continue  # checked by the engine
+        expected = _of_pattern(facts.rank_pattern, name, cast(int, rank))
+        if linear.rank != expected:
+            raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {expected}")
         if plain and not linear.keys[0].endswith(".lora_A.weight"):
             raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT}")
     alphas = [facts.alpha, *facts.alpha_pattern.values()]
@@ -174,8 +174,8 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
 
 
 def check_fits(facts: AdapterFacts, base: Path) -> None:
-    """Raises UserError if the files of a base model show that the adapter is of another model. Some families name
-    weights differently in files; there the engine checks when it loads the adapter.
+    """Raises UserError if a base model's files show that the adapter is for another model. Some families name weights
+    differently in files; there the engine checks when it loads the adapter.
     """
     shapes = {
         key: shape for path in sorted(base.glob("*.safetensors")) for key, (_, shape) in read_header(path).items()
@@ -193,18 +193,20 @@ def check_fits(facts: AdapterFacts, base: Path) -> None:
 
 
 def optimizer_type(directory: Path) -> str | None:
-    """The optimizer whose state `optimizer.safetensors` holds; None without that file."""
+    """The optimizer of the state in `optimizer.safetensors`; None without that file."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         return None
     held = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
     if held not in FAMILY_OF_STATE:
-        raise UserError(f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no optimizer here has")
+        raise UserError(
+            f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no supported optimizer uses"
+        )
     return FAMILY_OF_STATE[held]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The dtype and shape of each tensor of a safetensors file. Raises UserError if the file is not one."""
+    """The dtype and shape of each tensor in a safetensors file. Raises UserError if the file is invalid."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -220,7 +222,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         instead = f", only {found[0]}; load and save it with PEFT, as safetensors" if found else ""
         raise UserError(f"there is no {path.name}{instead}") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path.name} is not a whole safetensors file: {error}") from None
+        raise UserError(f"{path.name} is not a complete safetensors file: {error}") from None
 
 
 def _read_config(directory: Path) -> dict[str, object]:
@@ -238,7 +240,7 @@ def _read_config(directory: Path) -> dict[str, object]:
     if config.get("bias", "none") != "none":
         raise UserError(f"{CONFIG_FILE}: bias is {config['bias']!r}; only adapters without biases are supported")
     start = config.get("init_lora_weights", True)
-    if start not in PLAIN_STARTS:
+    if start not in PLAIN_INITS:
         raise UserError(
             f"{CONFIG_FILE}: init_lora_weights is {start!r}, which changes the base model; convert the adapter with "
             "PEFT (save_pretrained with path_initial_model_for_weight_conversion) first"
@@ -247,14 +249,17 @@ def _read_config(directory: Path) -> dict[str, object]:
 
 
 def _is_ours(config: Mapping[str, object]) -> bool:
-    """Whether ranks and alphas vary as in our own checkpoints only."""
+    """Whether ranks and alphas vary only as in our own checkpoints."""
     rank, alpha = config["r"], config["lora_alpha"]
     if not (_is_number(rank, int) and _is_number(alpha, int, float)):
         return False
     ranks, alphas = (config.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-    if not isinstance(ranks, dict) or not ranks or (EXPERTS in ranks) != bool(config.get("target_parameters")):
+    parameters = config.get("target_parameters") or []
+    if not isinstance(ranks, dict) or not isinstance(parameters, list) or not (ranks or parameters):
         return False
-    times = {name: (PARTED | {EXPERTS: 2}).get(name, 0) for name in ranks}
+    if (EXPERTS in ranks) != any(str(name).endswith(EXPERTS) for name in parameters):
+        return False
+    times = {name: (SPLIT | {EXPERTS: 2}).get(name, 0) for name in ranks}
     return (ranks, alphas) == (
         {name: each * cast(int, rank) for name, each in times.items()},
         {name: each * cast(float, alpha) for name, each in times.items()},
@@ -310,7 +315,7 @@ def _pattern(config: Mapping[str, object], name: str) -> dict[str, float]:
 
 
 def _of_pattern(pattern: Mapping[str, float], name: str, default: float) -> float:
-    """PEFT's rule: the first key that is a regular expression for the end of the path."""
+    """PEFT's rule: the first key that matches the end of the path as a regular expression."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", name):
             return value

@@ -1,8 +1,8 @@
-"""Base models and checkpoints as repositories of a Hugging Face hub, which this server mirrors.
+"""Base models and checkpoints as repositories of a Hugging Face hub, which this server emulates.
 
 A base model's repository has the name under which it is served; that of the checkpoint
 `tinker://{session}:train:{n}/{kind}/{name}` is `{session}/{n}.{kind}.{name}`, since an id has one slash and no colon. A
-repository has one revision, `main`, also known by its commit, a digest of its files. No path that a client names is
+repository has one revision, `main`, also known by its commit, a digest of its files. Paths named by clients are never
 opened: files are looked up in a listing. Knows no HTTP and no tenants.
 """
 
@@ -30,10 +30,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SMALL = ("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt",
          "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*",
          f"{TEMPLATES}/*.jinja", "LICENSE*")  # fmt: skip
-"""The files of a base model's directory that are served; others are not."""
+"""Files of a base model's directory that are served; others are not."""
 
 WHOLE_BYTES = 64 << 20
-"""Files up to this size are hashed whole; larger ones by samples."""
+"""Files up to this size are hashed completely; larger ones by samples."""
 
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
@@ -42,19 +42,19 @@ _RUN = re.compile(r"([^/:]+):train:([0-9]+)")
 
 
 class MissingError(NotFoundError):
-    """There is no such repository; `code` is the hub's own name of the error."""
+    """The repository does not exist; `code` is the hub's name of the error."""
 
     code = "RepoNotFound"
 
 
 class MissingRevisionError(MissingError):
-    """There is no such revision."""
+    """The revision does not exist."""
 
     code = "RevisionNotFound"
 
 
 class MissingEntryError(MissingError):
-    """There is no such file."""
+    """The file does not exist."""
 
     code = "EntryNotFound"
 
@@ -102,19 +102,19 @@ class Repository:
 
 
 def repository_of(ref: CheckpointRef) -> str | None:
-    """The id of a checkpoint's repository; None if its run's id has none."""
+    """The id of a checkpoint's repository; None if its run's id has another form."""
     found = _RUN.fullmatch(ref.training_run_id)
     return f"{found[1]}/{found[2]}.{ref.kind}.{ref.name}" if found else None
 
 
 def checkpoint_of(repo_id: str) -> CheckpointRef | None:
-    """The checkpoint that a repository's id names, if it has that form."""
+    """The checkpoint named by a repository's id, if the id has that form."""
     found = _REPOSITORY.fullmatch(repo_id)
     return CheckpointRef(f"{found[1]}:train:{found[2]}", found[3], found[4]) if found else None
 
 
 def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
-    """A base model; its weights only with `weights`."""
+    """The repository of a base model, including its weights only with `weights`."""
     directory = Path(shape.path)
     found = {path.name: path for path in directory.glob("*") if path.is_file()}
     found |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
@@ -127,7 +127,7 @@ def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
 
 
 def checkpoint_repository(repo_id: str, directories: Directories, directory: str, created_at: float) -> Repository:
-    """A checkpoint without its optimizer state. Raises CorruptFilesError."""
+    """The repository of a checkpoint without its optimizer state. Raises CorruptFilesError."""
     directories.check_sizes(directory)
     files = {
         name: HubFile(
@@ -148,7 +148,7 @@ def _described(path: Path) -> HubFile:
 @lru_cache(maxsize=4096)
 def _digest(path: Path, size_bytes: int, _mtime_ns: int) -> str:
     """A digest of the content, the same on every server and after every restart, cached while the file is unchanged.
-    Large files are sampled, since a client waits only ten seconds for the response.
+    Large files are sampled, since clients wait only ten seconds for the response.
     """
     with path.open("rb") as file:
         if size_bytes <= WHOLE_BYTES:

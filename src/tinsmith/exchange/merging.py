@@ -1,8 +1,8 @@
-"""Merges an adapter into its base model's weights, and rewrites PEFT adapters at our alpha.
+"""Merges an adapter into its base model's weights, and rewrites PEFT adapters to our alpha.
 
-Works on files, tensor by tensor, in float32: no model is built, and at most one shard is in memory. Every linear of the
-adapter must be in the base with the same sizes, or the merge is refused by name. The output is complete or absent.
-Knows no server.
+Works on files, tensor by tensor, in float32: builds no model and holds at most one shard in memory. Every linear of the
+adapter must be in the base with the same sizes, otherwise the merge is refused with its name. The output is complete or
+absent. Knows no server.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch import Tensor
 from tinsmith.errors import UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
-from tinsmith.storage.directories import appearing
+from tinsmith.storage.directories import atomic_directory
 from tinsmith.types import LORA_ALPHA
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PATTERN = "model{suffix}.safetensors"
-BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
-"""The other files of a model's directory, which are copied."""
+OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
+"""Other files of a model's directory, which are copied."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the base: the file that holds it, and under which key."""
+    """A tensor of the base: its file and its key there."""
 
     file: Path
     key: str
@@ -63,7 +63,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor of the result: its source, the adapted linear it belongs to, and the dtype it is rounded to."""
+    """A tensor of the result: its source, its adapted linear, and the dtype it is rounded to."""
 
     source: Stored
     linear: str | None
@@ -108,8 +108,8 @@ def merge(
     shards = split_state_dict_into_shards_factory(
         plan, get_storage_size=_num_bytes, filename_pattern=PATTERN, max_shard_size=shard_bytes
     )
-    with appearing(output) as hidden:
-        _copy_beside(base, hidden)
+    with atomic_directory(output) as hidden:
+        _copy_other_files(base, hidden)
         _write_shards(hidden, shards, plan, facts, adapter / WEIGHTS_FILE, progress)
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         size_bytes = sum(path.stat().st_size for path in hidden.glob("*.safetensors"))
@@ -119,8 +119,8 @@ def merge(
 
 
 def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFacts:
-    """The same adapter in the form that engines load: float32, one rank, our alpha. Its logits are equal up to float32
-    rounding. `base` finds the base model, which is needed if the adapter holds copies of its weights.
+    """The same adapter in the format that engines load: float32, one rank, our alpha. Its logits are equal up to
+    float32 rounding. `base` finds the base model, which is needed if the adapter holds copies of its weights.
     """
     facts = adapters.read(adapter)
     if facts.copies:
@@ -135,7 +135,7 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
             b_Or = b_Or * (facts.scale(name) / (LORA_ALPHA / facts.rank))
             missing = facts.rank - linear.rank
             if missing:
-                # Initialised as a new adapter: no effect, but trainable.
+                # Initialised like a new adapter: no effect, but trainable.
                 bound = linear.in_features**-0.5
                 new_mI = (
                     torch.rand(missing, linear.in_features, generator=generator, dtype=torch.float64) * 2 - 1
@@ -143,7 +143,7 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
                 a_rI, b_Or = torch.cat([a_rI, new_mI]), torch.cat([b_Or, b_Or.new_zeros(len(b_Or), missing)], 1)
             tensors[f"{adapters.PREFIX}{name}.lora_A.weight"] = a_rI.float().contiguous()
             tensors[f"{adapters.PREFIX}{name}.lora_B.weight"] = b_Or.float().contiguous()
-    with appearing(output) as hidden:
+    with atomic_directory(output) as hidden:
         save_file(tensors, hidden / WEIGHTS_FILE, metadata={"format": "pt"})
         (hidden / CONFIG_FILE).write_text(json.dumps(facts.config(), indent=2, sort_keys=True) + "\n")
     return adapters.read(output, plain=True)
@@ -151,12 +151,12 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
 
 def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Stored]) -> None:
     """PEFT stores the embeddings with an adapter of the unembedding. Raises UserError if they differ from the base's,
-    since they were trained or resized then.
+    which means that they were trained or resized.
     """
     for name, key in facts.copies.items():
         source = stored.get(f"{name}.weight") or _embedding(stored, name)
-        with safe_open(weights, framework="pt") as theirs, safe_open(source.file, framework="pt") as ours:
-            copy, own = theirs.get_tensor(key), ours.get_tensor(source.key)
+        with safe_open(weights, framework="pt") as adapter_file, safe_open(source.file, framework="pt") as base_file:
+            copy, own = adapter_file.get_tensor(key), base_file.get_tensor(source.key)
         if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
             raise UserError(
                 f"{WEIGHTS_FILE} holds {key!r}, which differs from the base model's: weights that were trained in "
@@ -217,7 +217,7 @@ def _plan(
     usual: torch.dtype,
     wanted: torch.dtype,
 ) -> dict[str, Planned]:
-    """Tensors that are stored in another dtype than most of the base (a router in float32, say) keep it."""
+    """Tensors whose dtype differs from that of most of the base (such as a router in float32) keep it."""
     sources = dict(stored)
     for name, linear in facts.linears.items():
         source = stored.get(f"{name}.weight")
@@ -226,13 +226,13 @@ def _plan(
         sizes = (linear.out_features, linear.in_features)
         if source is None:
             raise UserError(
-                f"the adapter changes {name!r}, and the base's files hold no {name}.weight; it is of another base, or "
-                "of a family whose files name their weights differently: merge it with PEFT's merge_and_unload"
+                f"the adapter changes {name!r}, and the base's files hold no {name}.weight; it belongs to another "
+                "base, or to a family whose files name their weights differently: merge it with PEFT's merge_and_unload"
             )
         if source.shape != sizes or source.dtype not in FILE_DTYPES:
             raise UserError(
                 f"{name}.weight of the base is {source.dtype} {list(source.shape)}, and the adapter is for "
-                f"floating-point {list(sizes)}; it is of another base"
+                f"floating-point {list(sizes)}; it belongs to another base"
             )
     return {
         name: Planned(
@@ -248,7 +248,7 @@ def _embedding(stored: Mapping[str, Stored], head: str) -> Stored:
     """The tied weights of an unembedding that is not in the files."""
     found = [tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if len(found) != 1:
-        raise UserError(f"the base's files hold no {head}.weight, and not one embedding that it could share")
+        raise UserError(f"the base's files hold no {head}.weight, and no single embedding to share")
     return found[0]
 
 
@@ -302,9 +302,9 @@ def _made(weight_OI: Tensor, planned: Planned, facts: AdapterFacts, updates: saf
     return weight_OI.contiguous()
 
 
-def _copy_beside(base: Path, hidden: Path) -> None:
-    """Copy all files but the weights and their index."""
-    for path in {path for pattern in BESIDE for path in base.glob(pattern)}:
+def _copy_other_files(base: Path, hidden: Path) -> None:
+    """Copy all files except the weights and their index."""
+    for path in {path for pattern in OTHER_FILES for path in base.glob(pattern)}:
         if path.is_dir():
             shutil.copytree(path, hidden / path.name)
         elif not path.name.endswith(".index.json"):

@@ -1,4 +1,4 @@
-"""The client's side of captured trajectories: read them as data of the SDK, and send rewards.
+"""Client of captured trajectories: read them as the SDK's data, and send rewards.
 
 `session_key` makes a key under which an unmodified agent is captured. Knows HTTP and the SDK's types.
 """
@@ -21,13 +21,13 @@ HEADER = "X-Tinsmith-Session"
 
 
 def session_key(api_key: str, session: str) -> str:
-    """A key for an agent that can be given nothing else: its requests are captured under this session."""
+    """A key for an agent with no other configuration: its requests are captured under this session."""
     return f"{api_key}#{session}"
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedTrajectory:
-    """`sampled[i]` says whether token i was sampled, by one of `versions`; `logprobs[i]` is its logprob then."""
+    """`sampled[i]`: whether token i was sampled, by one of `versions`; `logprobs[i]`: its logprob at that time."""
 
     trajectory_id: str
     session: str
@@ -39,7 +39,7 @@ class CapturedTrajectory:
     logprobs: list[float]
 
     def datum(self, advantage: float) -> tinker.Datum:
-        """For importance_sampling, ppo and their like: the advantage at every sampled token, and 0 elsewhere."""
+        """For importance_sampling, ppo and similar losses: the advantage at every sampled token, and 0 elsewhere."""
         import numpy as np
         from tinker import types
 
@@ -60,25 +60,25 @@ class Trajectories:
         self._http = httpx.Client(headers={"X-API-Key": api_key}, timeout=TIMEOUT_S)
 
     def of(self, session: str) -> list[CapturedTrajectory]:
-        return [_read(each) for each in self._asked("GET", "", params={"session": session})["trajectories"]]
+        return [_read(each) for each in self._request("GET", "", params={"session": session})["trajectories"]]
 
     def all(self) -> Iterator[CapturedTrajectory]:
-        """Of every session, in pages."""
+        """The trajectories of every session, in pages."""
         params: dict[str, str] = {}
         while True:
-            page = self._asked("GET", "", params=params)
+            page = self._request("GET", "", params=params)
             yield from map(_read, page["trajectories"])
             if not page["has_more"]:
                 return
             params = {"after": page["next_after"]}
 
     def reward(self, rewards: Mapping[str, float]) -> None:
-        """By trajectory id. Raises NotFoundError."""
+        """Set rewards by trajectory id. Raises NotFoundError."""
         given = [{"trajectory_id": each, "reward": reward} for each, reward in rewards.items()]
-        self._asked("POST", "/rewards", json={"rewards": given})
+        self._request("POST", "/rewards", json={"rewards": given})
 
     def delete(self, session: str) -> int:
-        return self._asked("DELETE", "", params={"session": session})["deleted"]
+        return self._request("DELETE", "", params={"session": session})["deleted"]
 
     def close(self) -> None:
         self._http.close()
@@ -89,7 +89,7 @@ class Trajectories:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _asked(self, method: str, path: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  httpx's own
+    def _request(self, method: str, path: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  httpx's own
         answer = self._http.request(method, self._url + path, **more)
         if answer.is_success:
             return answer.json()

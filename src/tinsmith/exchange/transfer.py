@@ -1,16 +1,19 @@
-"""The client's side of downloading checkpoints from a server and uploading adapters to one.
+"""Client for downloading checkpoints from a server and uploading adapters to one, and archives of adapters.
 
-A download is complete or absent, and no archive member is written outside its directory. The key is sent to the server
-alone, not to the addresses that its links name. Knows HTTP and files; `adapters` knows their contents.
+A download is complete or absent, and no archive member is written outside its directory. An archive is a tar, with gzip
+if it is a file; members whose names begin with a dot are skipped. The key is sent only to the server, not to the
+addresses that its links name. Knows HTTP and files; `adapters` knows their contents.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
 import tarfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +23,7 @@ from tqdm.utils import CallbackIOWrapper
 
 from tinsmith.errors import TinsmithError, UserError, refusal
 from tinsmith.exchange import adapters
-from tinsmith.storage.directories import appearing
+from tinsmith.storage.directories import atomic_directory
 from tinsmith.storage.stores import fsync
 
 TIMEOUT_S = 60.0
@@ -30,8 +33,16 @@ UPLOAD_TIMEOUT_S = 3600.0
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 CHUNK_BYTES = 1 << 20
 
+ARCHIVES = (".tar.gz", ".tgz", ".tar")
+"""How the names of archives end."""
+
+MAX_MEMBERS = 1000
+MAX_UNPACKED_BYTES = 64 << 30
+MAX_READ_BYTES = 1 << 25
+"""Most that is read of an archive at once. tarfile reads extended headers whole, whatever size they claim."""
+
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and in all (0: not known)."""
+"""Called with the bytes done and in all (0: unknown)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ class Pulled:
 
 
 class TinkerServer:
-    """One server and one key."""
+    """A connection to one server with one key."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._url = base_url.rstrip("/")
@@ -55,12 +66,12 @@ class TinkerServer:
 
     def get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer to GET /api/v1/`path`. Raises UserError."""
-        return self._asked(lambda: self._http.get(path, params=dict(query or {}))).json()
+        return self._request(lambda: self._http.get(path, params=dict(query or {}))).json()
 
     def pull(self, path: str, directory: Path, progress: Progress) -> Pulled:
         """Fetch all files of a checkpoint. Raises UserError."""
         run_id, kind, name = _parts(path)
-        answer = self._asked(lambda: self._http.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive"))
+        answer = self._request(lambda: self._http.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive"))
         link = answer.headers.get("location", "")
         if not answer.is_redirect or not link.startswith(("http://", "https://")):
             raise TinsmithError(f"{self._url} answered {answer.status_code} instead of a link to the files")
@@ -70,8 +81,10 @@ class TinkerServer:
                     response.read()
                     raise refusal(response.status_code, response.text)
                 total = int(response.headers.get("content-length", 0))
-                with appearing(directory) as hidden:
-                    files = _unpacked(_Stream(response.iter_bytes(CHUNK_BYTES), total, progress), hidden)
+                with atomic_directory(directory) as hidden:
+                    stream = _Stream(response.iter_bytes(CHUNK_BYTES), total, progress)
+                    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[arg-type]
+                        files = _unpacked(archive, hidden)
         except (httpx.TransportError, tarfile.TarError, EOFError) as error:
             raise TinsmithError(f"the download failed: {error!r}; nothing was kept, try again") from None
         return Pulled(path, directory, files)
@@ -80,7 +93,7 @@ class TinkerServer:
         """Upload an adapter as a training checkpoint; returns the response. Raises UserError."""
         present = [directory / name for name in PARTS if (directory / name).is_file()]
         total = sum(path.stat().st_size for path in present)
-        # A retried request carries the same key, so that it creates one checkpoint.
+        # A retried request carries the same key, so it creates only one checkpoint.
         headers = {"X-Idempotency-Key": uuid.uuid4().hex}
         done = 0
 
@@ -94,19 +107,20 @@ class TinkerServer:
             files = {
                 name: (name, cast(IO[bytes], CallbackIOWrapper(read, file, "read"))) for name, file in opened.items()
             }
-            answer = self._asked(
+            answer = self._request(
                 lambda: self._http.post(
                     "upload_weights", data=dict(fields), files=files, headers=headers, timeout=UPLOAD_TIMEOUT_S
                 )
             )
         return answer.json()
 
-    def _asked(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+    def _request(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         try:
             answer = ask()
         except httpx.TransportError as error:
             raise TinsmithError(
-                f"no answer from {self._url}: {error!r}; is it `tinsmith serve`? TINKER_BASE_URL says where it is"
+                f"no answer from {self._url}: {error!r}; is `tinsmith serve` running? Its address "
+                "goes into TINKER_BASE_URL"
             ) from None
         if answer.is_error:
             raise refusal(answer.status_code, answer.text)
@@ -114,7 +128,7 @@ class TinkerServer:
 
 
 class _Stream:
-    """The bytes of a response as a file that is read once, in order."""
+    """A response's bytes as a file that is read once, in order."""
 
     def __init__(self, pieces: Iterator[bytes], total: int, progress: Progress) -> None:
         self._pieces = pieces
@@ -132,23 +146,85 @@ class _Stream:
         return found
 
 
-def _unpacked(stream: _Stream, directory: Path) -> dict[str, int]:
-    """Writes the files of an archive durably. Raises UserError for a member that is not a plain file."""
+class _Bounded:
+    """A file of which no more than MAX_READ_BYTES are read at once. Raises UserError."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_READ_BYTES:
+            raise UserError(f"the archive has a header of {size} bytes; at most {MAX_READ_BYTES} are read")
+        return self._file.read(size)
+
+
+@contextmanager
+def adapter_directory(place: Path, scratch: Path) -> Iterator[Path]:
+    """The directory of an adapter: `place` itself or, if it is an archive, a new one below `scratch` with its files.
+    Raises UserError.
+    """
+    yield unpack(place, scratch / "unpacked") if place.is_file() else place
+
+
+def unpack(archive: Path, directory: Path) -> Path:
+    """Write the files of an archive to a new directory, which is returned. Raises UserError."""
+    with archive.open("rb") as file, gzip.open(file) as inflated:
+        source = inflated if file.peek(2)[:2] == b"\x1f\x8b" else file
+        try:
+            with tarfile.open(fileobj=_Bounded(source), mode="r:") as members:  # type: ignore[arg-type]
+                with atomic_directory(directory) as hidden:
+                    _unpacked(members, hidden)
+        except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{archive} is not a whole archive: {error}") from None
+    return directory
+
+
+def pack(directory: Path, archive: Path) -> None:
+    """Write the files of a directory as an archive, without compression: weights do not get smaller. Raises UserError
+    if there is something of its name.
+    """
+    if archive.exists():
+        raise UserError(f"{archive} exists already; choose another file, or delete it")
+    hidden = archive.with_name(f".{archive.name}.{uuid.uuid4().hex}")
+    plain = archive.name.endswith(".tar")
+    try:
+        with tarfile.open(hidden, "x:") if plain else tarfile.open(hidden, "x:gz", compresslevel=0) as made:
+            for path in sorted(directory.iterdir()):
+                member = tarfile.TarInfo(path.name)
+                member.size = path.stat().st_size
+                with path.open("rb") as file:
+                    made.addfile(member, file)
+        fsync(hidden)
+        hidden.rename(archive)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _unpacked(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
+    """Write the files of an archive durably. Raises UserError for a member that is not a plain file, and beyond
+    MAX_MEMBERS and MAX_UNPACKED_BYTES.
+    """
     files: dict[str, int] = {}
-    with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[arg-type]
-        for member in archive:
-            name = member.name.removeprefix("./")
-            if member.isdir() and name in ("", "."):
-                continue
-            if not member.isreg() or name != os.path.basename(name) or name in ("", ".", "..") or name in files:
-                raise UserError(f"the archive holds {member.name!a}, which is not a plain file of the directory")
-            source = archive.extractfile(member)
-            assert source is not None
-            with (directory / name).open("xb") as target:
-                while piece := source.read(CHUNK_BYTES):
-                    target.write(piece)
-            fsync(directory / name)
-            files[name] = member.size
+    num_bytes = 0
+    for number, member in enumerate(archive, 1):
+        num_bytes += member.size
+        if number > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
+            raise UserError(f"the archive holds over {MAX_MEMBERS} members or over {MAX_UNPACKED_BYTES} bytes")
+        name = member.name.removeprefix("./")
+        if member.isdir() and name in ("", "."):
+            continue
+        if not member.isreg() or name != os.path.basename(name) or name in ("", ".", "..") or name in files:
+            raise UserError(f"the archive holds {member.name!a}, which is not a plain file of the directory")
+        if name.startswith("."):
+            continue
+        source = archive.extractfile(member)
+        assert source is not None
+        with (directory / name).open("xb") as target:
+            while piece := source.read(CHUNK_BYTES):
+                target.write(piece)
+        fsync(directory / name)
+        files[name] = member.size
     if not files:
         raise UserError("the archive holds no files")
     return files

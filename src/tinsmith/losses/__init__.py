@@ -1,9 +1,9 @@
 """The registry of losses, and the check of a pass against it.
 
-`LOSSES` is the contract of docs/losses.md: inputs, configuration keys, defaults, formula, and what a loss needs beyond
-that. Code elsewhere asks the entry and compares no names. The server calls `check_pass` at admission and the backend
-before it runs, so that nothing malformed reaches a device; every refusal names the datum, the field, the value and what
-would be right. numpy only, no I/O.
+`LOSSES` is the contract of docs/losses.md: inputs, configuration keys, defaults, formula, and special requirements.
+Other code reads an entry's fields and never compares names. The server calls `check_pass` at admission, and the backend
+calls it before it runs, so that no malformed pass reaches a device. Every error names the datum, the field, the value
+and the fix. The package uses only numpy and does no I/O.
 
 Shape letters: N positions of one datum, K targets per position.
 """
@@ -23,13 +23,16 @@ from tinsmith.losses.formulas import Formula
 from tinsmith.types import F32, I64, Array, CustomLoss, Datum, ModelShape, Pass, SparseRows
 
 MAX_TARGETS_PER_DATUM = 1 << 24
-"""Results are dense, so a sparse tensor of huge shape would be expanded: refused above this many cells."""
+"""Most cells of a sparse tensor's shape. Results are dense, so larger tensors are refused."""
 
 EXACT_INTEGER = 1 << 24
-"""Integer weights are taken as the float32 of the same value; above this, there is none."""
+"""Integer weights are converted to float32; above this, the conversion is not exact."""
 
 CLIP_LOW = "clip_low_threshold"
 CLIP_HIGH = "clip_high_threshold"
+DUAL_CLIP = "dual_clip_threshold"
+ROLLOUT_LOGPROBS, ROLLOUT_MAX = "rollout_logprobs", "rollout_ratio_max"
+"""Extensions of the wire's losses that Tinker does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,41 +44,44 @@ class Loss:
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict)
     many_targets: bool = False  # target_tokens may be [N, K]
-    elementwise: bool = False  # the answer has each pair's loss (`elementwise_cross_entropy`)
+    elementwise: bool = False  # the result has each pair's loss (`elementwise_cross_entropy`)
     sequence_ratio: bool = False  # the formula reads the mean log ratio of the whole sequence
-    recorded_sequences: bool = False  # data must be made of sequences that the session has sampled
-    custom: bool = False  # the client's own graph gives the loss; the formula differentiates what it returns
+    recorded_sequences: bool = False  # data must consist of sequences sampled in the session
+    custom: bool = False  # a client's graph computes the loss; the formula differentiates its result
     constant_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_policy(self) -> bool:
-        """Whether its weights are advantages, and metrics tell how far the policy has moved."""
+        """Whether its weights are advantages, and metrics show how far the policy has moved."""
         return "advantages" in self.required
 
 
 _POLICY = ("target_tokens", "logprobs", "advantages")
 _CLIPS = (CLIP_LOW, CLIP_HIGH)
+_ROLLOUT = {ROLLOUT_MAX: 2.0}
 
 LOSSES: Mapping[str, Loss] = {
-    # Every target counts once where no weights are given.
+    # Without weights every target counts once.
     "cross_entropy": Loss(
         formulas.cross_entropy, ("target_tokens",), ("weights",), many_targets=True, elementwise=True
     ),
-    "importance_sampling": Loss(formulas.importance_sampling, _POLICY),
-    # Bounds of the ratio itself, not distances from 1 (tinker's documentation of ppo and cispo).
-    "ppo": Loss(formulas.ppo, _POLICY, _CLIPS, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
-    "cispo": Loss(formulas.cispo, _POLICY, _CLIPS, {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
-    # The only published value is the documentation's example.
+    "importance_sampling": Loss(formulas.importance_sampling, _POLICY, (ROLLOUT_LOGPROBS,), _ROLLOUT),
+    # Bounds of the ratio, not distances from 1 (tinker's documentation of ppo and cispo).
+    "ppo": Loss(
+        formulas.ppo, _POLICY, (*_CLIPS, ROLLOUT_LOGPROBS), {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, DUAL_CLIP: 0.0, **_ROLLOUT}
+    ),
+    "cispo": Loss(formulas.cispo, _POLICY, (*_CLIPS, ROLLOUT_LOGPROBS), {CLIP_LOW: 0.0, CLIP_HIGH: 4.0, **_ROLLOUT}),
+    # The value of the documentation's example, the only published one.
     "dro": Loss(formulas.dro, _POLICY, (), {"beta": 0.05}),
     # arXiv 2507.18071, section 5.1: left 3e-4, right 4e-4.
     "gspo": Loss(
         formulas.gspo,
         _POLICY,
-        ("sequence_ratio_mask", *_CLIPS),
-        {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4},
+        ("sequence_ratio_mask", *_CLIPS, ROLLOUT_LOGPROBS),
+        {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4, **_ROLLOUT},
         sequence_ratio=True,
     ),
-    # Its formula is not published; docs/losses.md says what stands in for it.
+    # Its formula is not published; docs/losses.md describes the approximation.
     "stable_reinforce": Loss(
         formulas.stable_reinforce,
         _POLICY,
@@ -84,7 +90,7 @@ LOSSES: Mapping[str, Loss] = {
         recorded_sequences=True,
         constant_metrics={"stable_reinforce_approximation:max": 1.0},
     ),
-    # Further inputs are the client's own. Minus its gradient takes the place of the weights.
+    # The client defines further inputs. The negative gradient replaces the weights.
     "custom": Loss(formulas.cross_entropy, ("target_tokens",), many_targets=True, custom=True),
 }
 
@@ -92,7 +98,7 @@ LOSS_ID = "loss_id"
 
 
 def check_pass(request: Pass, shape: ModelShape) -> None:
-    """Raise UserError unless the backend can compute this pass. Inputs unknown to the loss are ignored."""
+    """Raise UserError unless the backend can compute this pass. Ignores inputs unknown to the loss."""
     loss = LOSSES.get(request.loss_fn)
     if loss is None:
         raise UserError(f"loss_fn is {_quote(request.loss_fn)}; it must be one of {', '.join(LOSSES)}")
@@ -115,21 +121,21 @@ def check_pass(request: Pass, shape: ModelShape) -> None:
 
 
 def loss_id_of(request: Pass) -> str | None:
-    """What a custom loss is stored under; None for every other loss. Raises UserError if it is missing."""
+    """Return the id of a stored custom loss, or None for other losses. Raises UserError if it is missing."""
     loss = LOSSES.get(request.loss_fn)
     if loss is None or not loss.custom:
         return None
     loss_id = request.loss_config.get(LOSS_ID)
     if not isinstance(loss_id, str) or len(request.loss_config) != 1:
         raise UserError(
-            f"loss_fn_config is {_quote(dict(request.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
-            "create_custom_loss answers"
+            f"loss_fn_config is {_quote(dict(request.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, as "
+            "returned by create_custom_loss"
         )
     return loss_id
 
 
 def resolve_config(request: Pass) -> dict[str, float]:
-    """The pass's configuration with its loss's defaults filled in. Raises UserError on a bad key or value."""
+    """Merge the pass's configuration with its loss's defaults. Raises UserError for an invalid key or value."""
     if loss_id_of(request) is not None:
         return {}
     defaults = LOSSES[request.loss_fn].config
@@ -148,11 +154,16 @@ def resolve_config(request: Pass) -> dict[str, float]:
             f"loss_fn_config: {CLIP_LOW} {config[CLIP_LOW]} is above {CLIP_HIGH} {config[CLIP_HIGH]}; "
             f"both bound the probability ratio, for example 0.8 and 1.2"
         )
+    if 0 < config.get(DUAL_CLIP, 0) <= 1:
+        where = f"loss_fn_config['{DUAL_CLIP}'] is {config[DUAL_CLIP]}"
+        raise UserError(f"{where}; it must be greater than 1, for example 3, or 0 (off)")
+    if config.get(ROLLOUT_MAX) == 0:
+        raise UserError(f"loss_fn_config['{ROLLOUT_MAX}'] is 0.0; it must be greater than 0")
     return config
 
 
 def dense(array: Array) -> F32 | I64:
-    """A sparse array with its zeros written out; a dense one as it is."""
+    """Return an array in dense form; a dense array is unchanged."""
     if not isinstance(array, SparseRows):
         return array
     full: F32 | I64 = np.zeros(array.shape, array.values.dtype)  # type: ignore[assignment]
@@ -162,28 +173,39 @@ def dense(array: Array) -> F32 | I64:
 
 
 def floats(array: Array) -> F32:
-    """An input as dense float32. Integers were admitted only if float32 holds them exactly."""
+    """Return an input as dense float32. Admission accepts only integers that float32 represents exactly."""
     return np.asarray(dense(array), np.float32)
 
 
+def rollout_weights(datum: Datum, config: Mapping[str, float]) -> F32:
+    """[N] Truncated importance weights of a datum with rollout_logprobs, constants that multiply its advantages:
+    min(exp(logprobs - rollout_logprobs), rollout_ratio_max).
+    """
+    log_ratio_N = floats(datum.inputs["logprobs"]).astype(np.float64) - floats(datum.inputs[ROLLOUT_LOGPROBS])
+    return np.exp(np.minimum(log_ratio_N, math.log(config[ROLLOUT_MAX]))).astype(np.float32)
+
+
 def cross_entropy_weights(datum: Datum) -> F32:
-    """In the shape of target_tokens. Ones if the datum has none, whether target_tokens are dense or sparse."""
+    """Return weights in the shape of target_tokens, dense or sparse; ones if the datum has no weights."""
     weights = datum.inputs.get("weights")
     return np.ones(datum.inputs["target_tokens"].shape, np.float32) if weights is None else floats(weights)
 
 
 def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
-    """Both of one shape. 0 where the weight is 0, even if the log probability is -inf; inf where float32 ends."""
+    """Return each pair's loss; both arrays have the same shape. The loss is 0 if the weight is 0, even if the log
+    probability is -inf, and inf on float32 overflow.
+    """
     with np.errstate(over="ignore"):
         return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
 def token_weight(request: Pass) -> float | None:
-    """How many tokens `loss:sum` of an admitted pass is a sum over; None if its loss is not a sum over tokens.
+    """Return the divisor that turns an admitted pass's `loss:sum` into a mean per token; None if the loss is not a sum
+    over tokens.
 
-    cross_entropy: the sum of its weights' sizes, so that prompts of weight 0 do not count, and weights of both signs
-    (a gradient that the client computed itself) never sum to 0 unless all are 0. Losses of a policy: the number of
-    positions whose advantage is not 0, which are the ones that their loss sums. custom: None, it is a sum over data.
+    cross_entropy: the sum of the absolute weights. Prompts of weight 0 do not count, and weights of both signs (a
+    gradient that the client computed) sum to 0 only if all are 0. Policy losses: the number of positions with an
+    advantage other than 0. custom: None, since it is a sum over data.
     """
     loss = LOSSES[request.loss_fn]
     if loss.custom:
@@ -238,9 +260,7 @@ def check_csr(where: str, array: SparseRows) -> None:
     if num_rows * num_cols > MAX_TARGETS_PER_DATUM:
         raise UserError(f"{where} has shape {list(array.shape)}: more than {MAX_TARGETS_PER_DATUM} cells")
     if len(crow) != num_rows + 1 or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != num_values:
-        raise UserError(
-            f"{where}.crow_indices must be {num_rows + 1} numbers that rise from 0 to the {num_values} values"
-        )
+        raise UserError(f"{where}.crow_indices must be {num_rows + 1} ascending numbers from 0 to {num_values}")
     if len(col) != num_values:
         raise UserError(f"{where} has {len(col)} col_indices for {num_values} values; there must be as many")
     if num_values and not 0 <= col.min() <= col.max() < num_cols:
@@ -269,7 +289,7 @@ def _check_values(
     low: int | None = None,
     high: int | None = None,
 ) -> None:
-    """All data at once; only a failure looks for the datum. Without bounds: what float32 holds exactly."""
+    """Check all data at once; only a failure searches for the datum. Without bounds: exact float32 values."""
     arrays = [array for datum in data if (array := values(datum)) is not None and array.size]
     if all(_values_fine(group, low, high) for group in _by_dtype(arrays)):
         return
@@ -317,7 +337,7 @@ def _check_clips(data: Sequence[Datum], config: Mapping[str, float]) -> None:
 
 
 def _check_custom_inputs(index: int, datum: Datum, loss: CustomLoss) -> None:
-    """Every input that the loss reads, with the rank that it declared. On the wire a scalar is one value."""
+    """Check every input that the loss reads, with its declared rank. On the wire a scalar is one value."""
     for each in loss.inputs:
         name = "target_tokens" if each.name == "logprobs" else each.name
         where = f"data[{index}].loss_fn_inputs[{name!r}]"

@@ -1,10 +1,10 @@
-"""The formulas of the losses: value and derivative of each token.
+"""The formulas of the losses: value and derivative per token.
 
-Every loss is a sum over tokens, and all but one see a token alone, so each is written as two columns: the loss, and its
-derivative with respect to that token's log probability. Written out, the derivative lets a chunk of logits be turned
-into gradients while it exists. The exception is gspo's mean log ratio of a whole sequence: it is computed beforehand
-and is a constant to the derivative (docs/losses.md). Everything is float32. Only methods of tensors are called, so that
-a server reads the registry without torch.
+Every loss is a sum over tokens, and in all but one the terms depend on one token each. A formula therefore returns two
+columns: the loss, and its derivative with respect to the token's log probability. With explicit derivatives, a chunk of
+logits is turned into gradients while it exists. The exception is gspo's mean log ratio of a whole sequence, which is
+computed first and is a constant in the derivative (docs/losses.md). All values are float32. The code only calls tensor
+methods, so that a server can import the registry without torch.
 
 Shapes: P pairs of (position, target).
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Pairs of one loss. `weight` is cross_entropy's weights or the others' advantages."""
+    """The pairs of one loss. `weight` has cross_entropy's weights, or the advantages of other losses."""
 
     logprob_P: Tensor
     old_logprob_P: Tensor
@@ -32,7 +32,7 @@ class Columns:
 
 
 class Terms(NamedTuple):
-    """`ratio` and `clipped` only feed metrics."""
+    """`ratio` and `clipped` are for metrics only."""
 
     loss_P: Tensor
     dloss_dlogprob_P: Tensor
@@ -41,11 +41,11 @@ class Terms(NamedTuple):
 
 
 Formula = Callable[[Columns, Mapping[str, float]], Terms]
-"""From columns and the complete configuration."""
+"""A function of the columns and the complete configuration."""
 
 
 def cross_entropy(x: Columns, config: Mapping[str, float]) -> Terms:
-    # A pair of weight 0 counts as 0 even if its logprob is -inf.
+    # A pair of weight 0 has loss 0 even if its logprob is -inf.
     loss_P = (-x.weight_P * x.logprob_P).masked_fill(x.weight_P == 0, 0.0)
     return Terms(loss_P, -x.weight_P, loss_P.new_ones(loss_P.shape), loss_P.new_zeros(loss_P.shape))
 
@@ -57,7 +57,15 @@ def importance_sampling(x: Columns, config: Mapping[str, float]) -> Terms:
 
 
 def ppo(x: Columns, config: Mapping[str, float]) -> Terms:
-    return _clipped_surrogate((x.logprob_P - x.old_logprob_P).exp(), x)
+    terms = _clipped_surrogate((x.logprob_P - x.old_logprob_P).exp(), x)
+    bound = config.get("dual_clip_threshold", 0.0)
+    if not bound:
+        return terms
+    # Dual clip (arXiv 1912.09729, eq. 5): the objective of a negative advantage is at least bound * A.
+    most_P = -bound * x.weight_P
+    over_P = (x.weight_P < 0) & (terms.loss_P > most_P)
+    slope_P = terms.dloss_dlogprob_P.masked_fill(over_P, 0.0)
+    return Terms(most_P.where(over_P, terms.loss_P), slope_P, terms.ratio_P, terms.clipped_P.masked_fill(over_P, 1.0))
 
 
 def gspo(x: Columns, config: Mapping[str, float]) -> Terms:
@@ -90,7 +98,7 @@ def stable_reinforce(x: Columns, config: Mapping[str, float]) -> Terms:
 def sequence_log_ratios(
     logprob_P: Tensor, old_logprob_P: Tensor, counted_P: Tensor, example_P: Tensor, num_examples: int
 ) -> Tensor:
-    """[P] For each pair, the mean log ratio over the counted pairs of its example; 0 where none is counted."""
+    """[P] For each pair, the mean log ratio over the counted pairs of its datum; 0 if none is counted."""
     log_ratio_P = (logprob_P - old_logprob_P).masked_fill(~counted_P, 0.0)
     sums = log_ratio_P.new_zeros(num_examples).index_add_(0, example_P, log_ratio_P)
     counts = sums.new_zeros(num_examples).index_add_(0, example_P, counted_P.float())
@@ -98,7 +106,7 @@ def sequence_log_ratios(
 
 
 def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> Terms:
-    """-min(r A, clip(r) A); the clipped branch is flat."""
+    """-min(r A, clip(r) A); the clipped branch is constant."""
     free_P = ratio_P * x.weight_P
     bound_P = ratio_P.clamp(x.low_P, x.high_P) * x.weight_P
     clipped_P = bound_P < free_P

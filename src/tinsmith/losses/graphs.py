@@ -1,10 +1,9 @@
-"""What a custom loss may be made of: the operations, the values and the bounds that a traced graph must keep to.
+"""Validates the traced graph of a custom loss against tables of allowed operations, values and bounds.
 
-The server calls `check_graph` before it stores a loss, without torch; the backend runs only what these tables name,
-and `tests/test_loss_graphs.py` holds it to them. Everything here is a name: nothing that a client sends is ever
-imported, evaluated or looked up as an attribute. Left out on purpose: randomness (a replay must repeat what was
-done), uninitialised memory (`empty_like` would show another tenant's), writing in place by methods,
-host values, and whatever loops or grows by a number that it is given. Knows neither torch nor a device.
+The server calls `check_graph` before it stores a loss, without importing torch. The backend runs only operations in
+these tables. The tables contain names; nothing that a client sends is ever imported, evaluated or looked up as an
+attribute. The tables exclude randomness (a replay must repeat results), uninitialised memory (`empty_like` would reveal
+another tenant's data), in-place methods, host values, and operations that loop or grow with a number argument.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from collections.abc import Iterator, Sequence
 from tinsmith.errors import UserError
 from tinsmith.types import CustomLoss, LossArgument, LossNode, NodeRef, SliceArgument, TorchConstant
 
-MAX_INPUTS = 16  # the SDK's
+MAX_INPUTS = 16  # the SDK's limit
 MAX_NODES = 1024
 MAX_ARGUMENTS = 16384
-"""Values in the arguments of all nodes together."""
+"""Most values in the arguments of all nodes."""
 
 MAX_ELEMENTS = 1 << 24
-"""Elements of one intermediate result: as many as a datum may have targets."""
+"""Most elements of one intermediate result, equal to the most targets of a datum."""
 
 MAX_TOTAL_ELEMENTS = 1 << 27
-"""Elements of all intermediate results of one datum, which its backward pass may need at the same time."""
+"""Most elements of all intermediate results of a datum, since its backward pass may need all of them."""
 
 MAX_PRODUCTS = 1 << 30
-"""Multiplications of one matrix product."""
+"""Most multiplications of one matrix product."""
 
 MAX_SECONDS = 10.0
-"""Compute time of a loss and its gradient over all data of a pass; looked at between nodes."""
+"""Most compute time of a loss and its gradient over all data of a pass, in seconds; checked between nodes."""
 
 METRIC_KEY = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")  # the SDK's rule
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")  # the SDK's rule
@@ -82,7 +81,7 @@ FUNCTIONS = (
 )  # fmt: skip
 
 ATTRIBUTES = _names("shape ndim dtype device T mT values indices")
-"""What getattr may read of a tensor, or of a pair like the answer of max."""
+"""Attributes of a tensor, or of a pair such as the result of max, that getattr may read."""
 
 KEYWORDS = _names("""
     input other self tensors dim dims axis keepdim dtype device min max alpha beta index src source value values
@@ -92,10 +91,10 @@ KEYWORDS = _names("""
     target condition ndim indices rounding memory_format layout end_dim start_dim source destination axes
     mat2 vec2 tensor copy decimals _stacklevel
 """)
-"""Keyword arguments by name: `out`, `inplace`, `generator` and their like are not among them."""
+"""Allowed keyword arguments; `out`, `inplace`, `generator` and similar ones are excluded."""
 
 STRINGS = _names("none sum mean batchmean floor trunc amax amin prod tanh cpu fro")
-"""Text arguments by value; names of attributes are checked apart."""
+"""Allowed text arguments; attribute names are checked separately."""
 
 CONSTANTS = {
     "dtype": _names("float32 float64 int32 int64 bool"),
@@ -108,7 +107,7 @@ _RANDOM = re.compile(r"rand|bernoulli|dropout|multinomial|normal_|poisson")
 
 
 def check_graph(loss: CustomLoss) -> None:
-    """Raise UserError that names the node unless the backend can run this loss."""
+    """Raise a UserError that names the node unless the backend can run this loss."""
     _check_inputs(loss)
     if not loss.nodes or len(loss.nodes) > MAX_NODES:
         raise UserError(f"graph.nodes has {len(loss.nodes)} nodes; it must have 1 to {MAX_NODES}")
@@ -117,7 +116,7 @@ def check_graph(loss: CustomLoss) -> None:
     for index, node in enumerate(loss.nodes):
         where = f"graph.nodes[{index}] ({_quote(node.name)})"
         if not NODE_NAME.fullmatch(node.name) or node.name in known:
-            raise UserError(f"{where}: the name must be letters, digits and underscores, and no earlier node's")
+            raise UserError(f"{where}: the name must consist of letters, digits and underscores, and be unique")
         num_arguments += _check_values(where, node, known)
         if num_arguments > MAX_ARGUMENTS:
             raise UserError(f"{where}: the graph has more than {MAX_ARGUMENTS} argument values up to here")
@@ -133,7 +132,7 @@ def output_of(loss: CustomLoss) -> tuple[NodeRef, dict[str, NodeRef]]:
 def _check_inputs(loss: CustomLoss) -> None:
     names = [each.name for each in loss.inputs]
     if not names or len(names) > MAX_INPUTS or names[0] != "logprobs":
-        raise UserError(f"inputs are {_quote(names)}; there must be 1 to {MAX_INPUTS}, 'logprobs' first")
+        raise UserError(f"inputs are {_quote(names)}; send 1 to {MAX_INPUTS} inputs, 'logprobs' first")
     for index, each in enumerate(loss.inputs):
         if not INPUT_NAME.fullmatch(each.name) or each.name in names[:index]:
             raise UserError(
@@ -173,9 +172,11 @@ def _check_call(where: str, node: LossNode) -> None:
     if not node.args:
         raise UserError(f"{where}: {node.target} has no positional arguments; it needs at least one")
     for name, value in node.kwargs.items():
-        # What asks for nothing is no harm: torch's own functions trace as `out=None`, `inplace=False`.
+        # None and False are harmless: torch's own functions trace as `out=None`, `inplace=False`.
         if name not in KEYWORDS and value is not None and value is not False:
-            raise UserError(f"{where}: {node.target} has the keyword {_quote(name)}, which no custom loss may use")
+            raise UserError(
+                f"{where}: {node.target} has the keyword {_quote(name)}, which is not allowed in a custom loss"
+            )
     if node.target == "getattr":
         of_a_node = len(node.args) == 2 and isinstance(node.args[0], NodeRef) and not node.kwargs
         if not (of_a_node and isinstance(node.args[1], str) and node.args[1] in ATTRIBUTES):
@@ -185,16 +186,18 @@ def _check_call(where: str, node: LossNode) -> None:
         return
     for value in _walk((*node.args, *node.kwargs.values())):
         if isinstance(value, str) and value not in STRINGS:
-            raise UserError(f"{where}: {node.target} has the text {_quote(value)}, which no custom loss may use")
+            raise UserError(
+                f"{where}: {node.target} has the text {_quote(value)}, which is not allowed in a custom loss"
+            )
 
 
 def _check_values(where: str, node: LossNode, known: set[str]) -> int:
-    """References go backward, constants are known; answers how many values there are."""
+    """Check that references point backward and constants are known. Returns the number of values."""
     count = 0
     for value in _walk((*node.args, *node.kwargs.values())):
         count += 1
         if isinstance(value, NodeRef) and value.name not in known:
-            raise UserError(f"{where} refers to {_quote(value.name)}, which is no earlier node")
+            raise UserError(f"{where} refers to {_quote(value.name)}, which is not an earlier node")
         if isinstance(value, TorchConstant) and value.name not in CONSTANTS.get(value.kind, ()):
             choices = ", ".join(sorted(CONSTANTS.get(value.kind, ())))
             raise UserError(f"{where}: the {value.kind} {_quote(value.name)} must be one of {choices}")
@@ -202,7 +205,7 @@ def _check_values(where: str, node: LossNode, known: set[str]) -> int:
 
 
 def _walk(values: Sequence[LossArgument]) -> Iterator[LossArgument]:
-    """Every value, depth first; the depth was bounded when the graph was read."""
+    """Yield every value, depth first. The depth was bounded when the graph was parsed."""
     for value in values:
         yield value
         if isinstance(value, list | tuple):
@@ -236,7 +239,7 @@ def _hint(target: str) -> str:
         return f": it writes in place; use {last.rstrip('_')!r}"
     if "empty" in last:
         return ": its memory is not initialised; use zeros_like or new_zeros"
-    return "; docs/losses.md lists what is"
+    return "; docs/losses.md lists the allowed operations"
 
 
 def _quote(value: object) -> str:

@@ -1,8 +1,8 @@
-"""What a base model is made of: its linears, its other numbers, what it caches.
+"""The parts of a base model: its linears, its other numbers, what it caches.
 
-`read` has transformers build the model of a configuration on the meta device, where it takes no memory, and counts what
-is there. No weight is read. A model with layers that neither attend nor keep a known state is refused by name.
-Where the model's files are there, `size_of_files` is the truth about their bytes, and the count is compared with it.
+`read` lets transformers build the model of a configuration on the meta device, where it takes no memory, and counts its
+parts. No weight is read. A model with layers that neither attend nor keep a known state is refused by name. Where the
+model's files exist, `size_of_files` gives their actual bytes, which the count is compared with.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import MixerLinears, is_mixer, kept_numbers, state_numbers
+from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,47 +27,54 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, object]
 
-WRITTEN_OUT = frozenset(
+FUSED_LAYERS = frozenset(
     {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3VLTextDecoderLayer"}
 )
-"""Layers that `backends.torch.transformer` computes itself."""
+"""Layers that `backends.torch.transformer` implements."""
 
-NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-"""Last names of linears that choose experts: training them on part of the batch would change the routing of all."""
+NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"})
+"""Names of linears that choose experts, since training them on part of the batch would change the routing of all, and
+of modules that choose tokens, which get no gradient.
+"""
 
-WITH_TOWERS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
-"""Values of model_type that are counted with their vision towers."""
-
-ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+ATTENTION_KINDS = frozenset({"full_attention", "indexed_attention", "sliding_attention"})
 STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
-"""Kinds of layers that keep a state; 'hybrid' ones attend, too."""
+"""Kinds of stateful layers; 'hybrid' ones attend, too."""
 
 OTHER_KINDS = frozenset({"mlp", "moe"})
-"""Kinds of layers in which no token meets another."""
+"""Kinds of layers that compute each token separately."""
+
+WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Values of model_type whose layers are all stateful."""
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
-"""What transformers would replace by a default of its own, and a plan must not."""
+"""Keys that transformers would replace by its own defaults, which a plan must not use."""
 
 OTHER_NAMES = {"max_position_embeddings": "model_max_length"}
-"""What some families call these."""
+"""Other names of these keys in some families."""
 
-CHOSEN = ("num_experts_per_tok", "moe_k", "top_k")
-"""What configurations call the number of experts of one token."""
+EXPERT_COUNT_KEYS = ("num_experts_per_tok", "moe_k", "top_k")
+"""Names of the number of experts per token in configurations."""
 
-FUSED = frozenset({"qkv_proj", "query_key_value", "c_attn"})
-"""Linears that make queries, keys and values."""
+FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn"})
+"""Linears that produce queries, keys and values."""
 
 CUTS = {"colwise": "outputs", "colwise_gather_output": "outputs", "rowwise": "inputs", "rowwise_split_input": "inputs"}
-"""What each style of transformers' plans for tensor parallelism divides."""
+"""What each style of transformers' tensor-parallel plans splits."""
 
-MOST_HEADER_BYTES = 100 * 2**20
-"""The safetensors format allows no longer header."""
+TOWER_ATTENTION = 12.0
+"""Numbers per patch in a tower's attention, for each unit of its hidden size: input, norm, queries, keys and values,
+the first two rotated in float32, and the result.
+"""
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""The longest header that the safetensors format allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A matrix that `layers` layers have, each `copies` times: once, or for every expert. `met` is how many of the
-    copies one token goes through. `along` is what tensor parallelism cuts: its outputs, its inputs, or nothing.
+    """A matrix in `layers` layers, each with `copies` of it: one, or one per expert. A token uses `active` of the
+    copies. `along`: what tensor parallelism splits, its outputs, its inputs, or nothing.
     """
 
     name: str
@@ -76,8 +84,8 @@ class Linear:
     layers: int
     along: str = "outputs"
     copies: int = 1
-    met: int = 1
-    shared: str = ""  # the matrix of its adapter that all experts have in common: 'A', 'B'
+    active: int = 1
+    shared: str = ""  # the adapter's matrix that all experts share: 'A', 'B'
     keeps_state: bool = False
 
     @property
@@ -85,8 +93,8 @@ class Linear:
         return self.inputs * self.outputs * self.layers * self.copies
 
     @property
-    def numbers_met(self) -> int:
-        return self.inputs * self.outputs * self.layers * self.met
+    def numbers_active(self) -> int:
+        return self.inputs * self.outputs * self.layers * self.active
 
     def adapter_numbers(self, rank: int) -> int:
         a_copies, b_copies = (1 if self.shared == matrix else self.copies for matrix in "AB")
@@ -109,18 +117,24 @@ class Architecture:
     tied: bool
     linears: tuple[Linear, ...]
     other_numbers: int
-    written_out: bool
+    has_fused_layers: bool
     attending: int
     """Layers that cache keys and values."""
 
     state_numbers: int = 0
-    """What the other layers keep of a sequence."""
+    """The state of one sequence in the other layers."""
 
     mixer_numbers: float = 0.0
-    """What they keep of a token for backward, in float32, beside what their linears do."""
+    """float32 numbers that those layers keep per token for backward, in addition to their linears."""
 
     vision_numbers: int = 0
-    """Of a vision tower, which carries no adapters."""
+    """Numbers of a vision tower, which carries no adapters."""
+
+    tower_numbers: float = 0.0
+    """Numbers that the tower holds at once per token of an image."""
+
+    stored: str = ""
+    """The dtype that config.json names for the files' weights; empty if it names none."""
 
     @property
     def embedding_numbers(self) -> int:
@@ -132,17 +146,17 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """As transformers counts them; a tied embedding once."""
+        """As transformers counts them, with a tied embedding once."""
         ends = self.embedding_numbers * (1 if self.tied else 2)
         return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers + self.vision_numbers
 
     @property
     def num_active(self) -> int:
-        """What one token of text meets: all but the matrices of experts that it did not choose."""
+        """Numbers that a text token uses: all but the matrices of experts that it did not choose."""
         return (
             self.num_parameters
             - self.vision_numbers
-            - sum(linear.numbers - linear.numbers_met for linear in self.linears)
+            - sum(linear.numbers - linear.numbers_active for linear in self.linears)
         )
 
     @property
@@ -150,7 +164,7 @@ class Architecture:
         return any(linear.copies > 1 for linear in self.linears)
 
     def layer_numbers(self) -> int:
-        """The largest share of one layer, which sharding over data ranks gathers while it is computed."""
+        """The largest layer, which sharding over data ranks gathers while it is computed."""
         per_layer: dict[int, int] = {}
         for linear in self.linears:
             per_layer[linear.layers] = per_layer.get(linear.layers, 0) + linear.numbers // linear.layers
@@ -159,14 +173,24 @@ class Architecture:
 
 
 def read(config: Config, where: str = "config.json") -> Architecture:
-    """Raises SettingsError for a model that transformers does not know, or that is not counted here."""
+    """Raises SettingsError for a model that transformers does not know, or that plans do not support."""
+    stored = stored_dtype(config)
     nested = config.get("text_config")
-    if isinstance(nested, Mapping) and config.get("model_type") not in WITH_TOWERS:
+    if isinstance(nested, Mapping) and config.get("model_type") not in VISION_TYPES:
         config = cast("Config", nested)
     try:
-        return _read(json.dumps(config, sort_keys=True))
+        return replace(_read(json.dumps(config, sort_keys=True)), stored=stored)
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
+
+
+def stored_dtype(config: Config) -> str:
+    """The dtype that a config.json names, or its text model's; older files call it `torch_dtype`. Empty without one."""
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, Mapping) else {}):
+        if isinstance(found := part.get("dtype") or part.get("torch_dtype"), str):
+            return found
+    return ""
 
 
 @lru_cache(maxsize=64)
@@ -174,8 +198,7 @@ def _read(text: str) -> Architecture:
     given = cast("dict[str, object]", json.loads(text, object_hook=_number))
     model = _on_meta(given)
     config, decoder = model.config.get_text_config(), model.get_decoder()
-    tower = getattr(getattr(model, "model", None), "visual", None)
-    vision_numbers = 0 if tower is None else sum(parameter.numel() for parameter in tower.parameters())
+    vision_numbers = sum(parameter.numel() for part in _vision_parts(model) for parameter in part.parameters())
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     kinds = list(getattr(config, "layer_types", None) or ())
     mixers = [module for module in decoder.modules() if is_mixer(module)]
@@ -185,11 +208,14 @@ def _read(text: str) -> Architecture:
     linears = tuple(_linears(decoder, config))
     if not any(linear.group == "attn" for linear in linears):
         raise _refusal(given, "it has no linear projections of attention")
-    heads = cast(int, config.num_attention_heads)
+    attending = (
+        sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) if kinds else config.num_hidden_layers
+    )
+    heads = cast(int, config.num_attention_heads) if attending else 0
     try:
-        key_heads, key_dim, value_dim = _cached(config, heads, linears)
+        key_heads, key_dim, value_dim = _cached(config, heads, linears) if attending else (0, 0, 0)
     except RuntimeError as error:
-        raise _refusal(given, f"its layers do not cache alike ({error})") from error
+        raise _refusal(given, f"its layers cache different sizes ({error})") from error
     head = model.get_output_embeddings()
     tied = head is None or head.weight is embeddings.weight
     ends = embeddings.weight.numel() * (1 if tied else 2)
@@ -206,31 +232,57 @@ def _read(text: str) -> Architecture:
         tied=tied,
         linears=linears,
         other_numbers=model.num_parameters() - ends - vision_numbers - sum(linear.numbers for linear in linears),
-        written_out=all(type(layer).__name__ in WRITTEN_OUT for layer in getattr(decoder, "layers", [None])),
+        has_fused_layers=all(type(layer).__name__ in FUSED_LAYERS for layer in getattr(decoder, "layers", [None])),
         vision_numbers=vision_numbers,
-        attending=sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) or config.num_hidden_layers,
+        tower_numbers=tower_numbers(model.config) if vision_numbers else 0.0,
+        attending=attending,
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
     )
 
 
+def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:
+    """A wrapper's modules besides its text model: the vision tower and its projection."""
+    inner, decoder = getattr(model, "model", None), model.get_decoder()
+    if inner is None or not hasattr(inner, "language_model"):
+        return []
+    return [part for part in inner.children() if part is not decoder]
+
+
+def tower_numbers(config: PreTrainedConfig) -> float:
+    """Numbers that a vision tower holds at once per image token; an image runs alone and without gradients: the pixels
+    of each patch, and a layer's intermediate results. 0 without a tower.
+    """
+    tower = getattr(config, "vision_config", None)
+    if tower is None:
+        return 0.0
+    pixels = tower.patch_size**2 * getattr(tower, "in_channels", 3) * getattr(tower, "temporal_patch_size", 1)
+    per_patch = pixels + max(TOWER_ATTENTION * tower.hidden_size, 2 * tower.hidden_size + 2 * tower.intermediate_size)
+    if (merged := getattr(tower, "spatial_merge_size", None)) is not None:
+        return per_patch * merged**2
+    return per_patch * (tower.image_size // tower.patch_size) ** 2 / config.mm_tokens_per_image
+
+
 def _on_meta(given: dict[str, object]) -> PreTrainedModel:
-    """Neither code nor weights of the model's own are loaded."""
+    """Builds the model on the meta device. Loads neither code nor weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         made = type(AutoConfig.for_model(str(given.get("model_type"))))
     except ValueError:
-        raise _refusal(given, "transformers does not know it") from None
+        raise _refusal(given, "transformers does not support it") from None
     text = cast("dict[str, object]", given.get("text_config", given))
     auto = AutoModelForCausalLM if text is given else AutoModelForImageTextToText
+    text = {**CONFIG_DEFAULTS.get(str(text.get("model_type")), {}), **text}
     for key in REQUIRED:
         if key == "num_hidden_layers" and isinstance(text.get("layers_block_type"), list):
-            continue  # it has one entry for each
+            continue  # it has one entry per layer
+        if key == "num_attention_heads" and given.get("model_type") in WITHOUT_ATTENTION:
+            continue
         value = text.get(key, text.get(made.attribute_map.get(key, OTHER_NAMES.get(key, key))))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SettingsError(f"{key} is {value!r}; a plan needs a whole number there")
+            raise SettingsError(f"{key} is {value!r}; it must be a positive integer")
     try:
         with torch.device("meta"):
             return auto.from_config(made.from_dict(given), trust_remote_code=False)
@@ -240,17 +292,17 @@ def _on_meta(given: dict[str, object]) -> PreTrainedModel:
 
 
 def _number(found: dict[str, object]) -> object:
-    """The object by which transformers writes a number that JSON does not have, such as infinity."""
+    """Decode transformers' JSON form of numbers that JSON does not have, such as infinity."""
     return float(str(found["__float__"])) if found.keys() == {"__float__"} else found
 
 
 def _refusal(given: Config, reason: str) -> SettingsError:
-    return SettingsError(f"model_type {given.get('model_type')!r} is not one that a plan counts: {reason}")
+    return SettingsError(f"model_type {given.get('model_type')!r} is not supported by plans: {reason}")
 
 
 def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> tuple[int, int, int]:
-    """Heads of keys and values, and their sizes. Latent attention caches what attention sees, those of every head.
-    Raises RuntimeError if layers differ.
+    """Key heads, key dim and value dim. Latent attention caches expanded keys and values of every head. Raises
+    RuntimeError if layers differ.
     """
     if getattr(config, "kv_lora_rank", None):
         return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
@@ -262,7 +314,7 @@ def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> 
             continue
         if last in ("k_proj", "v_proj"):
             found.add(linear.outputs)
-        elif last in FUSED:
+        elif last in FUSED_QKV:
             found.add((linear.outputs - heads * key_dim) // 2)
     if len(found) != 1:
         raise RuntimeError(f"keys and values of {sorted(found)} numbers")
@@ -270,7 +322,7 @@ def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> 
 
 
 def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
-    """Those that may carry adapters, each with the number of layers that have it."""
+    """Linears that may carry adapters, each with the number of layers that have it."""
     from torch import nn
 
     plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
@@ -287,7 +339,8 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
         elif hasattr(module, "is_concatenated"):  # fused experts, as transformers writes them
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
             inner, hidden = sizes if module.is_transposed else reversed(sizes)
-            for name, inputs, outputs in (("w1", hidden, inner), ("w3", hidden, inner), ("w2", inner, hidden)):
+            outer = ("w1", "w3") if module.has_gate else ("w1",)
+            for name, inputs, outputs in (*((each, hidden, inner) for each in outer), ("w2", inner, hidden)):
                 found[f"{pattern}.{name}", inputs, outputs, experts] += 1
     for (pattern, inputs, outputs, copies), layers in found.items():
         group = "attn" if pattern in stateful or "attn" in pattern or "attention" in pattern else "mlp"
@@ -296,14 +349,14 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
             along = "" if pattern in stateful else CUTS.get(plan.get(pattern, ""), "")
             yield Linear(name, group, inputs, outputs, layers, along, keeps_state=pattern in stateful)
             continue
-        chosen = next((count for key in CHOSEN if (count := getattr(config, key, None))), copies)
-        chosen = chosen if isinstance(chosen, int) else max(chosen)  # one for each layer
+        chosen = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(config, key, None))), copies)
+        chosen = chosen if isinstance(chosen, int) else max(chosen)  # one per layer
         along, shared = ("inputs", "B") if pattern.endswith("w2") else ("outputs", "A")
         yield Linear(name, group, inputs, outputs, layers, along, copies, chosen, shared)
 
 
 def _adapted_parts(linear: nn.Module, pattern: str, mixed: MixerLinears) -> Iterator[tuple[str, int]]:
-    """The names and outputs that a mixer's linear has for adapters: its own, those of its parts, or none."""
+    """A mixer linear's names and outputs for adapters: its own, those of its parts, or none."""
     if linear in mixed.parts:
         parent = pattern.rpartition(".")[0]
         yield from ((f"{parent}.{last}", outputs) for last, outputs in mixed.parts[linear])
@@ -312,8 +365,13 @@ def _adapted_parts(linear: nn.Module, pattern: str, mixed: MixerLinears) -> Iter
 
 
 def read_directory(path: Path) -> Architecture:
-    """Of a model's directory, or of a configuration alone."""
+    """The architecture of a model's directory, or of a config.json alone. Raises SettingsError."""
     file = path / "config.json" if path.is_dir() else path
+    return read(read_config(file), str(file))
+
+
+def read_config(file: Path) -> Config:
+    """A config.json. Raises SettingsError if it cannot be read."""
     try:
         config = json.loads(file.read_text())
     except OSError as error:
@@ -322,12 +380,12 @@ def read_directory(path: Path) -> Architecture:
         raise SettingsError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise SettingsError(f"{file} holds no JSON object")
-    return read(config, str(file))
+    return config
 
 
 def size_of_files(directory: Path) -> tuple[int, int] | None:
-    """(numbers, bytes) of a directory's safetensors, by their headers; None if it has none. Raises SettingsError on a
-    header that is not one.
+    """(numbers, bytes) of a directory's safetensors files from their headers; None if it has none. Raises SettingsError
+    on an invalid header.
     """
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     numbers = size = 0
@@ -348,8 +406,8 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            if length > MOST_HEADER_BYTES:
+            if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {length} bytes")
             return json.loads(opened.read(length))
     except (OSError, ValueError, struct.error) as error:
-        raise SettingsError(f"{file} is no safetensors file: {error}") from None
+        raise SettingsError(f"{file} is not a safetensors file: {error}") from None

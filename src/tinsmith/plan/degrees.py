@@ -1,10 +1,10 @@
-"""How to lay a base model over devices: the degrees of parallelism, chosen or checked, and why.
+"""How to split a base model over devices: the degrees of parallelism, chosen or checked, with reasons.
 
-Data parallel first: every device holds all, and nothing is exchanged but gradients of adapters. If the base does not
-fit, tensor parallel, within the devices of one machine, since training and sampling both keep their speed. Then a
-sharded base, whose layers are gathered for every micro-batch and every decoded token; then both. Where nothing fits,
-the plan says what would be needed, whether or not it is supported here. What a user asks for is taken, or refused with
-the reason.
+Data parallel first: every device holds everything, and only gradients of adapters are exchanged. If the base does not
+fit, tensor parallel within the devices of one machine, which keeps training and sampling fast. Then a sharded base,
+whose layers are gathered for every micro-batch and every decoded token; then both. If a sequence's activations do not
+fit in any of these ways, context parallel with each of them, in as few parts as possible. If nothing fits, the plan
+says what would be needed, supported here or not. A user's choice is accepted, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
 
 DEVICES_OF_A_MACHINE = 8
-"""Tensor parallelism exchanges every layer's results, which a network between machines is too slow for."""
+"""Tensor parallelism exchanges every layer's results, for which a network between machines is too slow."""
 
 DEFAULT_CONTEXT = 8192
 GIBIBYTE = 2**30
@@ -25,39 +25,51 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """`data` ranks take different sequences of a step, `tensor` ranks hold different heads and columns of each layer.
-    With `shard_base` the data ranks hold a part of each layer, too.
+    """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `tensor`
+    ranks hold different heads and columns of each layer. With `shard_base` each layer is also sharded over the data and
+    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks.
 
-    Rank d * tensor + t has data index d and tensor index t: ranks of one tensor group, which communicate most, are
-    neighbours.
+    Rank (d * context + c) * tensor + t has data index d, context index c and tensor index t, so ranks of one tensor
+    group, which communicate most, are adjacent.
     """
 
     data: int = 1
     tensor: int = 1
     shard_base: bool = False
+    context: int = 1
 
     @property
     def devices(self) -> int:
-        return self.data * self.tensor
+        return self.groups * self.tensor
 
     @property
-    def parted(self) -> bool:
-        """Whether a rank holds less than the whole base model, so that all ranks take part in every forward."""
+    def groups(self) -> int:
+        """The number of tensor groups."""
+        return self.data * self.context
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds only part of the base model, so that all ranks take part in every forward."""
         return self.tensor > 1 or self.shard_base
 
-    def tensor_group(self, data_index: int) -> list[int]:
+    def tensor_group(self, group_index: int) -> list[int]:
         """The ranks that compute the same rows together."""
-        return [data_index * self.tensor + index for index in range(self.tensor)]
+        return [group_index * self.tensor + index for index in range(self.tensor)]
 
-    def data_group(self, tensor_index: int) -> list[int]:
+    def context_group(self, data_index: int, tensor_index: int) -> list[int]:
+        """The ranks that compute different rows of the same sequences, with the same heads and columns."""
+        first = data_index * self.context
+        return [(first + index) * self.tensor + tensor_index for index in range(self.context)]
+
+    def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns."""
-        return [index * self.tensor + tensor_index for index in range(self.data)]
+        return [index * self.tensor + tensor_index for index in range(self.groups)]
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be done on `devices` of `memory_bytes` each: train `models` adapters of `rank` at a time, on sequences
-    of up to `context` tokens, and sample as long ones.
+    """The workload on `devices` with `memory_bytes` each: training `models` adapters of `rank` at a time, on sequences
+    of up to `context` tokens, and sampling sequences of that length.
     """
 
     devices: int
@@ -75,8 +87,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of one device. `activations` of a whole micro-batch that keeps them; `least_activations` of one sequence
-    whose layers run again; `keys_and_values` of one context.
+    """Bytes of one device: `activations` of its rows of a whole micro-batch, kept; `least_activations` of its rows of
+    one sequence, recomputed; `keys_and_values` of one context. Images go through the vision tower before a step's
+    layers run, so the larger of the two counts.
     """
 
     base: int
@@ -91,7 +104,7 @@ class Needs:
         return self.base + self.adapters + self.reserved
 
     def total(self, mode: str) -> int:
-        """With what a mode of `MODES` asks for."""
+        """Bytes in a mode of `MODES`."""
         if mode == "kept":
             return self.fixed + self.activations + self.keys_and_values
         if mode == "recomputed":
@@ -101,14 +114,14 @@ class Needs:
 
 MODES = {
     "kept": "training keeps its activations, beside sampling",
-    "recomputed": "training computes activations again rather than keep them all, beside sampling",
-    "in turns": "training and sampling take turns with the memory: keys and values make room for a step",
+    "recomputed": "training uses activation checkpointing, beside sampling",
+    "in turns": "training and sampling use the memory in turns: the KV cache makes room for a step",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`mode` is empty if it does not fit; `words` say why it is as it is, in order."""
+    """`mode` is empty if the model does not fit; `words` are the reasons, in order."""
 
     model: Architecture
     wanted: Wanted
@@ -123,22 +136,24 @@ class Plan:
 
     @property
     def missing_bytes(self) -> int:
-        """What one device lacks."""
+        """The shortage on one device."""
         return max(0, self.needs.total("in turns") - self.wanted.memory_bytes)
 
 
 def needs_of(model: Architecture, wanted: Wanted, degrees: Degrees) -> Needs:
     dtype, context = wanted.dtype, wanted.context_of(model)
-    shards = degrees.data if degrees.shard_base else 1
+    shards = degrees.groups if degrees.shard_base else 1
+    rows = -(-context // degrees.context)
     base = memory.base_bytes(model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards)
     base += memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda) // degrees.tensor
     kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor)
     numbers = memory.adapter_numbers(model, wanted.rank)
+    image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
     return Needs(
         base=base,
         adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
-        activations=kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], context), recompute=False),
-        least_activations=kept.num_bytes(context, recompute=True),
+        activations=max(image, kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], rows), recompute=False)),
+        least_activations=max(image, kept.num_bytes(rows, recompute=True)),
         keys_and_values=context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor)
         + memory.state_bytes(model),
         reserved=memory.reserved_bytes(wanted.memory_bytes, cuda=wanted.cuda),
@@ -148,23 +163,26 @@ def needs_of(model: Architecture, wanted: Wanted, degrees: Degrees) -> Needs:
 def problem_of(
     model: Architecture, degrees: Degrees, devices: int | None = None, *, quantize: str = "off"
 ) -> str | None:
-    """Why the model cannot be cut so, whatever the memory; None if it can."""
-    if degrees.data < 1 or degrees.tensor < 1:
-        return f"data parallel {degrees.data} x tensor parallel {degrees.tensor}: both must be at least 1"
+    """Why the model cannot be split this way, regardless of memory; None if it can."""
+    if min(degrees.data, degrees.context, degrees.tensor) < 1:
+        return f"{described(degrees)}: each must be at least 1"
     if devices is not None and degrees.devices > devices:
+        return f"{described(replace(degrees, shard_base=False))} needs {degrees.devices} devices; there are {devices}"
+    if degrees.shard_base and degrees.groups == 1:
         return (
-            f"data parallel {degrees.data} x tensor parallel {degrees.tensor} needs {degrees.devices} devices; "
-            f"there are {devices}"
+            "a base is sharded over data and context ranks, and there is one: raise data parallel, or do not shard it"
         )
-    if degrees.shard_base and degrees.data == 1:
-        return "a base is sharded over data ranks, and data parallel is 1: raise data parallel, or do not shard it"
+    if model.state_numbers and degrees.context > 1:
+        return (
+            f"context parallel {degrees.context}: {model.model_type} has layers that keep a state, which is not split"
+        )
     parts = degrees.tensor
     if quantize != "off" and (parts > 1 or degrees.shard_base):
-        return f"a base that is quantised ({quantize}) is not cut: neither tensor parallel nor sharded"
+        return f"a quantised base ({quantize}) supports neither tensor parallelism nor sharding"
     if model.has_experts and parts > 1:
-        return f"tensor parallel {parts}: {model.model_type} has routed experts, which are not cut here; shard the base"
+        return f"tensor parallel {parts}: {model.model_type} has routed experts, which cannot be split; shard the base"
     if model.state_numbers and parts > 1:
-        return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which are not cut here"
+        return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which cannot be split"
     for number, what in _cut(model):
         if number % parts:
             return f"tensor parallel {parts} does not divide the model's {number} {what}"
@@ -172,7 +190,7 @@ def problem_of(
 
 
 def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
-    """What tensor parallelism has to divide."""
+    """Numbers that the tensor-parallel degree must divide."""
     yield model.heads, "attention heads"
     yield model.key_heads, "key and value heads"
     for linear in model.linears:
@@ -180,20 +198,22 @@ def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
             yield linear.inputs, f"columns of {linear.name}"
 
 
-def judged(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
-    """A plan of these degrees, without words."""
+def evaluate(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
+    """A plan with these degrees, without reasons."""
     needs = needs_of(model, wanted, degrees)
     mode = next((mode for mode in MODES if needs.total(mode) <= wanted.memory_bytes), "")
     return Plan(model, wanted, degrees, needs, mode)
 
 
 def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> list[Degrees]:
-    """Every way to use all devices, the preferred ones first."""
+    """Every way to use all devices, in order of preference. Context ranks have equally many attention heads."""
     found = []
     for tensor in range(1, min(devices, DEVICES_OF_A_MACHINE) + 1):
-        if devices % tensor == 0:
-            found += [Degrees(devices // tensor, tensor, shard) for shard in (False, True)]
-    found.sort(key=lambda one: (one.shard_base, one.tensor))
+        for context in range(1, model.heads // tensor + 1):
+            if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
+                data = devices // (tensor * context)
+                found += [Degrees(data, tensor, shard, context) for shard in (False, True)]
+    found.sort(key=lambda one: (one.context, one.shard_base, one.tensor))
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
 
 
@@ -201,20 +221,30 @@ def _candidates(model: Architecture, wanted: Wanted) -> list[Degrees]:
     return candidates(model, wanted.devices, quantize=wanted.quantize)
 
 
+def first_fit(model: Architecture, wanted: Wanted) -> Plan | None:
+    """The first candidate that fits, without an explanation; None if none does."""
+    plans = (evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted))
+    return next((plan for plan in plans if plan.fits), None)
+
+
 def choose(model: Architecture, wanted: Wanted) -> Plan:
-    """The first candidate that fits without taking turns; else the first that fits; else what is least short."""
-    plans = [judged(model, wanted, degrees) for degrees in _candidates(model, wanted)]
-    best = next((plan for plan in plans if plan.mode in ("kept", "recomputed")), None)
-    best = best or next((plan for plan in plans if plan.fits), None)
-    best = best or min(plans, key=lambda plan: plan.missing_bytes)
+    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. A
+    higher context-parallel degree counts only if no plan with a lower one fits.
+    """
+    plans = [evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted)]
+    fitting = [plan for plan in plans if plan.fits]
+    fewest = min((plan.degrees.context for plan in fitting), default=1)
+    fitting = [plan for plan in fitting if plan.degrees.context == fewest]
+    fitting.sort(key=lambda plan: plan.mode == "in turns")
+    best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
     return _worded(best, chosen=True)
 
 
 def check(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
-    """What a user chose. Raises SettingsError with the reason if it cannot be, or does not fit."""
+    """A user's choice. Raises SettingsError with the reason if it is impossible or does not fit."""
     if problem := problem_of(model, degrees, wanted.devices, quantize=wanted.quantize):
         raise SettingsError(f"{problem}; {_advice(model, wanted)}")
-    plan = judged(model, wanted, degrees)
+    plan = evaluate(model, wanted, degrees)
     if not plan.fits:
         raise SettingsError(
             f"{described(degrees)} does not fit: each device needs {gib(plan.needs.total('in turns'))} and has "
@@ -231,8 +261,9 @@ def _advice(model: Architecture, wanted: Wanted) -> str:
 
 
 def described(degrees: Degrees) -> str:
-    shard = ", base sharded over data ranks" if degrees.shard_base else ""
-    return f"data parallel {degrees.data} x tensor parallel {degrees.tensor}{shard}"
+    context = f" x context parallel {degrees.context}" if degrees.context != 1 else ""
+    shard = ", base sharded" if degrees.shard_base else ""
+    return f"data parallel {degrees.data}{context} x tensor parallel {degrees.tensor}{shard}"
 
 
 def gib(num_bytes: float) -> str:
@@ -240,72 +271,77 @@ def gib(num_bytes: float) -> str:
 
 
 def _worded(plan: Plan, *, chosen: bool) -> Plan:
-    words = [*_reasons(plan), *([] if plan.fits else _what_else(plan))]
+    words = [*_reasons(plan), *([] if plan.fits else _what_would_help(plan))]
     if plan.fits:
         words.append(f"It fits: {MODES[plan.mode]}.")
     if not chosen:
         best = choose(plan.model, plan.wanted).degrees
         if best != plan.degrees:
-            words.append(f"Left to itself, the plan would be {described(best)}.")
+            words.append(f"Without given degrees the plan is {described(best)}.")
     return Plan(plan.model, plan.wanted, plan.degrees, plan.needs, plan.mode, tuple(words))
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
     model, wanted, degrees = plan.model, plan.wanted, plan.degrees
-    alone = judged(model, wanted, Degrees(wanted.devices))
+    alone = evaluate(model, wanted, Degrees(wanted.devices))
     if wanted.devices == 1:
         yield f"One device holds the base model ({gib(plan.needs.base)}) and everything else."
         return
-    if degrees.tensor == 1 and not degrees.shard_base:
+    if degrees.context > 1:
+        rows = -(-wanted.context_of(model) // degrees.context)
         yield (
-            f"Each of {degrees.data} devices holds the whole base ({gib(plan.needs.base)}) and trains a share of each "
-            "step's sequences."
+            f"Context parallel {degrees.context} splits the activations of a sequence of {wanted.context_of(model)} "
+            f"tokens: a device trains {rows} of them. Each tensor group samples by itself."
+        )
+    if not degrees.sharded:
+        yield (
+            f"Each of {degrees.devices} devices holds the whole base ({gib(plan.needs.base)}) and trains a share of "
+            "each step's sequences."
         )
         return
     room = gib(alone.wanted.memory_bytes)
-    how = "is short of" if not alone.fits else "leaves training and sampling taking turns with"
-    yield f"The whole base takes {gib(alone.needs.base)}: beside it a device {how} its {room}."
+    how = "has no room for the rest" if not alone.fits else "has room for training and sampling in turns only"
+    yield f"The whole base takes {gib(alone.needs.base)}: a device of {room} then {how}."
     if degrees.tensor > 1:
         yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {gib(plan.needs.base)}."
     if degrees.shard_base:
         cannot = [t for t in range(2, DEVICES_OF_A_MACHINE + 1) if problem_of(model, Degrees(1, t))]
         why = f" ({problem_of(model, Degrees(1, cannot[0]))})" if cannot and degrees.tensor == 1 else ""
         yield (
-            f"The base is sharded over {degrees.data} data ranks: layers are gathered for every micro-batch and every "
-            f"decoded token, which is slow to sample{why}."
+            f"The base is sharded over {degrees.groups} ranks: layers are gathered for every micro-batch and "
+            f"every decoded token, which is slow to sample{why}."
         )
-    elif degrees.data > 1:
-        yield f"{degrees.data} such groups train a share of each step's sequences each."
+    elif degrees.groups > 1:
+        yield f"{degrees.groups} such groups train a share of each step's sequences each."
 
 
-def _what_else(plan: Plan) -> Iterator[str]:
-    """It does not fit: by how much, and what would help."""
+def _what_would_help(plan: Plan) -> Iterator[str]:
+    """The model does not fit: by how much, and what would help."""
     needs, wanted, model = plan.needs, plan.wanted, plan.model
     yield f"It does not fit: each device lacks {gib(plan.missing_bytes)}."
+    if not wanted.cuda:
+        return
     if (enough := _enough(model, wanted)) is not None:
-        yield f"{enough.wanted.devices} such devices would do: {described(enough.degrees)}."
+        yield f"It fits on {enough.wanted.devices} such devices: {described(enough.degrees)}."
         return
     largest = max(needs.least_activations, needs.keys_and_values)
     if needs.fixed <= wanted.memory_bytes and largest > wanted.memory_bytes - needs.fixed:
         yield (
-            f"A sequence of {wanted.context_of(model)} tokens alone takes {gib(largest)}: it would have to be split "
-            "over devices (context parallel), which is not supported here; ask for a shorter context."
+            f"One sequence of {wanted.context_of(model)} tokens takes {gib(largest)} on a device, however many there "
+            "are; choose a shorter context."
         )
         return
     yield (
-        "Layers would have to be spread over devices one after the other (pipeline parallel), which is not supported "
-        "here; devices of more memory, quantize, or a smaller model would help."
+        "Spreading layers over devices (pipeline parallel) is not supported here; use devices with more memory, "
+        "quantize, or choose a smaller model."
     )
 
 
 def _enough(model: Architecture, wanted: Wanted) -> Plan | None:
-    """The smallest number of devices that would do, up to 512."""
+    """The smallest sufficient number of devices, up to 512."""
     devices = wanted.devices
     while devices < 512:
         devices *= 2
-        more = replace(wanted, devices=devices)
-        for degrees in _candidates(model, more):
-            plan = judged(model, more, degrees)
-            if plan.fits:
-                return plan
+        if (plan := first_fit(model, replace(wanted, devices=devices))) is not None:
+            return plan
     return None

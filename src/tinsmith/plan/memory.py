@@ -1,57 +1,80 @@
-"""What a model takes of one device: bytes of base, adapters, activations and keys and values, by arithmetic.
+"""A model's memory on one device: bytes of base, adapters, activations and KV cache, by arithmetic.
 
 The figures are those of `backends.torch` and `samplers`: packed micro-batches, logits in chunks, adapters in float32
-beside a copy in the base's format, a cache of keys and values for whole contexts (windows do not shorten it, and latent
-attention caches what every head sees). The backend asks `Activations` the same when it has a budget. What is measured
-lies within `FACTOR` of this (tests/unit/test_plan.py).
+plus a copy in the base's dtype, a KV cache for whole contexts (windows do not shorten it, and latent attention caches
+what every head sees). The backend uses the same `Activations` when it has a budget. Measurements lie within `FACTOR` of
+these figures (tests/unit/test_plan.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, Linear
 
 NUMBER_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Of a linear's number, scales included."""
+"""Bytes per number of a linear, including scales."""
 
 MICRO_BATCH = {False: 1024, True: 8192}
-"""Tokens of a micro-batch on a CPU and with CUDA; a longer sequence is one alone."""
+"""Tokens of a micro-batch on a CPU and with CUDA; a longer sequence gets its own."""
 
 LOGITS = {False: 2**22, True: 2**26}
-"""Numbers of logits that exist at once, on a CPU and with CUDA."""
+"""Logits that exist at once, on a CPU and with CUDA."""
 
-LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
-"""Rows of logits that exist at once."""
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
+"""Bounds for the rows whose logits exist at once."""
 
 LOGIT_COPIES = 3
 """Logits, their logarithms and their gradient."""
 
 KEPT_PER_LINEAR = 2.0
-"""Numbers that the modules keep for each input and output of a linear, what backward needs while it runs included."""
+"""Numbers that modules keep per input and output of a linear, including what backward needs while it runs."""
 
 FACTOR = 1.5
-"""Peaks that were measured are within this factor of what is said here, either way."""
+"""Measured peaks are within this factor of these figures, either way."""
 
 BLOCKS_SHARE = 0.5
-"""Of the room for keys and values under a budget: tensors that grow are there twice for a moment."""
+"""Share of the memory for keys and values under a budget: growing tensors exist twice for a moment."""
 
 STATES_EACH = 3
-"""States of a running sequence in a step: that before it, that behind it, and the one at its answer's last block."""
+"""States of a running sequence in a step: before it, after it, and at its answer's last block."""
 
 RESERVED_SHARE = 0.04
 RESERVED_BYTES = {False: 512 * 2**20, True: 1536 * 2**20}
-"""What a process and its libraries take of a device besides: code, CUDA's context, communication, gaps."""
+"""Other device memory of a process and its libraries: code, CUDA's context, communication, fragmentation."""
+
+
+def choose_dtype(wanted: str, *, cuda: bool, stored: str) -> str:
+    """The dtype of the base weights. `auto` is bfloat16 on CUDA, and on a CPU with instructions that multiply bfloat16
+    if the checkpoint is stored in it: half the memory, and about twice the speed of float32. Else it is float32.
+    """
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if cuda or (stored == "bfloat16" and cpu_multiplies_bfloat16()) else "float32"
+
+
+@cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether Linux lists such instructions (avx512_bf16, amx_bf16; bf16 on Arm). Emulated products are slower than
+    those of float32.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What training keeps of each token between forward and backward: `kept` numbers in all layers together, or, where
-    layers run again, the `inputs` of all and what one keeps (`layer`). Going backward through one takes as much again;
-    the logits are gone by then.
+    """Numbers that training keeps per token between forward and backward: `kept` in all layers, or, with recomputation,
+    the `inputs` of all layers and one layer's activations (`layer`). The backward of a layer takes as much again; by
+    then the logits are freed.
     """
 
     kept: float
@@ -67,15 +90,15 @@ class Activations:
 
 
 def logits_bytes(vocab: int, *, cuda: bool) -> float:
-    rows = min(max(LOGITS[cuda] // vocab, LEAST_CHUNK), LARGEST_CHUNK)
+    rows = min(max(LOGITS[cuda] // vocab, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
     return 4.0 * LOGIT_COPIES * rows * vocab
 
 
 def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1) -> Activations:
-    """With tensor parallelism a device keeps its part of what linears that are cut read or make."""
+    """With tensor parallelism a device keeps its share of the inputs or outputs of split linears."""
     kept = sum(_kept_by(linear, tensor) for linear in model.linears)
-    if model.written_out:
-        kept = _kept_by_written_out(model, tensor)
+    if model.has_fused_layers:
+        kept = _kept_by_fused(model, tensor)
     kept += model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
     return Activations(
         kept=kept,
@@ -86,15 +109,20 @@ def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1)
     )
 
 
+def tower_bytes(numbers: float, tokens: int, *, dtype: str) -> int:
+    """Memory of a vision tower with `numbers` per token (`Architecture.tower_numbers`) for an image of `tokens`."""
+    return int(numbers * tokens * NUMBER_BYTES[dtype])
+
+
 def _kept_by(linear: Linear, tensor: int) -> float:
     inputs = linear.inputs / (tensor if linear.along == "inputs" else 1)
     outputs = linear.outputs / (tensor if linear.along == "outputs" else 1)
-    return KEPT_PER_LINEAR * (inputs + outputs) * linear.layers * linear.met
+    return KEPT_PER_LINEAR * (inputs + outputs) * linear.layers * linear.active
 
 
-def _kept_by_written_out(model: Architecture, tensor: int) -> float:
-    """Of each layer: its input and what comes after attention, before and after their norms; queries, keys and values,
-    the first two also turned, and what attention makes of them; gate, up and their product.
+def _kept_by_fused(model: Architecture, tensor: int) -> float:
+    """Per layer: its input and the sum after attention, before and after their norms; queries, keys and values, the
+    first two also rotated, and attention's output; gate, up and their product.
     """
     queries, keys = model.heads * model.key_dim, model.key_heads * model.key_dim
     wide = sum(linear.outputs for linear in model.linears if linear.name.endswith(("gate_proj", "up_proj")))
@@ -102,23 +130,25 @@ def _kept_by_written_out(model: Architecture, tensor: int) -> float:
 
 
 def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1) -> int:
-    """Frozen weights on one of `tensor` devices; over `shards` of those a layer is whole only while it is computed.
+    """Frozen weights on one of `tensor` devices; with `shards`, a layer is complete only while it is computed.
     Embeddings, norms, routers and vision towers are on every device.
     """
     number_bytes = NUMBER_BYTES[dtype]
     if quantize != "off" and model.has_experts:
-        raise SettingsError(f"quantize is {quantize!r}, but {model.model_type} has routed experts, which are not")
+        raise SettingsError(
+            f"quantize is {quantize!r}, but {model.model_type} has routed experts, which cannot be quantised"
+        )
     linear_bytes = QUANTISED_BYTES.get(quantize, number_bytes)
     cut = sum(linear.numbers for linear in model.linears if linear.along) * linear_bytes / tensor
-    whole = sum(linear.numbers for linear in model.linears if not linear.along) * linear_bytes
+    replicated = sum(linear.numbers for linear in model.linears if not linear.along) * linear_bytes
     ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
     gathered = model.layer_numbers() * linear_bytes / tensor if shards > 1 else 0
-    return int((cut + whole) / shards + gathered + ends * number_bytes)
+    return int((cut + replicated) / shards + gathered + ends * number_bytes)
 
 
 def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
-    """A CPU's second copy of the linears, laid out for decoding, of layers that are written out."""
-    if cuda or not model.written_out or quantize != "off":
+    """A CPU's second copy of the linears of fused layers, packed for decoding."""
+    if cuda or not model.has_fused_layers or quantize != "off":
         return 0
     return sum(linear.numbers for linear in model.linears) * NUMBER_BYTES[dtype]
 
@@ -129,21 +159,21 @@ def adapter_numbers(model: Architecture, rank: int) -> int:
 
 
 def training_bytes(numbers: int, *, dtype: str) -> int:
-    """An adapter in training: its weights, their copy to multiply with, its gradient, two moments, and the gradient of
-    the step that runs.
+    """An adapter in training: its weights, their compute copy, its gradient, two moments, and the gradient of the
+    running step.
     """
     copy = 0 if dtype == "float32" else NUMBER_BYTES[dtype]
     return numbers * (5 * 4 + copy)
 
 
 def key_value_bytes(model: Architecture, *, dtype: str, tensor: int = 1) -> int:
-    """Of one token, in all layers."""
+    """Bytes of one token in all layers."""
     heads = -(-model.key_heads // tensor)
     return model.attending * heads * (model.key_dim + model.value_dim) * NUMBER_BYTES[dtype]
 
 
 def state_bytes(model: Architecture) -> int:
-    """Of one sequence that is sampled, at most: as many float32 states as there are of it at once."""
+    """Bytes of one sampled sequence's states, including all that exist during a step."""
     return 4 * STATES_EACH * model.state_numbers
 
 

@@ -1,7 +1,7 @@
-"""The layers with a state instead of keys and values that are served: what each keeps, and where its adapters are.
+"""Supported layers with a state instead of keys and values: their states, and which linears carry adapters.
 
-Facts of transformers' classes by their names, read from modules on any device: `backends.torch.recurrent` runs these
-modules, and a plan counts them. A class that is not in `KEPT` is refused. Imports no torch.
+Facts about transformers' classes by name, read from modules on any device: `backends.torch.recurrent` runs these
+modules, and a plan counts them. A class that is not in `KEPT` is refused. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,42 +15,50 @@ if TYPE_CHECKING:
 KEPT: Mapping[str, float] = {
     "BambaMixer": 5.5,
     "FalconH1Mixer": 5.5,
+    "FalconMambaMixer": 9.5,
     "GraniteMoeHybridMambaLayer": 5.5,
     "JambaMambaMixer": 9.5,
     "KimiLinearDeltaAttention": 24.5,
     "Lfm2MoeShortConv": 1.0,
     "Lfm2ShortConv": 1.0,
+    "Mamba2Mixer": 5.5,
+    "MambaMixer": 9.5,
     "MiniMaxLightningAttention": 2.5,
     "NemotronHMamba2Mixer": 5.5,
     "Qwen3NextGatedDeltaNet": 5.0,
     "Qwen3_5GatedDeltaNet": 5.0,
     "Qwen3_5MoeGatedDeltaNet": 5.0,
 }
-"""Classes that are known to begin at zero without a cache, to continue from one in pieces of any length, and to compute
-each sequence of a batch by itself; and the float32 numbers that they keep for backward, per token and for each input
-and output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
+"""Classes verified to start from zero without a cache, to continue from a cache in pieces of any length, and to compute
+each sequence of a batch separately; with the float32 numbers that they keep for backward, per token and per input and
+output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
 """
 
 _NOT_ADAPTED = {
     "FalconH1Mixer": frozenset({"out_proj"}),
+    "FalconMambaMixer": frozenset({"dt_proj", "out_proj"}),
     "JambaMambaMixer": frozenset({"dt_proj"}),
+    "Mamba2Mixer": frozenset({"out_proj"}),
+    "MambaMixer": frozenset({"dt_proj", "out_proj"}),
     "NemotronHMamba2Mixer": frozenset({"out_proj"}),
 }
-"""Last names of linears without adapters, by class: Jamba multiplies with the weight of `dt_proj` by itself, and PEFT
-refuses the others because fused kernels do so with theirs.
+"""Last names of linears without adapters, by class: Mamba-1 uses the weight of `dt_proj` directly, and PEFT refuses the
+others because fused kernels use theirs directly.
 """
 
 _RECURRENT: Mapping[str, tuple[str, ...]] = {
+    "FalconMambaMixer": ("intermediate_size", "ssm_state_size"),
     "JambaMambaMixer": ("intermediate_size", "ssm_state_size"),
     "KimiLinearDeltaAttention": ("num_heads", "head_dim", "head_dim"),
     "Lfm2MoeShortConv": (),
     "Lfm2ShortConv": (),
+    "MambaMixer": ("intermediate_size", "ssm_state_size"),
     "MiniMaxLightningAttention": ("num_attention_heads", "head_dim", "head_dim"),
     "Qwen3NextGatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
     "Qwen3_5GatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
     "Qwen3_5MoeGatedDeltaNet": ("num_v_heads", "head_k_dim", "head_v_dim"),
 }
-"""Sizes of the recurrent state of a sequence; otherwise that of Mamba-2."""
+"""Dimensions of a sequence's recurrent state; MAMBA2 for other classes."""
 
 MAMBA2 = ("num_heads", "head_dim", "ssm_state_size")
 
@@ -60,14 +68,14 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def kept_numbers(mixer: nn.Module) -> float:
-    """float32 numbers that a mixer keeps of a token for backward, beside what its linears do."""
+    """float32 numbers that a mixer keeps per token for backward, in addition to its linears."""
     linears = [module for module in mixer.modules() if hasattr(module, "in_features")]
     features = sum(cast(int, own.in_features) + cast(int, own.out_features) for own in linears)
     return KEPT[type(mixer).__name__] * features
 
 
 def state_numbers(mixer: nn.Module) -> int:
-    """What a mixer keeps of a sequence: the last inputs of its convolution, and its recurrent state."""
+    """The size of a sequence's state: the last inputs of its convolution, and its recurrent state."""
     name, numbers = type(mixer).__name__, 0
     if sizes := _RECURRENT.get(name, MAMBA2):
         numbers = 1
@@ -80,7 +88,7 @@ def state_numbers(mixer: nn.Module) -> int:
 
 
 class MixerLinears(NamedTuple):
-    """The linears of a decoder's mixers: all, those that carry no adapters, and those that carry one for each part."""
+    """The linears of a decoder's mixers: all, those without adapters, and those with one adapter per part."""
 
     all: set[nn.Module]
     excluded: set[nn.Module]
@@ -102,7 +110,7 @@ class MixerLinears(NamedTuple):
 
 
 def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:
-    """Where Tinker has several adapters on one linear (`tinker_cookbook.weights`): their last names and outputs."""
+    """Linears on which Tinker has several adapters (`tinker_cookbook.weights`): their last names and outputs."""
     if type(mixer).__name__ in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"):
         keys, values = cast(int, mixer.key_dim), cast(int, mixer.value_dim)
         return {"in_proj_qkv": (("in_proj_q", keys), ("in_proj_k", keys), ("in_proj_v", values))}

@@ -1,1 +1,1 @@
-"""What every Tinsmith process needs: supervised tasks, thread lanes, clocks, failpoints, malloc and gc settings."""
+"""Parts of every Tinsmith process: supervised tasks, thread pools, clocks, failpoints, malloc and gc settings."""

@@ -1,8 +1,8 @@
-"""Supervised background work of a process, for as long as the process lives.
+"""Supervised background work of a process.
 
-`Background` owns the tasks of one event loop. Work that raises is logged, counted under its name and started again
-after a pause that doubles with each failure. Work that returns has ended. `kept_thread` does the same for a thread.
-Work handles the errors that it expects (a busy database) itself; the supervisor covers the unexpected ones.
+`Background` owns the tasks of one event loop. Work that raises is logged, counted under its name and restarted after a
+pause that doubles with each failure. Work that returns has ended. `kept_thread` does the same for a thread. Work
+handles expected errors (a busy database) itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import structlog
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""Work that ran this long was healthy: the pause after its next failure is the first one again."""
+"""After work has run this long, the pause after its next failure is the first one again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses between failures and restarts, each twice as long as the one before."""
+    """Pauses between failures and restarts, each twice as long as the previous one."""
 
     first_s: float = FIRST_PAUSE_S
     longest_s: float = LONGEST_PAUSE_S
@@ -40,7 +40,7 @@ class Backoff:
 
 
 def ignore(_name: str) -> None:
-    """For a process that does not count failures."""
+    """The default for processes that do not count failures."""
 
 
 class Background:
@@ -61,9 +61,9 @@ class Background:
     def start(
         self, name: str, work: Callable[[], Coroutine[object, object, None]], **about: object
     ) -> asyncio.Task[None]:
-        """Run `work` until it returns. Must be called on the running event loop. `about` is logged with each failure.
+        """Run `work` until it returns. Must be called on the running event loop. Each failure is logged with `about`.
 
-        The returned task ends with the work, and cancelling it cancels the work.
+        The returned task ends with the work; cancelling it cancels the work.
         """
         task = asyncio.create_task(self._keep(name, work, about), name=name)
         self._tasks.add(task)
@@ -71,7 +71,7 @@ class Background:
         return task
 
     def end(self) -> None:
-        """Stop restarting: running work continues, failed or pausing work is not started again."""
+        """Stop restarting work. Running work continues."""
         self._ending.set()
 
     async def stop(self) -> None:
@@ -101,8 +101,8 @@ class Background:
 def kept_thread(
     name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = ignore
 ) -> threading.Thread:
-    """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits for the given
-    number of seconds and returns whether the process is ending.
+    """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits up to the
+    given number of seconds and returns whether the process is ending.
     """
 
     def keep() -> None:
@@ -125,5 +125,5 @@ def kept_thread(
 def _report(
     name: str, error: Exception, pause_s: float, about: dict[str, object], failed: Callable[[str], None]
 ) -> None:
-    log.error("background work failed; it is started again", task=name, pause_s=pause_s, exc_info=error, **about)
+    log.error("background work failed; restarting it", task=name, pause_s=pause_s, exc_info=error, **about)
     failed(name)

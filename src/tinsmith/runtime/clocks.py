@@ -1,7 +1,7 @@
 """Detects jumps of the wall clock.
 
-Rows hold wall-clock times, and that clock can be set, or stand still while the machine sleeps. Code that expires rows
-by their age calls `WatchedClock.jump_s` first, and postpones expiry after a jump.
+Rows hold wall-clock times, and the clock can be set, or jump when the machine wakes up. Code that expires rows by age
+calls `WatchedClock.jump_s` first, and postpones expiry after a jump.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 TOLERANCE_S = 5.0
-"""Smaller differences are ordinary corrections, or delays between the two readings on a busy machine."""
+"""Smaller differences are ordinary clock corrections, or delays between the two readings on a busy machine."""
 
 
 class WatchedClock:
@@ -20,7 +20,7 @@ class WatchedClock:
         self._offset = wall() - steady()
 
     def jump_s(self) -> float:
-        """Seconds by which the clock was set forward (negative: back) since the last call, or 0."""
+        """Seconds by which the clock jumped forward (negative: back) since the last call, or 0."""
         offset = self._wall() - self._steady()
         jump_s = offset - self._offset
         self._offset = offset

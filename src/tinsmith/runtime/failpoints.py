@@ -1,10 +1,10 @@
 """Failpoints: named places in the code at which a test can kill a process.
 
 A failpoint is one line, `hit(NAME)`, and an entry of POINTS. The setting `failpoints` is a list of `NAME[:N][@VICTIM]`:
-when one process reaches the point for the Nth time, the victim gets SIGKILL, so that no handler tidies up. The victim
-is `server`, `engine`, `both`, or by default the process that reached the point. A marker file in the data directory
-makes it happen once, however often the processes are restarted. The armed failpoints are global to the process, because
-a point may lie anywhere. Without the setting, a point costs one look-up in an empty dictionary.
+when a process reaches the point for the Nth time, the victim gets SIGKILL, so that no handler cleans up. The victim is
+`server`, `engine`, `both`, or by default the process that reached the point. A marker file in the data directory
+ensures that it happens once, also after restarts. Armed failpoints are global to the process. Without the setting, a
+point costs one lookup in an empty dictionary.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ DIRECTORIES = ("checkpoints", "snapshots", "versions")
 
 POINTS = {
     # The server.
-    "migration.uncommitted": "the schema is changed, and the transaction is not committed",
-    "submit.before": "a request is checked, and not stored",
-    "submit.stored": "a request is stored; the engine is not woken, and the client not answered",
-    "poll.answering": "a result is read, and not sent",
+    "migration.uncommitted": "the schema is changed, but not committed",
+    "submit.before": "a request is checked, but not stored",
+    "submit.stored": "a request is stored, but the engine is not woken and the client not answered",
+    "poll.answering": "a result is read, but not sent",
     # The engine.
     "engine.fetched": "new requests are read",
-    "engine.claimed": "unowned runs are claimed, and nothing of them is read",
+    "engine.claimed": "unowned runs are claimed, but their requests are not read",
     "engine.planned": "a step is chosen",
-    "engine.running": "requests are noted as running, and not begun",
-    "engine.ran": "requests are carried out, and not settled",
-    "settle.uncommitted": "everything of a settlement is written, and not committed",
-    "settle.committed": "a settlement is committed, and no process is woken",
-    "model.created": "a model is made in memory",
+    "engine.running": "requests are recorded as running, but not begun",
+    "engine.ran": "requests have run, but are not settled",
+    "settle.uncommitted": "a settlement is written, but not committed",
+    "settle.committed": "a settlement is committed, but no process is woken",
+    "model.created": "a model is created in memory",
     "model.loading": "a checkpoint is about to be loaded",
     "model.loaded": "a checkpoint is loaded into a model",
     "model.replaying": "an operation is about to be replayed",
     "model.published": "a version is published in memory",
     "model.unloading": "a model is about to be unloaded",
-    "model.unloaded": "a model is out of memory, and its unloading not settled",
+    "model.unloaded": "a model is removed from memory, but its unloading is not settled",
     "sample.admitted": "a sample is in the sampler",
-    "run.parked": "everything of an idle run is in files, and it is not handed over",
-    "run.moved": "an idle run is another engine's, and still in memory here",
+    "run.parked": "an idle run is saved in files, but not handed over",
+    "run.moved": "an idle run belongs to another engine, but is still in memory here",
     # The coordinator of bulk jobs.
-    "batch.claimed": "a batch is claimed, and no worker has it",
-    "batch.reported": "a batch's parts are written, and not committed",
+    "batch.claimed": "a batch is claimed, but no worker has it",
+    "batch.reported": "a batch's parts are written, but not committed",
     "batch.committed": "a batch is committed",
-    "batch.winding": "all batches are committed, and nothing is published",
-    "batch.published": "the outputs are published, and the job has not succeeded",
-    "batch.recorded": "the job has succeeded, and its parts are still there",
-    "batch.cleaned": "the parts are deleted, and it is not noted",
-    # The keeper of OpenAI's batches.
-    "openai.validated": "a batch's file is read, and there is no bulk job",
-    "openai.submitted": "there is a bulk job, and the batch does not say so",
-    "openai.written": "the files of a batch are written, and no row names them",
-    "openai.ended": "a batch has ended, and its directory is still there",
+    "batch.winding": "all batches are committed, but no output is published",
+    "batch.published": "the outputs are published, but the job has not succeeded",
+    "batch.recorded": "the job has succeeded, but its parts are not deleted",
+    "batch.cleaned": "the parts are deleted, but the deletion is not recorded",
+    # The reconciler of OpenAI's batches.
+    "openai.validated": "a batch's file is read, but no bulk job exists",
+    "openai.submitted": "a bulk job exists, but the batch's row does not name it",
+    "openai.written": "the files of a batch are written, but no row names them",
+    "openai.ended": "a batch has ended, but its directory is not deleted",
     # Directories of files, by their root.
-    **{f"{root}.writing": "the files are there, and not durable" for root in DIRECTORIES},
+    **{f"{root}.writing": "the files are written, but not durable" for root in DIRECTORIES},
     **{f"{root}.sealed": "the files are durable under their hidden name" for root in DIRECTORIES},
-    **{f"{root}.placed": "the directory has its name, and no row names it" for root in DIRECTORIES},
-    "snapshots.recorded": "a snapshot is recorded, and what it replaces is still there",
+    **{f"{root}.placed": "the directory has its final name, but no row names it" for root in DIRECTORIES},
+    "snapshots.recorded": "a snapshot is recorded, but its predecessor is not deleted",
 }
 
 VICTIMS = ("server", "engine", "both")
@@ -80,7 +80,7 @@ class _Crash:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """The role of this process, and the pids of the others."""
+    """The role of this process, and the pids of the other processes."""
 
     role: str
     others: Callable[[], Iterable[int]]
@@ -111,18 +111,18 @@ def arm(setting: str, role: str, data_dir: Path, others: Callable[[], Iterable[i
 
 
 def hit(point: str) -> None:
-    """Mark that the process has reached `point`, and kill the armed victims."""
+    """Kill the victims if `point` is armed and its count is reached."""
     if point in _armed:
-        _die_at(point, _armed[point])
+        _kill(_armed[point])
 
 
-def _die_at(point: str, crash: _Crash) -> None:
+def _kill(crash: _Crash) -> None:
     assert _process is not None
     if next(crash.reached) != crash.nth:
         return
     try:
         crash.marker.touch(exist_ok=False)
-    except FileExistsError:  # another process was there first
+    except FileExistsError:  # another process was first
         return
     if crash.victims - {_process.role}:
         for pid in _process.others():

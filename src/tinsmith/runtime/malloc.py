@@ -1,9 +1,9 @@
 """Returns freed memory to the system (malloc_trim), and pauses garbage collection during imports.
 
 glibc keeps freed blocks in a heap for each thread. A server handles bodies of all sizes in a dozen threads, so tens of
-megabytes gather in a quarter of an hour although nothing leaks; the janitor trims them after each sweep. Other C
-libraries keep little and have no malloc_trim. Importing modules creates almost no garbage, and looking for it takes a
-fifth of the import time.
+megabytes accumulate in a quarter of an hour without a leak; the janitor trims the heaps after each sweep. Other C
+libraries keep little and have no malloc_trim. Imports create almost no garbage, but collections take a fifth of their
+time.
 """
 
 from __future__ import annotations

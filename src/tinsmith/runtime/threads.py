@@ -1,10 +1,10 @@
-"""The thread pools of a server. Work waits only for a thread of its own pool, so a full pool delays no other.
+"""The thread pools of a server. Work waits only for threads of its own pool, so a full pool does not delay the others.
 
-- quick: authentication, heartbeats and capabilities, which every client needs in time
+- quick: authentication, heartbeats and capabilities, on which every client depends
 - handlers: all other requests; the event loop's default executor
-- transfers: uploads are copied, hashed and checked, downloads are read
-- results: large results are read from the database
-- sweeps: the janitor's rounds
+- transfers: copying, hashing and checking uploads, and reading downloads
+- results: reading large results from the database
+- sweeps: the janitor's sweeps
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the engine asks of a sampler: continuous batching over frozen weight versions.
+"""What the engine requires of a sampler: continuous batching over frozen weight versions.
 
-The engine submits requests at any time and calls `step` as long as `has_work`; each step decodes one token of
-every running sequence (or prefills a bounded number of prompt tokens) and returns what finished. A sampler knows
-no SQL, answers no HTTP and is driven from one thread. One may have another engine sample, which it then asks.
+The engine submits requests at any time and calls `step` as long as `has_work`; each step decodes one token of every
+running sequence (or prefills a bounded number of prompt tokens) and returns finished requests. A sampler uses no SQL,
+serves no HTTP and is driven from one thread. A remote sampler forwards requests to another engine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.types import Partial, Sample, SampleResult
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """The blocks of a key-value cache: of running samples, kept for prompts to come, and how many at most; and the
+    """Blocks of the KV cache: those of running sequences, those cached for later prompts, and the maximum; and the
     sequences that wait for a place or for blocks.
     """
 
@@ -28,40 +28,64 @@ class CacheUse:
     waiting_sequences: int = 0
 
 
+class InferenceServer(Protocol):
+    """An inference engine in a process of its own, such as vLLM. `cannot_sleep` is the reason, or empty."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def cannot_sleep(self) -> str: ...
+
+    def sleep(self) -> None:
+        """Release the device's memory; returns when it is released. Raises TinsmithError if the server refuses."""
+        ...
+
+    def wake_up(self) -> None:
+        """Take the memory back; returns when the server can sample."""
+        ...
+
+
 class Sampler(Protocol):
-    """`runs_by_itself`: what was submitted goes on without `step`, which only collects it."""
+    """`runs_by_itself`: submitted requests progress without `step`, which then only collects results.
+    `inference_server` is where they run, None if that is this process.
+    """
 
     @property
     def runs_by_itself(self) -> bool: ...
 
     @property
+    def inference_server(self) -> InferenceServer | None: ...
+
+    @property
     def has_work(self) -> bool: ...
 
     def submit(self, sample: Sample) -> None:
-        """Enqueue a request whose version exists. Its seeds make the answer independent of its company."""
+        """Enqueue a request whose version exists. Its seeds make the answer independent of other requests."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a waiting or running request; False if it is unknown or finished."""
+        """Drop a waiting or running request; False if it is unknown or finished."""
         ...
 
     def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
-        """Run one step and return the finished requests as (request_id, outcome). With `scopes`, a sampler that can
-        leaves requests of other cache_scopes out of the step.
+        """Run one step and return the finished requests as (request_id, outcome). With `scopes`, a sampler that
+        supports it leaves requests of other cache_scopes out of the step.
         """
         ...
 
     def partials(self) -> list[Partial]:
-        """What was drawn since the last call for requests that stream; nothing, if a sampler cannot tell."""
+        """Tokens drawn since the last call for streaming requests; empty if the sampler does not support it."""
         ...
 
     def cache_use(self) -> CacheUse:
-        """How full the key-value cache is now; zeros, if a sampler has none."""
+        """The current use of the KV cache; zeros if the sampler has none."""
         ...
 
 
 class VersionHolder(Protocol):
-    """A sampler and its versions: what a dedicated sampler asks of its device. A backend is one."""
+    """A sampler and its versions: what a dedicated sampler process needs of its device. A backend implements it."""
 
     @property
     def sampler(self) -> Sampler: ...

@@ -1,4 +1,4 @@
-"""A sampler with no model behind it: tokens from a seeded generator, one step per request."""
+"""A sampler without a model: tokens from a seeded generator, one step per request."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ DEFAULT_MAX_TOKENS = 8
 
 
 class FakeSampler:
-    """Finishes its oldest request in each step. The weight of a version seeds its tokens."""
+    """Finishes its oldest request in each step. The version's weight seeds the tokens."""
 
     runs_by_itself = False
+    inference_server = None
 
     def __init__(self, shape: ModelShape, versions: Mapping[str, float]) -> None:
         self._shape = shape

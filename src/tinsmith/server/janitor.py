@@ -2,9 +2,9 @@
 
 Each sweep closes sessions whose heartbeats stopped, unloads their models and cancels their samples (by futures that the
 engine settles). It deletes the files of their ephemeral versions and, later, their results, whose usage is kept. It
-deletes acknowledged results, expired checkpoints, audit entries past their retention, and directories that no row
-names. After a jump of the wall clock nothing expires until every client has had one full timeout for a heartbeat. Each
-sweep ends by returning freed memory to the system. Of servers that share a database, one sweeps at a time.
+deletes acknowledged results, expired checkpoints, expired audit entries and unreferenced directories. After a jump of
+the wall clock, no session expires until every client has had a full timeout for a heartbeat. Each sweep ends by
+returning freed memory to the system. Only one server of a database sweeps at a time.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 
-Alone = Callable[[], AbstractContextManager[bool]]
-"""A block that yields whether this server may sweep now."""
+TryLock = Callable[[], AbstractContextManager[bool]]
+"""A context manager that yields whether this server holds the janitor's lock."""
 
 DAY_S = 86400
 
-UNNAMED_AGE_S = 3600.0
-"""A younger directory that no row names may get its row soon; an older one is deleted."""
+SWEEP_S = 30.0
+"""How often the other parts are swept where `session_sweep_s` turns off the expiry of sessions."""
+
+UNREFERENCED_AGE_S = 3600.0
+"""The age at which unreferenced directories are deleted; a younger one may still get its row."""
 
 DIRECTORIES_SWEEP_S = 3600.0
-"""How often such directories are searched for."""
+"""The interval of the sweeps of directories."""
 
 log = structlog.get_logger()
 
@@ -80,42 +83,41 @@ class Janitor:
         self,
         settings: Settings,
         parts: SweptParts,
-        alone: Alone = lambda: nullcontext(True),
+        try_lock: TryLock = lambda: nullcontext(True),
         clock: WatchedClock | None = None,
     ) -> None:
         self._settings = settings
         self._parts = parts
-        self._alone = alone
+        self._try_lock = try_lock
         self._clock = clock or WatchedClock()
         self._next_expiry = 0.0
         self._next_directories = 0.0  # with the first sweep
 
     async def run(self, threads: Executor | None = None) -> None:
-        """Sweep on one of `threads` until cancelled; does nothing if either interval is negative."""
-        if self._settings.session_sweep_s < 0:
-            return
+        """Sweep on one of `threads` until cancelled."""
+        interval_s = self._settings.session_sweep_s
         while True:
-            await asyncio.sleep(self._settings.session_sweep_s)
+            await asyncio.sleep(interval_s if interval_s >= 0 else SWEEP_S)
             try:
-                await asyncio.get_running_loop().run_in_executor(threads, self._sweep_alone)
+                await asyncio.get_running_loop().run_in_executor(threads, self._sweep_locked)
             except (SQLAlchemyError, OSError) as error:
                 log.error("a sweep failed; the next one tries again", exc_info=error)
 
-    def _sweep_alone(self) -> None:
+    def _sweep_locked(self) -> None:
         """Sweep, unless another server of the database is sweeping."""
-        self._parts.samplers.delete_acknowledged()  # each server knows what its own clients acknowledged
-        with self._alone() as alone:
-            if alone:
+        self._parts.samplers.delete_acknowledged()  # on every server: acknowledgements are in its memory
+        with self._try_lock() as locked:
+            if locked:
                 self.sweep()
         malloc.give_back()
 
     def sweep(self) -> None:
-        """One sweep; each part may be interrupted and is completed by the next sweep."""
+        """One sweep. Each part may be interrupted; the next sweep completes it."""
         parts = self._parts
         timeout_s = self._settings.session_timeout_s
-        self._look_at_the_clock()
-        parts.sessions.forget_future_heartbeats()
-        if timeout_s >= 0 and time.monotonic() >= self._next_expiry:
+        self._check_clock()
+        parts.sessions.reset_future_heartbeats()
+        if timeout_s >= 0 and self._settings.session_sweep_s >= 0 and time.monotonic() >= self._next_expiry:
             for session in parts.sessions.silent(timeout_s):
                 reason = f"no heartbeat for {timeout_s:g} s"
                 if parts.sessions.close(session.session_id, reason, timeout_s=timeout_s):
@@ -127,10 +129,10 @@ class Janitor:
             body = {"model_id": model.model_id, "reason": f"its session ended ({reason})"}
             parts.futures.submit(unload_request(model, json.dumps(body).encode()))
         parts.futures.cancel_of_closed_sessions()
-        for directory in parts.samplers.forget_written():
+        for directory in parts.samplers.release_directories():
             parts.versions.discard(directory)
-        if forgotten := parts.sessions.closed_before(now() - self._settings.result_grace_s):
-            parts.futures.delete_of_sessions(forgotten, usage.folded)
+        if session_ids := parts.sessions.closed_before(now() - self._settings.result_grace_s):
+            parts.futures.delete_of_sessions(session_ids, usage.fold_usage)
         parts.custom_losses.sweep(now() - self._settings.result_grace_s)
         parts.sequences.sweep()
         for checkpoint in parts.checkpoints.sweep_expired():
@@ -140,23 +142,23 @@ class Janitor:
         parts.kept_samples.sweep(now() - KEPT_S)
         parts.responses.sweep()
         parts.exchanges.sweep()
-        parts.engines.forget_gone()
+        parts.engines.delete_unused()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
-            for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):
-                log.info("a checkpoint's directory that no row names was deleted", directory=directory)
-            parts.files.sweep_unnamed(UNNAMED_AGE_S)
+            for directory in parts.checkpoints.sweep_directories(UNREFERENCED_AGE_S):
+                log.info("an unreferenced directory of a checkpoint was deleted", directory=directory)
+            parts.files.sweep_unreferenced(UNREFERENCED_AGE_S)
             self._sweep_directories(parts.versions, parts.samplers.directories)
             self._sweep_directories(parts.snapshots, parts.models.snapshot_directories)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
 
-    def _look_at_the_clock(self) -> None:
+    def _check_clock(self) -> None:
         if jump_s := self._clock.jump_s():
             log.warning("the clock was set, or the machine slept; expiry is postponed", jump_s=round(jump_s))
             self._next_expiry = time.monotonic() + self._settings.session_timeout_s
-            self._next_directories = time.monotonic() + UNNAMED_AGE_S
+            self._next_directories = time.monotonic() + UNREFERENCED_AGE_S
 
-    def _sweep_directories(self, directories: Directories, named: Callable[[], set[str]]) -> None:
-        candidates = directories.old(UNNAMED_AGE_S)  # before the rows are read: a row that is added names a newer one
-        for directory in directories.discard_all(candidates, but=named()):
-            log.info("an engine's directory that no row names was deleted", directory=directory)
+    def _sweep_directories(self, directories: Directories, referenced: Callable[[], set[str]]) -> None:
+        candidates = directories.old(UNREFERENCED_AGE_S)  # before the rows are read: later rows name newer directories
+        for directory in directories.discard_all(candidates, but=referenced()):
+            log.info("an unreferenced directory of an engine was deleted", directory=directory)

@@ -1,8 +1,8 @@
 """The process of `tinsmith serve`.
 
 `build` creates the stores, the HTTP app, the supervisor and the janitor once and passes them down; `Server.run` runs
-those that the process's role needs. A process without clients listens for probes and Prometheus only, or nowhere. The
-process never loads torch.
+those that the role needs. A process that answers no clients serves only probes and Prometheus, or no HTTP. The process
+never loads torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
 from tinsmith.cluster.early import EarlyEngine
 from tinsmith.cluster.engines import Engines, holder_of
-from tinsmith.cluster.executors import Dispatch, Executors
+from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, MAX_CONNECTIONS, Database, DatabaseMovedError
@@ -81,44 +81,46 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
 from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
-from tinsmith.store.overview import Census, Overview
+from tinsmith.store.overview import DatabaseCounts, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
-from tinsmith.telemetry.metrics import ServerMeters, emptied_directory
+from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import open_tracing
 from tinsmith.wire.token_stream import MARK, Partials
 
 PATIENCE_S = 5.0
-"""How long a request waits for the database before it is answered 503."""
+"""How long a request waits for the database before it is answered with 503."""
 
 SHUTDOWN_S = 5
 """How long requests in flight may take after a stop signal."""
 
 FEW_FILES = 4096
-"""With a lower limit of open files the server logs a warning: each held poll is a connection, and so a file."""
+"""The server warns about a lower limit of open files, since each held poll is a connection, and so a file."""
 
 log = structlog.get_logger()
 
 
-class _PatientServer(uvicorn.Server):
-    """Answers held polls when it shuts down, rather than cutting them."""
+class _DrainingServer(uvicorn.Server):
+    """Answers held polls when it shuts down, instead of closing their connections."""
 
-    def __init__(self, config: uvicorn.Config, waiters: Waiters) -> None:
+    def __init__(self, config: uvicorn.Config, waiters: Waiters, stopping: Callable[[], None]) -> None:
         super().__init__(config)
         self._waiters = waiters
+        self._stopping = stopping
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping()
         self._waiters.close()
         await super().shutdown(sockets)
 
 
 @dataclass(slots=True)
 class Server:
-    """A process that is built, but not yet running."""
+    """A process that is built, and runs with `run`."""
 
     settings: Settings
     app: Starlette
@@ -126,10 +128,20 @@ class Server:
     listener: socket.socket | None
     supervisor: Supervisor
     waiters: Waiters
+    on_stop: Callable[[int, int], None] | None = None
+    """Called when the process begins to stop, with the numbers of held polls and of engine processes."""
+
+    def work(self) -> dict[str, float]:
+        """Counts since the start: stored requests, trained and sampled tokens."""
+        return self.app.state.services.meters.work()
+
+    def _stopping(self) -> None:
+        if self.on_stop is not None:
+            self.on_stop(len(self.waiters), len(self.supervisor.pids))
 
     @property
     def url(self) -> str:
-        """The server's address; empty if it listens nowhere."""
+        """The server's URL; empty if it serves no HTTP."""
         if self.listener is None:
             return ""
         host, port = self.listener.getsockname()[:2]
@@ -141,13 +153,13 @@ class Server:
         return self.app.state.services.tenants.accepts_anyone()
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
-        """Serve until SIGTERM or Ctrl-C; returns when every engine has ended. Raises SettingsError if one refuses."""
-        # A signal before uvicorn handles them must not be lost. uvicorn raises its own again.
+        """Serve until SIGTERM or Ctrl-C; returns when all engines have ended. Raises SettingsError if one refuses."""
+        # A signal before uvicorn handles signals must not be lost. uvicorn re-raises the signals that it handled.
         signalled = threading.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, lambda _signal, _frame: signalled.set())
         raise_file_limit()
-        gc.freeze()  # a collection over everything that was imported would stop all requests for 0.05 to 0.1 s
+        gc.freeze()  # a collection of all imported objects would block requests for 0.05 to 0.1 s
         uvloop.run(self._run(on_ready, signalled))
 
     async def _run(self, on_ready: Callable[[str], None] | None, signalled: threading.Event) -> None:
@@ -174,6 +186,7 @@ class Server:
             stopping = asyncio.create_task(end.wait())
             await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
+            self._stopping()
 
     async def _listen(
         self,
@@ -187,15 +200,15 @@ class Server:
             http=Connection,
             ws="none",
             loop="uvloop",
-            log_level="error",  # at lower levels every malformed request would write a line
+            log_level="error",  # at lower levels every malformed request would log a line
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
-        server = _PatientServer(config, self.waiters)
+        server = _DrainingServer(config, self.waiters, self._stopping)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        await asyncio.sleep(0)  # its first step: from here on signals are uvicorn's
+        await asyncio.sleep(0)  # its first step, after which uvicorn handles signals
         if signalled.is_set():
             server.should_exit = True
         if on_ready:
@@ -206,21 +219,20 @@ class Server:
 
 
 def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
-    """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
+    """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models, vision=settings.vision)
     connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
     database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
-    engines = Engines(database, holder_of(data_dir))
-    meters = ServerMeters(
-        emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
-    )
-    database.time_use(meters.database_used)
-    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.background_failed)
-    background = Background(meters.background_failed)
+    holder = holder_of(data_dir)
+    engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
+    meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
+    database.time_use(meters.observe_database)
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
+    background = Background(meters.count_background_failure)
     supervisor = Supervisor(
-        settings, served, engines, meters.engine_gone, partial(_announce_freed_runs, mailbox), early
+        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), early
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -232,12 +244,12 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
-    services = replace(services, failing=supervisor.failing)
+    services = replace(services, failing=supervisor.failing, cannot_start=engines.cannot_start)
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
-    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.alone("janitor"))
+    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.try_lock("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -276,7 +288,7 @@ def _start(services: Services, supervisor: Supervisor, janitor: Janitor, backgro
 
 
 async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
-    """Stop what `_start` started; batch workers and engines get the time that they need."""
+    """Stop what `_start` started, waiting for batch workers and engines."""
     background.end()
     if services.settings.answers_clients:
         await services.batch_reconciler.stop()
@@ -316,17 +328,16 @@ def _services(
     fleet: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
-    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
+    batch_jobs, batches, dispatch = BatchJobs(database), OpenAIBatches(database), Dispatch(Executors(database))
     files = Files(database, settings.storage_location("files"))
     sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
-    dispatch = Dispatch(Executors(database))
     admission = Admission(admit_sample, quotas, dispatch)
     gateway = ModelGateway(served, sessions, samplers, checkpoints, futures, waiters, admission)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
-    keeping = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
+    parts = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.try_lock("openai_batches"))
     return Services(
         settings=settings,
         bases=served,
@@ -336,7 +347,7 @@ def _services(
         traces=Traces(database),
         waiters=waiters,
         signer=signer,
-        tenants=StoredTenants(Keys(database), Tokens(signer)),
+        tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),
         quotas=quotas,
         custom_losses=CustomLosses(database),
         responses=Responses(database),
@@ -351,7 +362,7 @@ def _services(
         model_gateway=gateway,
         files=files,
         openai_batches=batches,
-        batch_reconciler=Reconciler(settings, keeping),
+        batch_reconciler=Reconciler(settings, parts),
         texts=Texts(),
         partials=Partials(),
         implicit_sessions=ImplicitSessions(sessions, samplers, audit, settings.session_timeout_s),
@@ -362,6 +373,7 @@ def _services(
         queue_state=engines.queue_state,
         engine_for_run=fleet.for_run,
         dispatch=dispatch,
+        dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
@@ -378,46 +390,46 @@ def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
     if tokens:
         partials.arrived(tokens)
     request_ids = lines - tokens
-    if "" in request_ids:  # others may have been missed
+    if "" in request_ids:  # wake-ups may have been missed
         waiters.wake_all()
     else:
         waiters.settled(request_ids)
 
 
 async def _watch_files(database: Database, threads: ThreadPools, supervisor: Supervisor) -> None:
-    """Stop the process if its database file was moved or replaced, even if nothing is being written."""
+    """Stop the process if its database file was moved or replaced, also while it does not write."""
     while True:
         await asyncio.sleep(FILES_POLL_S)
         try:
             await asyncio.get_running_loop().run_in_executor(threads.sweeps, database.check_files)
         except DatabaseMovedError as error:
-            log.critical("the database is gone; this server stops", error=str(error))
+            log.critical("the database is lost; this server stops", error=str(error))
             supervisor.refuse(str(error))
             return
 
 
 async def _poll_slowly(services: Services) -> None:
-    """Find settled futures whose wake-up was lost, by a few queries for all held polls."""
+    """Find settled futures whose wake-up was lost, with a few queries for all held polls."""
     orders: dict[str, int | None] = {}
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
         try:
-            orders = await look_for_lost(
+            orders = await wake_missed(
                 services.waiters, services.futures, services.sampling_sessions, orders, services.threads.quick
             )
         except SQLAlchemyError as error:
             log.warning("could not query settled futures; trying again", error=repr(error))
 
 
-async def look_for_lost(
+async def wake_missed(
     waiters: Waiters,
     futures: Futures,
     samplers: SamplingSessions,
     orders: Mapping[str, int | None],
     threads: Executor | None = None,
 ) -> dict[str, int | None]:
-    """Wake the polls whose futures have settled. `orders` is the last return value: the newest settlement of each
-    followed sampling session.
+    """Wake the polls whose futures have settled. `orders` is the previous return value: the last settle_order of each
+    sampling session with waiters.
     """
     request_ids, sampling_session_ids = waiters.watched()
     loop = asyncio.get_running_loop()
@@ -434,7 +446,7 @@ def raise_file_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    except (ValueError, OSError) as error:  # the hard limit is "unlimited", which the kernel refuses
+    except (ValueError, OSError) as error:  # the kernel refuses a hard limit of "unlimited"
         log.info("the limit of open files was not raised", limit=soft, error=str(error))
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
@@ -459,14 +471,14 @@ def _refuse_public_address(settings: Settings) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     raise SettingsError(
-        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; make one "
+        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; create a key "
         "(tinsmith keys create TENANT), or use 127.0.0.1"
     )
 
 
 def _open_port(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol given, the event loop sets TCP_NODELAY on what it accepts; without it, answers wait 40 ms.
+    # With the protocol given, the event loop sets TCP_NODELAY on connections; otherwise answers are delayed by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

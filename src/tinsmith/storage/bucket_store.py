@@ -1,7 +1,7 @@
-"""A `Store` over a bucket (S3, Google Cloud Storage, or memory) by the library obstore.
+"""A `Store` over a bucket (S3, Google Cloud Storage, or memory), implemented with obstore.
 
-Credentials, region and endpoint come from the usual AWS_* and GOOGLE_* variables. obstore retries requests with
-back-off. Errors of the bucket are `UnreachableError`, except for a missing object (FileNotFoundError).
+Credentials, region and endpoint come from the standard AWS_* and GOOGLE_* variables. obstore retries requests with
+back-off. A missing object raises FileNotFoundError, any other error of the bucket UnreachableError.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_COPY_BYTES = 5 * 2**30
 
 
 NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
-"""Parts of the stores' messages when the bucket is missing, and not the object."""
+"""Parts of the stores' messages when the bucket is missing, rather than the object."""
 
 
 @contextlib.contextmanager
-def answered() -> Iterator[None]:
-    """Turn errors of the bucket in this block into UnreachableError; a missing object stays FileNotFoundError."""
+def translated_errors() -> Iterator[None]:
+    """Translate the bucket's errors into UnreachableError, except for a missing object's FileNotFoundError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -37,7 +37,7 @@ def answered() -> Iterator[None]:
             raise UnreachableError(f"the bucket does not exist: {_first_line(error)}") from error
         raise
     except BaseError as error:
-        raise UnreachableError(f"the object store does not answer as it should: {_first_line(error)}") from error
+        raise UnreachableError(f"the object store failed: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -50,7 +50,7 @@ class BucketStore(Store):
     def __init__(self, bucket: Bucket) -> None:
         self._bucket: Any = bucket
 
-    @answered()
+    @translated_errors()
     def put_create(self, key: str, data: bytes) -> str | None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -61,15 +61,15 @@ class BucketStore(Store):
                 raise FileExistsError(f"{key} exists already") from None
             return self.head(key).etag
 
-    @answered()
+    @translated_errors()
     def put(self, key: str, data: bytes) -> str | None:
         return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
 
-    @answered()
+    @translated_errors()
     def get(self, key: str) -> bytes:
         return bytes(self._bucket.get(key).bytes())
 
-    @answered()
+    @translated_errors()
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         wanted = [(start, end) for start, end in ranges if end > start]
         found = iter(
@@ -80,26 +80,26 @@ class BucketStore(Store):
         return [bytes(next(found)) if end > start else b"" for start, end in ranges]
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        with answered():
+        with translated_errors():
             for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(chunk)
 
-    @answered()
+    @translated_errors()
     def head(self, key: str) -> ObjectInfo:
         found = self._bucket.head(key)
         return ObjectInfo(found["size"], found["e_tag"])
 
-    @answered()
+    @translated_errors()
     def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
         return io.BufferedReader(_Ranged(self, key, self.head(key).size), buffer_bytes)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        with answered():
+        with translated_errors():
             for page in self._bucket.list(prefix.rstrip("/") or None):
                 for entry in page:
                     yield Entry(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
-    @answered()
+    @translated_errors()
     def delete_many(self, keys: Iterable[str]) -> None:
         if wanted := list(keys):
             with contextlib.suppress(FileNotFoundError):
@@ -107,7 +107,7 @@ class BucketStore(Store):
 
     @contextlib.contextmanager
     def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
-        with answered():
+        with translated_errors():
             upload = _Upload(self._bucket, key)
             yield upload
             if upload.stream is None and exclusive:
@@ -122,7 +122,7 @@ class BucketStore(Store):
             else:
                 upload.finish()
 
-    @answered()
+    @translated_errors()
     def copy(self, source: str, target: str) -> None:
         if self.head(source).size <= MAX_COPY_BYTES:
             self._bucket.copy(source, target)
@@ -131,14 +131,14 @@ class BucketStore(Store):
             while piece := file.read(PIECE_BYTES):
                 writer.write(piece)
 
-    @answered()
+    @translated_errors()
     def upload(self, path: Path, key: str) -> None:
         """Upload a local file as an object."""
         self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
 
 
 class _Ranged(io.RawIOBase):
-    """An object as a seekable file. Each read is a request of its own: one for gigabytes would run into its timeout."""
+    """An object as a seekable file. Each read is a separate request, since one for gigabytes would time out."""
 
     def __init__(self, store: BucketStore, key: str, size: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Ranged(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  any buffer, as the class above has it
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  any buffer, as in the base class
         end = min(self._position + min(len(buffer), PIECE_BYTES), self._size)
         if end <= self._position:
             return 0
@@ -172,7 +172,7 @@ class _Ranged(io.RawIOBase):
 
 
 class _Upload:
-    """Buffers a small object until its end is known, and streams a larger one in pieces."""
+    """Buffers an object of up to one piece, and streams a larger one in pieces."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket: Any = bucket

@@ -1,9 +1,9 @@
 """Sealed directories in a bucket, read through a cache on this machine's disk.
 
 A directory is filled on the disk, its files are uploaded below its name, and the manifest is uploaded last: a directory
-exists once its manifest does. Files without a manifest were left by a dead process and are swept by age. Readers fetch
-a directory into the cache, comparing each file with its digest on the way, and read it there. The cache is disposable:
-everything is in the bucket.
+exists once its manifest does. Files that a dead process left without a manifest are swept by age. Readers download a
+directory into the cache, verify each file's digest on the way, and read it there. The cache is disposable, since the
+bucket has everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinsmith.storage.cache import Cache
 from tinsmith.storage.directories import (
     MANIFEST,
     Directories,
-    Facts,
+    Manifest,
     Staged,
     manifest_text,
     read_manifest,
@@ -48,14 +48,14 @@ log = structlog.get_logger()
 
 
 class BucketDirectories(Directories):
-    is_far = True
+    is_remote = True
 
     def __init__(self, location: str, cache: Cache) -> None:
         store, self._prefix = open_store(location.rstrip("/"))
         assert isinstance(store, BucketStore)
         self._store = store
         self._cache = cache
-        self._known: OrderedDict[str, Facts] = OrderedDict()
+        self._known: OrderedDict[str, Manifest] = OrderedDict()
         super().__init__(cache.root / PurePosixPath(self._prefix).name)
 
     def _key(self, name: str, file: str) -> str:
@@ -74,14 +74,14 @@ class BucketDirectories(Directories):
                 hit(f"{self._root.name}.sealed")
                 self._store.put(self._key(name, MANIFEST), (hidden / MANIFEST).read_bytes())
         except BaseException:
-            self.discard(name)  # if that fails too, the remains are swept later
+            self.discard(name)  # if this fails too, the files are swept later
             shutil.rmtree(hidden, ignore_errors=True)
             raise
         hit(f"{self._root.name}.placed")
         try:
             hidden.rename(self._root / name)
             self._cache.make_room(0)
-        except OSError as error:  # an error of the local disk; the directory in the bucket is complete
+        except OSError as error:  # of the local disk; the directory in the bucket is complete
             log.warning("an uploaded directory could not be cached", directory=name, error=str(error))
             shutil.rmtree(hidden, ignore_errors=True)
         return name, size_bytes
@@ -90,7 +90,7 @@ class BucketDirectories(Directories):
         seal(directory, durable=False)
 
     def copy(self, name: str) -> tuple[str, int]:
-        """As on a disk, by server-side copies."""
+        """As for a local directory, by server-side copies."""
         self.check_sizes(name)
         files, target = self.files(name), uuid.uuid4().hex
         try:
@@ -111,17 +111,17 @@ class BucketDirectories(Directories):
     def reading(self, name: str) -> Iterator[Path]:
         path, fetched = self._root / name, False
         while True:
-            with self._cache.hold(path) as there:
-                if there and (fetched or self._is_whole(name)):
+            with self._cache.hold(path) as cached:
+                if cached and (fetched or self._is_intact(name)):
                     yield path
                     return
-            if there:
-                log.warning("a cached directory is damaged; it is fetched again", directory=name)
+            if cached:
+                log.warning("a cached directory is damaged; downloading it again", directory=name)
                 self._cache.remove(path)
             self._fetch(name)
             fetched = True
 
-    def _is_whole(self, name: str) -> bool:
+    def _is_intact(self, name: str) -> bool:
         try:
             Directories(self._root).check(name)
         except CorruptFilesError:
@@ -129,11 +129,11 @@ class BucketDirectories(Directories):
         return True
 
     def _fetch(self, name: str) -> None:
-        """Fetch a directory into the cache. Raises CorruptFilesError that names the damaged file."""
-        facts = self._manifest(name)
-        self._cache.make_room(sum(size_bytes for size_bytes, _ in facts.values()) + len(manifest_text(facts)))
+        """Download a directory into the cache. Raises CorruptFilesError that names the damaged file."""
+        manifest = self._manifest(name)
+        self._cache.make_room(sum(size_bytes for size_bytes, _ in manifest.values()) + len(manifest_text(manifest)))
         with self._cache.filling(self._root / name) as hidden:
-            for file, (size_bytes, sha256) in facts.items():
+            for file, (size_bytes, sha256) in manifest.items():
                 try:
                     found_bytes, found = self._download(self._key(name, file), hidden / file)
                 except FileNotFoundError as error:
@@ -142,7 +142,7 @@ class BucketDirectories(Directories):
                     raise CorruptFilesError(_cut_short(file, size_bytes))
                 if found != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
-            write_manifest(hidden, facts)
+            write_manifest(hidden, manifest)
 
     def _download(self, key: str, path: Path) -> tuple[int, str]:
         """Download an object; returns its size and SHA-256 digest."""
@@ -165,12 +165,12 @@ class BucketDirectories(Directories):
             pass
 
     def check_sizes(self, name: str) -> None:
-        there = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
+        sizes = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
         for file, size_bytes in self.files(name).items():
-            if there.get(self._key(name, file)) != size_bytes:
+            if sizes.get(self._key(name, file)) != size_bytes:
                 raise CorruptFilesError(_cut_short(file, size_bytes))
 
-    def _manifest(self, name: str) -> Facts:
+    def _manifest(self, name: str) -> Manifest:
         if (known := self._known.get(name)) is not None:
             return known
         try:
@@ -201,7 +201,7 @@ class BucketDirectories(Directories):
             self._store.delete_many([self._key(name, MANIFEST)])  # first: without it the directory does not exist
             self._store.delete_below(join(self._prefix, name))
         except UnreachableError as error:
-            log.warning("a directory could not be deleted; it is swept later", directory=name, error=str(error))
+            log.warning("a directory could not be deleted; a later sweep deletes it", directory=name, error=str(error))
 
 
 def _cut_short(file: str, size_bytes: int) -> str:
@@ -209,7 +209,7 @@ def _cut_short(file: str, size_bytes: int) -> str:
 
 
 def open_directories(settings: Settings, kind: str) -> Directories:
-    """The directories of a kind, wherever the settings have them."""
+    """The directories of a kind, on the disk or in the bucket of the settings."""
     location = settings.storage_location(kind)
     if not settings.has_bucket:
         return Directories(Path(split(location)[2]))
@@ -217,7 +217,7 @@ def open_directories(settings: Settings, kind: str) -> Directories:
 
 
 def check_reachable(settings: Settings) -> None:
-    """Ask the bucket for something, if the settings name one. Raises SettingsError."""
+    """Raise SettingsError if the settings name a bucket that cannot be listed."""
     if not settings.has_bucket:
         return
     store, prefix = open_store(settings.storage_location("checkpoints"))

@@ -2,11 +2,11 @@
 
 Invariants:
 - A directory under its final name is complete: it appears and disappears by a rename.
-- A directory that is being read is not evicted: a reader holds a kernel lock on it, which ends with its process, and
-  eviction skips locked directories.
-- The cache is disposable. Readers find damage by comparing with the manifest.
+- A directory that is being read is not evicted: its readers hold a kernel lock on it until they end, and eviction skips
+  locked directories.
+- The cache is disposable. Readers detect damage by the manifest.
 
-The root has one directory for each kind, with the bucket's directories below it.
+The root has one directory for each kind, which contains the bucket's directories.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 from tinsmith.storage.stores import make_private
 
 ABANDONED_S = 3600.0
-"""An unlocked hidden directory of this age was left by a dead process; a younger one may be in the making."""
+"""An unlocked hidden directory of this age was left by a dead process; a younger one may still be filled."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedDirectory:
     path: Path
     size_bytes: int
     read_at: float
@@ -62,43 +62,43 @@ class Cache:
         try:
             with self.hold(hidden):
                 yield hidden
-                with contextlib.suppress(OSError):  # another process was faster, with the same files
+                with contextlib.suppress(OSError):  # another process has cached the same files first
                     hidden.rename(path)
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def make_room(self, needed_bytes: int) -> None:
         """Evict the least recently read directories until `needed_bytes` fit, or until all others are in use."""
-        kept = sorted(self._kept(), key=lambda one: one.read_at)
-        excess = sum(one.size_bytes for one in kept) + needed_bytes - self._max_bytes
-        for one in kept:
-            is_left = one.path.name.startswith(".") and one.read_at < time.time() - ABANDONED_S
-            if excess <= 0 and not is_left:
+        cached = sorted(self._cached(), key=lambda one: one.read_at)
+        excess = sum(one.size_bytes for one in cached) + needed_bytes - self._max_bytes
+        for one in cached:
+            is_abandoned = one.path.name.startswith(".") and one.read_at < time.time() - ABANDONED_S
+            if excess <= 0 and not is_abandoned:
                 continue
-            if (is_left or not one.path.name.startswith(".")) and self.remove(one.path):
+            if (is_abandoned or not one.path.name.startswith(".")) and self.remove(one.path):
                 excess -= one.size_bytes
 
     def remove(self, path: Path) -> bool:
-        """Remove a directory; False if it is being read."""
+        """Remove a directory; returns False if it is being read."""
         descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             return not path.exists()
-        gone = path.parent / f".{uuid.uuid4().hex}"
+        hidden = path.parent / f".{uuid.uuid4().hex}"
         try:
-            path.rename(gone)
+            path.rename(hidden)
         except FileNotFoundError:
             return True
         finally:
             os.close(descriptor)
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
         return True
 
-    def _kept(self) -> Iterator[_Kept]:
+    def _cached(self) -> Iterator[_CachedDirectory]:
         for kind in _directories(self.root):
             for path in _directories(kind):
                 try:
                     sizes = [file.stat().st_size for file in path.iterdir()]
-                    yield _Kept(path, sum(sizes), path.stat().st_mtime)
+                    yield _CachedDirectory(path, sum(sizes), path.stat().st_mtime)
                 except FileNotFoundError:  # it is being removed
                     continue
 
@@ -119,7 +119,7 @@ def _locked(path: Path, how: int) -> int | None:
             return None
         try:
             fcntl.flock(descriptor, how)
-            if _is_still(path, descriptor):
+            if _is_same_file(path, descriptor):
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
@@ -127,10 +127,10 @@ def _locked(path: Path, how: int) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the directory was replaced or removed meanwhile
+        os.close(descriptor)  # the directory was replaced or removed before it was locked
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Sealed directories: sets of files that are complete or absent, and file locks that end with their process.
 
-A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then is it
-renamed to its final, random name. After that its files never change, so copies may share them and readers can check
-them against the manifest. Knows nothing of what the files mean.
+A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and then it is
+renamed to its final, random name. Its files never change afterwards, so copies may share them and readers can verify
+them by the manifest. The contents of files are opaque.
 
 `Directories` are on a disk, `buckets.BucketDirectories` in a bucket.
 """
@@ -27,13 +27,13 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.storage.stores import fsync, make_private
 
 MANIFEST = "manifest.json"
-Facts = dict[str, tuple[int, str]]
+Manifest = dict[str, tuple[int, str]]
 """Files of a directory by name, with size in bytes and SHA-256 digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A directory that has its files, but not yet its final name."""
+    """A filled directory before its rename."""
 
     name: str
     hidden: Path
@@ -42,8 +42,8 @@ class Staged:
 class Directories:
     """Sealed directories below one root."""
 
-    is_far = False
-    """Whether placing a directory uploads it, which takes long."""
+    is_remote = False
+    """Whether `place` uploads the directory, which takes long."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -98,10 +98,10 @@ class Directories:
         seal(directory, durable=True)
 
     def copy(self, name: str) -> tuple[str, int]:
-        """Make a durable directory with the same files that outlives the first. Returns (name, bytes).
+        """Make a durable directory with the same files, independent of the first. Returns (name, bytes).
 
-        Files are hard links where the file system supports them, else copies. The manifest is shared too, so that
-        damage in the source is not certified as correct in the copy.
+        Files are hard links where the file system supports them, else copies. So is the manifest, so that damage in the
+        source is detected in the copy.
         """
         source = self._root / name
         self.check_sizes(name)
@@ -121,14 +121,14 @@ class Directories:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Path]:
-        """A path at which the files can be read, with verified contents, until the end of the block. Raises
+        """The path of a directory with verified files, which can be read until the end of the block. Raises
         CorruptFilesError, or UnreachableError if the bucket does not answer.
         """
         self.check(name)
         yield self.path(name)
 
     def file_path(self, name: str, file: str) -> Path | None:
-        """The path of a file, or None if it is kept in a bucket. `file` must be one of `files`."""
+        """The path of a file, or None if it is in a bucket. `file` must be one of `files`."""
         return self._root / name / file
 
     def open(self, name: str, file: str) -> IO[bytes]:
@@ -136,7 +136,7 @@ class Directories:
         return (self._root / name / file).open("rb")
 
     def files(self, name: str) -> dict[str, int]:
-        """The sizes of the files by name, from the manifest. Raises CorruptFilesError if that is not readable."""
+        """The sizes of the files by name, from the manifest. Raises CorruptFilesError if the manifest is unreadable."""
         return {file: size_bytes for file, (size_bytes, _) in self._manifest(name).items()}
 
     def digests(self, name: str) -> Mapping[str, tuple[int, str]]:
@@ -144,7 +144,7 @@ class Directories:
         return self._manifest(name)
 
     def check_sizes(self, name: str) -> None:
-        """A cheap check that finds missing and truncated files. Raises CorruptFilesError."""
+        """A cheap check for missing and truncated files. Raises CorruptFilesError."""
         for file, size_bytes in self.files(name).items():
             path = self._root / name / file
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size_bytes:
@@ -158,14 +158,14 @@ class Directories:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
 
-    def _manifest(self, name: str) -> Facts:
+    def _manifest(self, name: str) -> Manifest:
         try:
             return read_manifest((self._root / name / MANIFEST).read_bytes())
         except OSError as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
 
     def old(self, age_s: float) -> list[str]:
-        """Directories, finished or not, in which nothing was written for `age_s` seconds."""
+        """The names of directories, also incomplete ones, without writes for `age_s` seconds."""
         if not self._root.is_dir():
             return []
         before = time.time() - age_s
@@ -173,19 +173,19 @@ class Directories:
 
     def discard_all(self, names: Iterable[str], *, but: Collection[str]) -> list[str]:
         """Remove the directories of `names` that are not in `but`; returns their names."""
-        gone = [name for name in names if name not in but]
-        for name in gone:
+        discarded = [name for name in names if name not in but]
+        for name in discarded:
             self.discard(name)
-        return gone
+        return discarded
 
     def discard(self, name: str | None) -> None:
-        """Remove a directory that no row names; None is ignored."""
+        """Remove an unreferenced directory; None is ignored."""
         if name:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """A hidden directory beside `target` that is renamed to it at the end of the block, and removed on an error. Raises
     UserError if `target` exists.
     """
@@ -206,7 +206,7 @@ def appearing(target: Path) -> Iterator[Path]:
 def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
     """Lock `path` for this process until the result is closed; None if another process holds the lock.
 
-    The kernel releases the lock when the process dies. With `wait`, this waits until the lock is free.
+    The kernel releases the lock when the process dies. With `wait`, waits for the lock.
     """
     make_private(path.parent)
     file = path.open("ab")
@@ -219,33 +219,33 @@ def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 
 def seal(directory: Path, *, durable: bool) -> None:
-    """Write the manifest of the files in `directory`; with `durable`, fsync everything."""
-    facts: Facts = {}
+    """Write the manifest of the files in `directory`; with `durable`, fsync them and the manifest."""
+    manifest: Manifest = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if durable:
                 os.fsync(file.fileno())
-        facts[path.name] = path.stat().st_size, digest
-    write_manifest(directory, facts)
+        manifest[path.name] = path.stat().st_size, digest
+    write_manifest(directory, manifest)
     if durable:
         fsync(directory / MANIFEST)
 
 
-def write_manifest(directory: Path, facts: Facts) -> None:
-    (directory / MANIFEST).write_text(manifest_text(facts))
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    (directory / MANIFEST).write_text(manifest_text(manifest))
 
 
-def manifest_text(facts: Facts) -> str:
-    files = {file: {"bytes": size_bytes, "sha256": sha256} for file, (size_bytes, sha256) in facts.items()}
+def manifest_text(manifest: Manifest) -> str:
+    files = {file: {"bytes": size_bytes, "sha256": sha256} for file, (size_bytes, sha256) in manifest.items()}
     return json.dumps({"format": 1, "files": files}, indent=1)
 
 
-def read_manifest(text: bytes) -> Facts:
+def read_manifest(text: bytes) -> Manifest:
     """Parse a manifest. Raises CorruptFilesError if it is malformed or names a file outside its directory."""
     try:
         files = json.loads(text)["files"]
-        found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
+        found = {file: (int(entry["bytes"]), str(entry["sha256"])) for file, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
     if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
@@ -254,8 +254,8 @@ def read_manifest(text: bytes) -> Facts:
 
 
 def _newest(directory: Path) -> float:
-    """When a directory was last written to; the files that a copy shares are older than the copy."""
+    """The time of a directory's last write, including its own: files that a copy shares are older than the copy."""
     try:
         return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-    except FileNotFoundError:  # being removed, or just renamed
+    except FileNotFoundError:  # removed or renamed concurrently
         return time.time()

@@ -1,10 +1,10 @@
-"""Encryption of exported files to age recipients (age-encryption.org), by the library pyrage.
+"""Encryption of exported files to age recipients (age-encryption.org), implemented with pyrage.
 
-A recipient is a native key (`age1...`) or an SSH public key. Knows nothing of checkpoints; keeps no key.
+A recipient is a native key (`age1...`) or an SSH public key. No key is stored.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# pyrage is an extension module without type information.
+# pyrage is an extension module without type annotations.
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIX = ".age"
 
 
 def read_recipients(texts: Sequence[str]) -> list[object]:
-    """Parse the recipients. Raises UserError that names the one that is invalid."""
+    """Parse the recipients. Raises UserError that names the invalid one."""
     recipients: list[object] = []
     for index, text in enumerate(texts):
         kind = pyrage.x25519.Recipient if text.startswith("age1") else pyrage.ssh.Recipient
@@ -34,7 +34,7 @@ def read_recipients(texts: Sequence[str]) -> list[object]:
 
 
 def encrypt_files(directory: Path, texts: Sequence[str]) -> None:
-    """Replace every file in `directory` by an encrypted one with the suffix .age."""
+    """Replace every file in `directory` by an encrypted file with the suffix .age."""
     recipients = read_recipients(texts)
     for path in sorted(directory.iterdir()):
         pyrage.encrypt_file(str(path), str(path) + SUFFIX, recipients)

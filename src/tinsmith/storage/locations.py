@@ -1,8 +1,7 @@
-"""Locations (paths and URLs) of settings and jobs: the store of each, patterns, and what a process may open.
+"""Locations (paths and URLs) of settings and jobs: their stores, glob patterns and access restrictions.
 
 A location is a path or a URL: `dir/file`, `file:///dir/file`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `memory://NAME/KEY`.
 `open_store(location)` returns the store and the key in it. `confine` restricts the process to some locations.
-Knows nothing of directories and caches.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _confines: tuple[str, ...] | None = None
 
 
 def confine(roots: Iterable[str]) -> None:
-    """From now on, refuse to open locations in this process that are not at or below `roots`, with links resolved."""
+    """Restrict this process to locations at or below `roots`, after links are resolved."""
     global _confines
     _confines = tuple(roots)
 
 
 def is_below(location: str, roots: Iterable[str]) -> bool:
-    """Whether a location is a root or below one after `..` and links are resolved. It need not exist."""
-    given = _resolved(location)
+    """Whether a location, which need not exist, is at or below a root after `..` and links are resolved."""
+    found = _resolved(location)
     return any(
-        given[:2] == root[:2] and (given[2] == root[2] or not root[2] or given[2].startswith(f"{root[2]}/"))
+        found[:2] == root[:2] and (found[2] == root[2] or not root[2] or found[2].startswith(f"{root[2]}/"))
         for root in map(_resolved, roots)
     )
 
@@ -37,7 +36,7 @@ def _resolved(location: str) -> tuple[str, str, str]:
     scheme, bucket, key = split(location)
     if scheme == "file":
         return scheme, bucket, os.path.realpath(key).rstrip("/")
-    # A key is not a path: programs disagree on what `..` in it means, so such a key counts as the whole bucket.
+    # A key is not a path: programs interpret `..` in it differently, so such a key counts as the whole bucket.
     return scheme, bucket, "" if ".." in key.split("/") else key.rstrip("/")
 
 
@@ -46,7 +45,7 @@ def open_store(location: str) -> tuple[Store, str]:
     a location that this process may not open."""
     scheme, bucket, key = split(location)
     if _confines is not None and not is_below(location, _confines):
-        raise ForbiddenError(f"{location!r} is not below what this bulk job may read and write")
+        raise ForbiddenError(f"{location!r} is outside the locations that this bulk job may read and write")
     if scheme == "file":
         return _local, key
     return _bucket_store(scheme, bucket), key
@@ -59,7 +58,7 @@ def open_object(location: str) -> IO[bytes]:
 
 
 def locations(pattern: str) -> list[str]:
-    """The sorted locations that match a pattern with `*`, `?`, `[...]` or a final slash; else the location alone."""
+    """The sorted locations that match a pattern with `*`, `?`, `[...]` or a final slash; else `[pattern]`."""
     from fnmatch import fnmatchcase
 
     if not any(mark in pattern for mark in "*?[") and not pattern.endswith("/"):
@@ -79,7 +78,7 @@ def locations(pattern: str) -> list[str]:
 
 
 def _hidden(name: str) -> bool:
-    """Whether a name is a hidden or temporary file rather than data."""
+    """Whether a name is that of a hidden or temporary file."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 

@@ -3,10 +3,8 @@
 Invariants:
 - An object is complete or absent, also after a crash.
 - A write is durable when it returns; on the local disk the file and its directory are fsynced.
-- `put_create` and an exclusive writer never replace an object. (Except for multipart uploads: there an exclusive writer
-  checks once more before it completes, and of two that check at the same moment the later one wins.)
-
-Knows nothing of rows and formats.
+- `put_create` and an exclusive writer never replace an object. Exception: for a multipart upload, an exclusive writer
+  checks again before it completes; of two writers that check at the same moment, the later one wins.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from urllib.parse import unquote, urlsplit
 from tinsmith.errors import CorruptFilesError, UserError
 
 CHUNK_BYTES = 1024 * 1024
-# Larger objects are uploaded in pieces of this size, and one piece of an object is in memory at a time.
+# Larger objects are uploaded in pieces of this size, one piece in memory at a time.
 PIECE_BYTES = 8 * CHUNK_BYTES
 SCHEMES = ("file", "s3", "gs", "memory")
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
-"""Retries of a request to a bucket, with back-off: about ten seconds in all."""
+"""Retries of a request to a bucket, with back-off: about ten seconds in total."""
 
 
 class ObjectInfo(NamedTuple):
@@ -41,7 +39,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One object of a listing; `modified_at` is in epoch seconds of the store's clock."""
+    """One object of a listing; `modified_at` is in seconds since the epoch by the store's clock."""
 
     key: str
     size: int
@@ -53,13 +51,16 @@ class Writer(Protocol):
 
 
 class Source(NamedTuple):
-    """One piece of a `concat`: its key and expected digest."""
+    """One piece of a `concat`: an object, or `size` bytes of it from `start` on, and their expected digest."""
 
     store: Store
     key: str
     sha256: str
     skip: int = 0
-    """Bytes at the beginning of the piece that are left out of the result."""
+    """Bytes at the beginning of the piece that are omitted from the result."""
+    start: int = 0
+    size: int | None = None
+    """None: the whole object. A part of an object is read at once."""
 
 
 class Store(ABC):
@@ -75,7 +76,7 @@ class Store(ABC):
 
     @abstractmethod
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes of each `(start, end)`, the end excluded."""
+        """The bytes of each `(start, end)`; `end` is exclusive."""
 
     @abstractmethod
     def chunks(self, key: str) -> Iterator[bytes]:
@@ -91,15 +92,15 @@ class Store(ABC):
 
     @abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """All objects below a directory, in no order."""
+        """All objects below a directory, unordered."""
 
     def list(self, prefix: str) -> Iterator[str]:
-        """The keys of all objects below a directory, in no order."""
+        """The keys of all objects below a directory, unordered."""
         return (entry.key for entry in self.entries(prefix))
 
     @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Delete the objects; missing ones are no error."""
+        """Delete the objects; missing ones are ignored."""
 
     @abstractmethod
     def open_writer(
@@ -113,7 +114,7 @@ class Store(ABC):
     def copy(self, source: str, target: str) -> None: ...
 
     def share(self, source: str, target: str) -> None:
-        """Copy an object that is never changed under either name; a hard link where the store has them."""
+        """Copy an object that never changes under either name; by a hard link where possible."""
         self.copy(source, target)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
@@ -146,9 +147,9 @@ class Store(ABC):
     def concat(
         self, sources: Iterable[Source], key: str, *, head: bytes = b"", staging: str | None = None, exclusive: bool
     ) -> tuple[int, str]:
-        """Write `head` and the sources one after the other; returns the size and SHA-256 of the whole.
+        """Write `head` and then the sources; returns the size and SHA-256 of the whole.
 
-        Raises CorruptFilesError, with nothing visible, if a source differs from its digest."""
+        Raises CorruptFilesError, without writing the object, if a source differs from its digest."""
         digest, size = hashlib.sha256(head), len(head)
         with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
             writer.write(head)
@@ -163,7 +164,11 @@ class Store(ABC):
 def verified(source: Source) -> Iterator[memoryview]:
     """The bytes of a source. Raises CorruptFilesError at its end if they differ from its digest."""
     digest, skip = hashlib.sha256(), source.skip
-    for chunk in source.store.chunks(source.key):
+    if source.size is None:
+        chunks = source.store.chunks(source.key)
+    else:
+        chunks = iter([source.store.get_range(source.key, source.start, source.start + source.size)])
+    for chunk in chunks:
         digest.update(chunk)
         piece = memoryview(chunk)[skip:]
         skip = max(0, skip - len(chunk))
@@ -184,7 +189,7 @@ class LocalStore(Store):
         except FileExistsError:
             if Path(key).read_bytes() != data:
                 raise
-            fsync(os.path.dirname(key))  # the process that stored it may have died before its fsync
+            fsync(os.path.dirname(key))  # the process that wrote it may have died before its fsync
         return None
 
     def put(self, key: str, data: bytes) -> str | None:
@@ -298,7 +303,7 @@ def join(directory: str, name: str) -> str:
     return f"{directory.rstrip('/')}/{name}"
 
 
-# Random once for each process: a system call for each file of a short batch would be measurable.
+# Random per process, since a system call for each file of a short batch would be measurable.
 _PROCESS = uuid.uuid4().hex
 _numbers = itertools.count()
 

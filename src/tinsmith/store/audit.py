@@ -1,8 +1,8 @@
 """The audit log: which changes were made to a tenant's resources, and when.
 
-Append-only until the retention ends. An entry is written in the transaction of its change, or right after it, so failed
-and repeated requests leave none. Details are ids, paths and names of operations, never keys, bodies or metadata.
-Training and sampling have no entries; `usage` counts them.
+Append-only until entries expire. An entry is written in the transaction of its change, or right after it, so failed and
+repeated requests leave none. Details are ids, paths and names of operations, never keys, bodies or metadata. Training
+and sampling are not logged; `usage` counts them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT
 
 MAX_ENTRIES = 10_000
-"""The limit of entries in one answer; of a day with more, the newest."""
+"""Most entries in one answer; the newest ones are returned."""
 
-# What the SDK asks for by name -> how the events of it begin.
+# The SDK's name of a category -> the prefixes of its events.
 PREFIXES: Mapping[str, tuple[str, ...]] = {
     "all": ("",),
     "checkpoints": ("checkpoint_",),
@@ -59,5 +59,5 @@ class Audit:
 
 
 def entry(tenant_id: str, event: str, details: Mapping[str, object]) -> sa.Executable:
-    """A statement for the transaction of the change itself. An event is called `{noun}_{what happened}`."""
+    """A statement for the transaction of the change. An event is named `{noun}_{past participle}`."""
     return AUDIT.insert().values(tenant_id=tenant_id, event=event, details=dict(details), created_at=now())

@@ -2,8 +2,8 @@
 
 A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. `storage` generates the
 directory names, never from client text. States: pending -> completed | failed; only completed checkpoints are visible,
-until they expire. Files are durable before the row is completed. Each directory belongs to one row, a copy has its own,
-and directories that no row names are swept.
+until they expire. Files are durable before the row is completed. Each directory belongs to one row; a copy has its own.
+Unreferenced directories are swept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinsmith.store.models import ids_of_project
 from tinsmith.types import LoraSpec
 
 KINDS = ("weights", "sampler_weights", "external_weights")
-_SCANNED_AT_A_TIME = 500
+_SCAN_ROWS = 500
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -42,7 +42,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """With `keep_last`, its completion lets older private ones of its run and kind expire, all but so many in all."""
+    """With `keep_last`, its completion expires older private checkpoints of its run and kind beyond that number."""
 
     ref: CheckpointRef
     tenant_id: str
@@ -69,6 +69,7 @@ class Checkpoint:
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    lora_alpha: float
     optimizer_type: str
     public: bool
     user_metadata: Mapping[str, str] | None
@@ -81,12 +82,12 @@ class Checkpoint:
 
     @property
     def lora(self) -> LoraSpec:
-        return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed)
+        return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed, self.lora_alpha)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSearch:
-    """`after` is the time and the directory of the last checkpoint of the page before; None filters nothing."""
+    """`after` is the time and the directory of the previous page's last checkpoint; a filter of None is off."""
 
     kinds: Sequence[str]
     limit: int
@@ -97,7 +98,7 @@ class CheckpointSearch:
 
 
 def parse_path(text: str, field: str = "path") -> CheckpointRef:
-    """Parse a tinker:// path from this field of a request. Raises UserError."""
+    """Parse a tinker:// path from the named field of a request. Raises UserError."""
     prefix, _, rest = text.partition("://")
     parts = rest.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
@@ -119,16 +120,16 @@ def check_name(name: str) -> str:
 
 class Checkpoints:
     def __init__(self, db: Database, files: Directories, keep_last: int = 0) -> None:
-        """`keep_last` is that of saves that say none."""
+        """`keep_last` is the default of saves."""
         self._db = db
         self.files = files
         self.keep_last = keep_last
 
-    # Reading, for the server and the engine.
+    # Reads by the server and the engine.
 
     def get(self, tenant_id: str, ref: CheckpointRef, *, granted_by: str | None = None) -> Checkpoint:
-        """A completed, unexpired checkpoint that the tenant may read: its own, a published one, or one of the tenant
-        `granted_by`. Raises NotFoundError.
+        """A completed, unexpired checkpoint that the tenant may read: its own, a published one, or one owned by the
+        tenant `granted_by`. Raises NotFoundError.
         """
         checkpoint = self.find(ref)
         if checkpoint is None or not (checkpoint.tenant_id in (tenant_id, granted_by) or checkpoint.public):
@@ -142,7 +143,7 @@ class Checkpoints:
     def page(
         self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
-        """A page of the tenant's checkpoints (of one project), newest first, and how many there are."""
+        """A page of the tenant's checkpoints (of one project), newest first, and their total."""
         mine = CHECKPOINTS.c.tenant_id == tenant_id
         if project_id is not None:
             mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
@@ -156,13 +157,13 @@ class Checkpoints:
         while len(found) <= search.limit:
             some = self._scan(tenant_id, search, after)
             found += [each for each in some if search.user_metadata.items() <= (each.user_metadata or {}).items()]
-            if len(some) < _SCANNED_AT_A_TIME:
+            if len(some) < _SCAN_ROWS:
                 break
             after = (some[-1].created_at, some[-1].directory or "")
         return found[: search.limit], len(found) > search.limit
 
     def _scan(self, tenant_id: str, search: CheckpointSearch, after: tuple[float, str] | None) -> list[Checkpoint]:
-        """The next checkpoints that pass the filters which SQL evaluates alike on every database."""
+        """The next checkpoints that pass the filters that SQL evaluates in the same way on every database."""
         created_at, directory = CHECKPOINTS.c.created_at, CHECKPOINTS.c.directory
         mine = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)
         if search.base_models is not None:
@@ -172,17 +173,17 @@ class Checkpoints:
             mine = mine & sa.or_(sa.false(), *of_projects)
         if after is not None:
             mine = mine & ((created_at < after[0]) | ((created_at == after[0]) & (directory < after[1])))
-        query = _newest_first(mine).order_by(directory.desc()).limit(_SCANNED_AT_A_TIME)
+        query = _newest_first(mine).order_by(directory.desc()).limit(_SCAN_ROWS)
         return [Checkpoint(**row._mapping) for row in self._db.rows(query)]
 
     def created_at(self, tenant_id: str, directory: str) -> float | None:
-        """When the tenant's checkpoint with this directory was made; None if there is none."""
+        """The creation time of the tenant's checkpoint with this directory; None if it does not exist."""
         mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.directory == directory)
         return self._db.scalar(sa.select(CHECKPOINTS.c.created_at).where(mine))
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
-        """A directory in which its files can be read until the end of the block, verified against the manifest. Raises
+        """The checkpoint's directory, verified against the manifest and readable until the end of the block. Raises
         CorruptFilesError, and NotFoundError if the checkpoint was deleted or overwritten.
         """
         assert checkpoint.directory is not None
@@ -190,10 +191,10 @@ class Checkpoints:
             try:
                 path = stack.enter_context(self.files.reading(checkpoint.directory))
             except CorruptFilesError as error:
-                raise self._gone_or_damaged(checkpoint, error) from error
+                raise self._read_error(checkpoint, error) from error
             yield path
 
-    def _gone_or_damaged(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
+    def _read_error(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
         found = self.find(checkpoint.ref)
         if found is None or found.directory != checkpoint.directory:
             return NotFoundError(f"checkpoint {checkpoint.ref.path!r} was deleted or overwritten meanwhile")
@@ -204,13 +205,13 @@ class Checkpoints:
         row = self._db.first(sa.select(CHECKPOINTS).where(_is(ref), visible()))
         return None if row is None else Checkpoint(**row._mapping)
 
-    # Changing, for the server.
+    # Changes by the server.
 
     def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
-        """Delete the tenant's own checkpoint, files too."""
+        """Delete the tenant's own checkpoint with its files."""
         mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         with self._db.write() as connection:
-            # Looked up in the same transaction: an overwrite in between would leave its files behind.
+            # In the same transaction: an overwrite in between would leave its files behind.
             row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine).with_for_update()).one_or_none()
             if row is None:
                 raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
@@ -223,7 +224,7 @@ class Checkpoints:
         self._db.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
 
     def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
-        """Publish or unpublish; returns whether that changed anything. A repetition is no error, since the SDK would
+        """Publish or unpublish; returns whether the state changed. A repetition is not an error, since the SDK would
         retry a 409 for minutes.
         """
         self._check_own(tenant_id, ref)
@@ -232,7 +233,7 @@ class Checkpoints:
 
     def _check_own(self, tenant_id: str, ref: CheckpointRef) -> None:
         if self.get(tenant_id, ref).tenant_id != tenant_id:
-            raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
+            raise NotFoundError(f"checkpoint {ref.path!r} belongs to another tenant")
 
     def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable, *effects: sa.Executable) -> bool:
         """Copy the files and `add` the copy. Raises NotFoundError if the source was deleted or overwritten."""
@@ -240,14 +241,14 @@ class Checkpoints:
         try:
             directory, size_bytes = self.files.copy(source.directory)
         except CorruptFilesError as error:
-            raise self._gone_or_damaged(source, error) from error
+            raise self._read_error(source, error) from error
         return self.add(new, directory, size_bytes, run, *effects)
 
     def add(
         self, new: NewCheckpoint, directory: str, size_bytes: int, run: sa.Executable, *effects: sa.Executable
     ) -> bool:
         """Add a checkpoint whose files are complete, in one transaction with `run`, which inserts its training run, and
-        `effects`. False, and nothing remains, if that run exists.
+        `effects`. If the run exists, discards the files and returns False.
         """
         try:
             with self._db.write() as connection:
@@ -261,30 +262,30 @@ class Checkpoints:
         return True
 
     def sweep_expired(self) -> list[Checkpoint]:
-        """Delete what has outlived its TTL."""
+        """Delete expired checkpoints, and return them."""
         expired = CHECKPOINTS.c.expires_at < now()
         swept = []
         for checkpoint in [Checkpoint(**row._mapping) for row in self._db.rows(sa.select(CHECKPOINTS).where(expired))]:
-            # Unless it was overwritten in the meantime.
+            # The condition is repeated, because the checkpoint may have been overwritten.
             if self._db.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired)):
                 self.files.discard(checkpoint.directory)
                 swept.append(checkpoint)
         return swept
 
     def sweep_directories(self, age_s: float) -> list[str]:
-        """Delete directories that no row names and in which nothing was written for `age_s` seconds: those of
-        interrupted saves and deletions.
+        """Delete the unreferenced directories that interrupted saves and deletions left behind: those without writes
+        for `age_s` seconds. Returns their names.
         """
-        candidates = self.files.old(age_s)  # before the rows are read: a row that is added later names a newer one
-        named = set(self._db.scalars(sa.select(CHECKPOINTS.c.directory)))
-        return self.files.discard_all(candidates, but=named)
+        candidates = self.files.old(age_s)  # before the rows are read: rows added later name newer directories
+        referenced = set(self._db.scalars(sa.select(CHECKPOINTS.c.directory)))
+        return self.files.discard_all(candidates, but=referenced)
 
-    # Writing, for the engine.
+    # Saves by the engine.
 
     def begin(self, new: NewCheckpoint, *, overwrite: bool) -> str | None:
         """Claim the name before the first byte is written. Raises CheckpointExistsError.
 
-        Returns the directory that the completion will leave behind, if it replaces a checkpoint.
+        Returns the directory of the checkpoint that the completion will replace, if any.
         """
         columns = CHECKPOINTS.c.state, CHECKPOINTS.c.directory, CHECKPOINTS.c.expires_at
         with self._db.write() as connection:
@@ -308,8 +309,8 @@ class Checkpoints:
 
 
 def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[sa.Executable]:
-    """Statements for the transaction that settles the save. They replace the earlier checkpoint of this name with its
-    TTL and metadata; the new one is private.
+    """Statements for the transaction that settles the save. They replace the earlier checkpoint of this name, including
+    its TTL and metadata; the new one is private.
     """
     values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
     statements: list[sa.Executable] = [
@@ -326,7 +327,7 @@ def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[
 
 
 def failure(ref: CheckpointRef, error: str) -> sa.Executable:
-    """A statement for the transaction that settles a save which failed."""
+    """A statement for the transaction that settles a failed save."""
     return CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
 
 
@@ -343,7 +344,7 @@ def _newest_first(where: sa.ColumnElement[bool]) -> sa.Select:
 
 
 def visible() -> sa.ColumnElement[bool]:
-    """Completed and not expired."""
+    """The condition that a checkpoint is completed and not expired."""
     unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
     return (CHECKPOINTS.c.state == "completed") & unexpired
 
@@ -358,6 +359,7 @@ def _row(new: NewCheckpoint) -> dict[str, object]:
         "train_attn": new.lora.train_attn,
         "train_mlp": new.lora.train_mlp,
         "train_unembed": new.lora.train_unembed,
+        "lora_alpha": new.lora.alpha,
         "optimizer_type": new.optimizer_type,
         "public": False,
         "user_metadata": new.user_metadata,

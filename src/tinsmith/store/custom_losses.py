@@ -1,7 +1,7 @@
 """Custom losses as clients sent them: immutable definitions, opaque bytes here (`wire` parses them).
 
 A loss belongs to a session and is named `{session_id}:loss:{custom_loss_seq_id}`, so a repeated creation finds the
-first one. It outlives its session as long as a replay may refer to it.
+first one. It is kept after its session has ended, as long as a replay may refer to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.store.models import LOADED
 
 MAX_DEFINITION_BYTES = 1 << 20
 MAX_LOSSES = 1024
-"""Of one session."""
+"""Most losses of one session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class CustomLosses:
         row = self._db.first(_FIND, {"loss_id": loss_id})
         if row is None or row.session_id != session_id:
             raise NotFoundError(
-                f"loss_id {loss_id[:128]!r} is no custom loss of session {session_id!r}; create it there first"
+                f"loss_id {loss_id[:128]!r} is not a custom loss of session {session_id!r}; create it there first"
             )
         return zstandard.ZstdDecompressor().decompress(row.definition)
 
     def sweep(self, closed_before: float) -> int:
-        """Forget the losses of sessions closed before `closed_before` that nothing can refer to any more."""
+        """Delete the losses of sessions closed before `closed_before` without loaded models or pending requests."""
         loaded = sa.exists().where(MODELS.c.session_id == SESSIONS.c.session_id, MODELS.c.state.in_(LOADED))
         waiting = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state == "pending")
         over = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < closed_before, ~loaded, ~waiting)

@@ -1,19 +1,20 @@
-"""Captured exchanges: what an agent's requests were answered with, as tokens, merged into trajectories.
+"""Captured exchanges: the tokens of an agent's requests and their answers, merged into trajectories.
 
 An exchange is one prompt and one sampled answer, with the answer's logprobs and the weight version that sampled it: the
 path of a checkpoint, or the base model. It belongs to a capture session, which the client names, and is deleted
 `KEPT_S` after it was recorded.
 
-`merged` makes trajectories of the exchanges of a session, in their order. An exchange whose prompt begins with all
-tokens of a trajectory continues it; the longest such trajectory counts. Any other begins a trajectory, so that forks
-are kept apart, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the reward of
-its first exchange.
+`merged` merges the exchanges of a session, in their order, into trajectories. An exchange whose prompt begins with all
+tokens of a trajectory continues the longest such trajectory; any other exchange begins a new one. So forks are separate
+trajectories, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the reward of its
+first exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import sqlalchemy as sa
@@ -27,7 +28,7 @@ from tinsmith.types import F32, I32, SampleResult
 KEPT_S = 7 * 86400.0
 _PREFIX = "traj-"
 MAX_EXCHANGES = 10_000
-"""Of one session, that are merged."""
+"""Most exchanges of one session that can be merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Exchange:
 
 @dataclass(slots=True)
 class Trajectory:
-    """`tokens` with, for each, whether it was sampled, its logprob (0 where it was not) and, in `versions`, the weight
-    versions that sampled, in their order.
+    """`sampled` and `logprobs` (0 where not sampled) are per token; `versions` are the weight versions that sampled, in
+    their order.
     """
 
     trajectory_id: str
@@ -61,7 +62,7 @@ class Trajectory:
     stop_reason: str = ""
 
     def add(self, exchange: Exchange) -> None:
-        """One more exchange, whose prompt begins with all tokens so far."""
+        """Add an exchange whose prompt begins with all tokens so far."""
         new, answer = exchange.prompt_T[len(self.tokens) :].tolist(), exchange.tokens_T.tolist()
         self.tokens += [*new, *answer]
         self.sampled += [False] * len(new) + [True] * len(answer)
@@ -72,7 +73,7 @@ class Trajectory:
 
 
 def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
-    """The trajectories of one session's exchanges, in the order of their first ones."""
+    """The trajectories of one session's exchanges, in the order of their first exchanges."""
     found: list[Trajectory] = []
     ends: dict[bytes, list[Trajectory]] = {}  # by all tokens so far
     lengths: set[int] = set()
@@ -104,8 +105,10 @@ class Exchanges:
         version: str,
         prompts: Sequence[Sequence[int]],
         results: Sequence[SampleResult],
+        digests: Sequence[str] | None = None,
     ) -> None:
-        """The answers of one request: each sequence is an exchange."""
+        """Record each sequence of one request's results as an exchange. `digests` identify the chats that they end."""
+        numbered = count()
         rows = [
             {
                 "tenant_id": tenant_id,
@@ -115,6 +118,7 @@ class Exchanges:
                 "tokens": _packed(sequence.tokens_T.astype("<i4")),
                 "logprobs": _packed(sequence.logprobs_T.astype("<f4")),
                 "stop_reason": sequence.stop_reason,
+                "digest": None if digests is None else digests[next(numbered)],
                 "created_at": now(),
             }
             for prompt, result in zip(prompts, results, strict=True)
@@ -123,16 +127,32 @@ class Exchanges:
         with self._db.write() as connection:
             connection.execute(EXCHANGES.insert(), rows)
 
+    def answered(self, tenant_id: str, session: str, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
+        """The index of the first digest of a recorded chat, with the chat's prompt and its newest answer."""
+        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        digest, number = EXCHANGES.c.digest, EXCHANGES.c.exchange_id
+        newest = sa.select(digest, sa.func.max(number)).where(mine, digest.in_(digests)).group_by(digest)
+        found = {row[0]: row[1] for row in self._db.rows(newest)}
+        index = next((index for index, digest in enumerate(digests) if digest in found), None)
+        if index is None:
+            return None
+        query = sa.select(EXCHANGES.c.prompt, EXCHANGES.c.tokens)
+        row = self._db.first(query.where(EXCHANGES.c.exchange_id == found[digests[index]]))
+        if row is None:
+            return None
+        prompt_T, tokens_T = (np.frombuffer(_unpacked(packed), "<i4") for packed in row)
+        return index, prompt_T, tokens_T
+
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
-        """Raises UserError if the session has more exchanges than are merged."""
+        """The merged trajectories. Raises UserError if the session has more than MAX_EXCHANGES exchanges."""
         mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
         query = sa.select(*columns).where(mine).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES + 1)
         rows = self._db.rows(query)
         if len(rows) > MAX_EXCHANGES:
             raise UserError(
-                f"session {session[:80]!a} has more than {MAX_EXCHANGES} exchanges, which are too many to merge; give "
-                "each conversation a session of its own"
+                f"session {session[:80]!a} has more than {MAX_EXCHANGES} exchanges, too many to merge; use a separate "
+                "session for each conversation"
             )
         return merged(_exchange(row._mapping) for row in rows)
 
@@ -144,15 +164,15 @@ class Exchanges:
         return found[:limit], len(found) > limit
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> None:
-        """Of trajectories by id. Raises NotFoundError, and changes nothing, if one does not exist."""
+        """Set the rewards of trajectories by id. Raises NotFoundError, and changes nothing, if one does not exist."""
         with self._db.write() as connection:
             for trajectory_id, reward in rewards.items():
                 number = trajectory_id.removeprefix(_PREFIX)
                 if not (number.isascii() and number.isdigit() and len(number) < 19):
-                    raise NotFoundError(f"there is no trajectory {trajectory_id[:80]!a}")
+                    raise NotFoundError(f"trajectory {trajectory_id[:80]!a} does not exist")
                 mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.exchange_id == int(number))
                 if connection.execute(EXCHANGES.update().where(mine).values(reward=reward)).rowcount != 1:
-                    raise NotFoundError(f"there is no trajectory {trajectory_id!a}")
+                    raise NotFoundError(f"trajectory {trajectory_id!a} does not exist")
 
     def delete(self, tenant_id: str, session: str) -> int:
         mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)

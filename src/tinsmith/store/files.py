@@ -1,11 +1,9 @@
-"""Files that tenants upload and files that the server produces: a row each, and bytes below one directory or prefix.
+"""Files that tenants upload or the server produces. Each has a row, and its bytes below one directory or prefix.
 
 Invariants:
 - Bytes are durable before their row exists, and never change afterwards. Bytes without a row are swept.
-- A file is visible to its tenant only, and to no tenant once it has expired.
+- A file is visible only to its tenant, until it expires.
 - The id of a produced file is derived, so producing it again after a crash gives the same file.
-
-Knows nothing of contents, of HTTP and of the batches that use files.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Bytes that have no row yet."""
+    """Stored bytes without a row."""
 
     file_id: str
     size_bytes: int
@@ -62,7 +60,7 @@ def new_id() -> str:
 
 
 def derived_id(owner: str, name: str) -> str:
-    """The id of a file that the server makes: the same for the same owner and name."""
+    """The id of a file that the server produces: the same for the same owner and name."""
     return f"file-{hashlib.sha256(f'{owner}:{name}'.encode()).hexdigest()[:32]}"
 
 
@@ -76,9 +74,7 @@ class Files:
         return join(self._root, file_id)
 
     def path(self, file_id: str) -> Path | None:
-        """Where a file's bytes are on this disk; None where they are in a bucket. `file_id` is one that this server
-        made.
-        """
+        """The path of a file on this disk; None in a bucket. `file_id` must be one that this server generated."""
         return Path(self._key(file_id)) if self._is_local else None
 
     def open(self, file_id: str) -> IO[bytes]:
@@ -86,7 +82,7 @@ class Files:
         return self._store.open(self._key(file_id))
 
     def store(self, file_id: str, pieces: Iterable[bytes]) -> StoredBytes:
-        """Write bytes and make them durable; what was there under this id is replaced."""
+        """Write bytes durably, replacing earlier ones of this id."""
         if self._is_local:
             make_private(Path(self._root))
         digest, size_bytes = hashlib.sha256(), 0
@@ -98,13 +94,13 @@ class Files:
         return StoredBytes(file_id, size_bytes, digest.hexdigest())
 
     def share(self, file_id: str, location: str) -> None:
-        """The bytes under one more name, in the same store, which outlives this one. Raises FileNotFoundError."""
+        """Give the bytes a second name in the same store, which outlives the first. Raises FileNotFoundError."""
         self._store.share(self._key(file_id), open_store(location)[1])
 
     def add(
         self, tenant_id: str, stored: StoredBytes, filename: str, purpose: str, expires_after_s: float | None
     ) -> File:
-        """The row of bytes that are stored."""
+        """Add the row of stored bytes."""
         at = now()
         expires_at = None if expires_after_s is None else at + expires_after_s
         with self._db.write() as connection:
@@ -116,13 +112,13 @@ class Files:
         query = sa.select(*_COLUMNS).where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id, _alive())
         row = self._db.first(query)
         if row is None:
-            raise NotFoundError(f"there is no file {file_id[:80]!a}; it may have been deleted, or have expired")
+            raise NotFoundError(f"file {file_id[:80]!a} does not exist; it may have been deleted, or have expired")
         return File(*row)
 
     def listing(
         self, tenant_id: str, limit: int, *, after: str | None, ascending: bool, purpose: str | None
     ) -> tuple[list[File], bool]:
-        """A page, newest first unless `ascending`, and whether there are more. Raises NotFoundError for `after`."""
+        """A page, newest first unless `ascending`, and whether more follow. Raises NotFoundError for `after`."""
         query = sa.select(*_COLUMNS).where(UPLOADS.c.tenant_id == tenant_id, _alive())
         if purpose is not None:
             query = query.where(UPLOADS.c.purpose == purpose)
@@ -140,23 +136,23 @@ class Files:
         self.discard(file_id)
 
     def discard(self, file_id: str) -> None:
-        """Delete bytes that no row names."""
+        """Delete bytes without a row."""
         self._store.delete_many([self._key(file_id)])
 
     def sweep_expired(self) -> list[str]:
-        """Delete the files whose time is over; returns their ids."""
-        expired = sa.select(_ID).where(UPLOADS.c.expires_at <= now()).limit(PAGE)
+        """Delete expired files; returns their ids."""
+        query = sa.select(_ID).where(UPLOADS.c.expires_at <= now()).limit(PAGE)
         with self._db.write() as connection:
-            gone = list(connection.scalars(expired))
-            if gone:
-                connection.execute(UPLOADS.delete().where(_ID.in_(gone)))
-        for file_id in gone:
+            expired = list(connection.scalars(query))
+            if expired:
+                connection.execute(UPLOADS.delete().where(_ID.in_(expired)))
+        for file_id in expired:
             self.discard(file_id)
-        return gone
+        return expired
 
-    def sweep_unnamed(self, age_s: float) -> list[str]:
-        """Delete bytes that no row names and that were not written to for `age_s` seconds."""
-        old = list(self._old(age_s))  # before the rows are read: a row that is added names newer bytes
+    def sweep_unreferenced(self, age_s: float) -> list[str]:
+        """Delete bytes without a row and without writes for `age_s` seconds; returns their ids."""
+        old = list(self._old(age_s))  # before the rows are read: rows added later name newer bytes
         swept: list[str] = []
         for start in range(0, len(old), PAGE):
             names = old[start : start + PAGE]
@@ -183,7 +179,7 @@ def add_row(
     purpose: str,
     expires_at: float | None,
 ) -> None:
-    """In a transaction that others share; nothing where the row is there already."""
+    """Add the row in the caller's transaction, unless it exists."""
     row = {
         "file_id": stored.file_id,
         "tenant_id": tenant_id,

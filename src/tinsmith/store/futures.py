@@ -1,20 +1,19 @@
 """Futures: the durable queue between server and engines, and the write-ahead log from which model state is rebuilt.
 
-States: pending -> done | failed; refused is a request that was invalid at admission and is settled when it is stored.
+States: pending -> done | failed; a request that is invalid at admission is stored as refused, which is settled.
 Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled future
 never changes; one transaction settles a step with every row that the step changes. The server submits and reads; the
 engine settles. Payloads are compared here, never parsed.
 
 The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
-polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
-engine, and a server that refuses): SQLite has one writer at a time; on Postgres the sampling session's row is locked
-first.
+polls of a whole session. The settling transaction assigns the number. Both the engine and a refusing server may settle:
+SQLite has one writer at a time; on Postgres the sampling session's row is locked first.
 
-Cancellation: only samples that wait or run can be cancelled. A request to cancel is a future, too, so that it outlives
-an engine. It names one sample, or a sampling session for all of its samples that one engine or sampler has; settling it
-deletes its row.
+Cancellation: only waiting and running samples can be cancelled. A cancellation is itself a future, so that it survives
+an engine's restart. It names one sample, or a sampling session for all its samples on one engine or sampler. Settling
+it deletes its row.
 
-Retention: the settled futures of ended sessions are deleted with their bodies and results, some hundred a transaction.
+Retention: the settled futures of ended sessions are deleted with their bodies and results, in batches.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+import orjson
 import sqlalchemy as sa
 import zstandard
 
@@ -36,12 +36,12 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.telemetry.tracing import CURRENT
 from tinsmith.types import Pending
 
-_DELETED_AT_ONCE = 500
+_DELETE_BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
-    """The tokens of a settled future."""
+class FutureUsage:
+    """The token counts of a settled future."""
 
     request_id: str
     tenant_id: str
@@ -56,11 +56,11 @@ class Spent:
     settled_at: float | None
 
 
-_SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
+_USAGE_COLUMNS = [FUTURES.c[name] for name in FutureUsage.__dataclass_fields__]
 
 
 _CANCEL = ":cancel"
-# The engine or sampler that works on a sample or its run; see `ownership`.
+# The engine or sampler of a sample or its run (`cluster.ownership`).
 _WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
     MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
 )
@@ -68,29 +68,29 @@ _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
 
 
 def cancelled_name(request_id: str) -> str:
-    """What a request to cancel names: a sample, or a sampling session for all of its samples."""
+    """The target of a cancellation: a sample, or a sampling session for all of its samples."""
     return request_id.rpartition(_CANCEL)[0]
 
 
 def deletion(request_id: str) -> sa.Executable:
-    """A statement for the transaction that settles a request of which nothing is to remain."""
+    """A statement for the transaction that settles a request without keeping its row."""
     return FUTURES.delete().where(FUTURES.c.request_id == request_id)
 
 
-# What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
+# The kinds that change a model's state or versions; their bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
 UNBOUNDED = 2**62
-_GIVEN = (
+_COPIED_COLUMNS = (
     *("request_id", "tenant_id", "session_id", "base_model", "kind", "model_id", "sampling_session_id", "seq_id"),
     *("num_tokens", "executor"),
 )
-"""The columns that a NewFuture has as they are."""
+"""The columns with the values of a NewFuture's fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFuture:
-    """`run_id` is the run whose own version a sample is of. `engine_id` is the engine that has the run, if known; only
-    it is woken. `executor` is the engine or sampler of a request that is bound to no run.
+    """`run_id` is the run whose ephemeral version is sampled. `engine_id` is the engine of the run, if known; only
+    that engine is woken. `executor` is the engine or sampler of a request without a run.
     """
 
     request_id: str
@@ -110,9 +110,9 @@ class NewFuture:
 
 @dataclass(frozen=True, slots=True)
 class FutureOutcome:
-    """How a future ended: `error` and `category`, or `body` of `result_type` proto or json.
+    """The result of a future: `error` and `category`, or `body` of `result_type` proto or json.
 
-    `body_bytes` is the size of the body, which is None if it is larger than the caller's limit.
+    `body_bytes` is the size of the body; `body` is None if it is larger than the caller's limit.
     """
 
     result_type: str | None
@@ -124,7 +124,7 @@ class FutureOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SampleCost:
-    """The tokens of one sample: its prompt, the part of the prompt that was in the cache, and all answers."""
+    """The tokens of one sample: its prompt, the cached part of the prompt, and all answers."""
 
     prefill_tokens: int
     cached_tokens: int
@@ -133,7 +133,7 @@ class SampleCost:
 
 @dataclass(frozen=True, slots=True)
 class WorkTimes:
-    """When an engine worked on a request, and in which of its steps."""
+    """When an engine worked on a request, and in which step."""
 
     started_at: float
     ran_at: float
@@ -142,8 +142,8 @@ class WorkTimes:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of one future. `effects` are statements of the same transaction; the settling process runs `clean_up`
-    after the wake-ups. `cost` is a sample's tokens.
+    """The result of one future. `effects` are statements for the same transaction; the settling process runs `clean_up`
+    after the wake-ups. `cost` is set for samples.
     """
 
     request_id: str
@@ -157,7 +157,7 @@ class Settlement:
     work: WorkTimes | None = None
 
 
-# The statements of every request, built once: building and hashing them takes longer than SQLite does.
+# Statements of every request, built once: building and hashing them takes longer than their execution by SQLite.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
 _ADD_BODY = Statement(BODIES.insert())
@@ -202,7 +202,7 @@ _ORDER_OF = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == sa.bindparam("sa
 _SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
     FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
 )
-# In one order, so that two transactions never wait for each other.
+# In a fixed order, so that transactions cannot deadlock.
 _LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
 _LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
 _LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
@@ -217,14 +217,14 @@ _ADVANCE = Statement(
 
 
 def _text(error: TinsmithError) -> str:
-    """As any database stores it: Postgres refuses NUL, and no encoding has lone surrogates."""
+    """The error's text without what a database refuses: Postgres takes no NUL, and UTF-8 has no lone surrogates."""
     return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()
 
 
 def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
     created_at = now()
     return {
-        **{name: getattr(new, name) for name in _GIVEN},
+        **{name: getattr(new, name) for name in _COPIED_COLUMNS},
         "state": state,
         "body_bytes": len(new.body) if state == "pending" else 0,
         "error": _text(refusal) if refusal else None,
@@ -237,30 +237,43 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
     }
 
 
-def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
-    """Raises SeqIdTakenError unless `new`, which could not be added, is what was stored under its request_id.
+RENUMBERED = {"save_weights_for_sampler": "sampling_session_seq_id"}
+"""Kind of request -> the field that the SDK numbers anew each time it sends the same request again. The first number
+counts, since the result names the sampling session.
+"""
 
-    A body is compared as far as it is known: its length for good, its bytes until it is freed. Requests without a
-    seq_id are named after what they do, and are not compared.
+
+def _same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
+    """Whether the body is the stored one, of which only the length is known once it is freed."""
+    field = RENUMBERED.get(new.kind)
+    given = orjson.loads(new.body) if field else {}
+    if field not in given:
+        return body_bytes == len(new.body) and stored in (None, new.body)
+    return stored is None or {**orjson.loads(stored), field: None} == {**given, field: None}
+
+
+def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
+    """Raise SeqIdTakenError unless `new`, which could not be added, equals the request stored under its request_id.
+
+    The length of a body is always compared, its bytes until it is freed. Requests without a seq_id are not compared,
+    because their request_id names their effect.
     """
     found = _STORED.first(connection, {"request_id": new.request_id})
     owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
     if found is None:
         raise SeqIdTakenError(
-            f"seq_id {new.seq_id} of {owner} belongs to another request, which came without a seq_id and took the next "
-            "number; send all requests of a model with a seq_id, or all without"
+            f"seq_id {new.seq_id} of {owner} belongs to another request, which was sent without a seq_id and took the "
+            "next number; send all requests of a model with a seq_id, or all without"
         )
     kind, body_bytes, packed = found
     if new.seq_id is None:
         return
     same = kind == new.kind
     if same and compare_bodies and body_bytes:
-        same = body_bytes == len(new.body)
-        if same and packed is not None:
-            same = zstandard.ZstdDecompressor().decompress(packed) == new.body
+        same = _same_body(new, body_bytes, None if packed is None else zstandard.ZstdDecompressor().decompress(packed))
     if not same:
         raise SeqIdTakenError(
-            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only the very same "
+            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only an identical "
             "request may be sent again under its seq_id, so use the next number"
         )
 
@@ -273,7 +286,7 @@ class Futures:
         count: Callable[[str, str, bool], None] | None = None,
         engine_for_sample: Callable[[str, str], str | None] | None = None,
     ) -> None:
-        """For each stored request, `wake` is called with its base model and its engine (None: all of them), and `count`
+        """For each stored request, `wake` is called with its base model and its engine (None: all engines), and `count`
         with its kind, its tenant and whether it was refused. `engine_for_sample` returns the engine for a sample
         without a run, by base model and request_id.
         """
@@ -283,20 +296,18 @@ class Futures:
         self._engine_for_sample = engine_for_sample
         self._add = Statement(db.insert_once(FUTURES))
 
-    # The server's side.
+    # Methods for the server.
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
-        """Store a request once; one that is sent again changes nothing. Returns the request_id.
+        """Store a request; a repetition changes nothing. Returns the request_id.
 
-        Raises SeqIdTakenError if the seq_id belongs to another request: what is not stored gets no request_id.
+        Raises SeqIdTakenError if the seq_id belongs to another request.
         """
         self._submit(new, refusal, self._db.write())
         return new.request_id
 
     def submit_nowait(self, new: NewFuture, refusal: UserError | None = None) -> bool:
-        """The same without waiting for other writers; False, and nothing is stored, if it would wait. For an event
-        loop.
-        """
+        """As `submit`, for an event loop: returns False, and stores nothing, if it would wait for other writers."""
         return self._submit(new, refusal, self._db.write_nowait())
 
     def _submit(
@@ -305,7 +316,7 @@ class Futures:
         hit("submit.before")
         if self._engine_for_sample and new.kind == "sample" and not (refusal or new.run_id or new.executor):
             new = replace(new, executor=self._engine_for_sample(new.base_model, new.request_id))
-        named = new.executor or new.engine_id
+        target = new.executor or new.engine_id
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
@@ -319,14 +330,14 @@ class Futures:
                 return True
             if packed is not None:
                 _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
-            self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])
+            self._db.notify(connection, engine_mailbox(new.base_model, target), [new.request_id])
             if refusal:
                 self._db.notify(connection, SERVER, [new.request_id])
         hit("submit.stored")
         if self._count:
             self._count(new.kind, new.tenant_id, refusal is not None)
         if self._wake:
-            self._wake(new.base_model, named)
+            self._wake(new.base_model, target)
         return True
 
     def record(self, new: NewFuture, answer: bytes, effects: Effects = ()) -> str:
@@ -348,31 +359,31 @@ class Futures:
         return (connection.scalar(_ORDER_OF, session) or 0) + 1
 
     def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> FutureOutcome | None:
-        """How a request ended; None while it is pending. A body of more than `inline_bytes` is left out.
+        """The outcome of a request, None while it is pending. A body of more than `inline_bytes` is omitted.
 
         Raises NotFoundError, and GoneError if the result was acknowledged and deleted.
         """
         values = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
         row = self._db.first(_OUTCOME, values)
         if row is None:
-            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result has expired")
         state, result_type, error, category, body_bytes, body = row
         if state == "pending":
             return None
         if state == "done" and body_bytes is None:
-            raise GoneError(f"the result of {request_id!r} was acknowledged as retrieved, and deleted")
+            raise GoneError(f"the result of {request_id!r} was acknowledged and deleted")
         return FutureOutcome(result_type, body, error, category, body_bytes)
 
     def settled_among(self, request_ids: Sequence[str]) -> list[str]:
-        """Which of these have ended."""
+        """Those of `request_ids` that are settled."""
         parts = (self._db.scalars(_SETTLED_AMONG, {"request_ids": some}) for some in chunks(request_ids))
         return [request_id for part in parts for request_id in part]
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
         """Cancel a pending sample. Raises NotFoundError.
 
-        A settled request is left alone, and so is every other kind: operations on a model are ordered, and a later one
-        may rely on this one.
+        Does nothing for a settled request and for other kinds: operations on a model are ordered, and later ones may
+        depend on this one.
         """
         query = (
             sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER)
@@ -381,17 +392,17 @@ class Futures:
         )
         row = self._db.first(query)
         if row is None:
-            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result has expired")
         if row.kind == "sample" and row.state == "pending":
             self._submit_cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason)
 
     def cancel_of_closed_sessions(self) -> int:
-        """Cancel the pending samples of closed sessions; returns in how many sampling sessions."""
+        """Cancel the pending samples of closed sessions; returns the number of their sampling sessions."""
         sampling_session = (FUTURES.c.sampling_session_id, FUTURES.c.tenant_id, FUTURES.c.session_id)
         query = (
             sa.select(*sampling_session, FUTURES.c.base_model, _OWNER, SESSIONS.c.reason)
             .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
-            # By the index of the engines' queues: the settled rows are many.
+            # For the index of the engines' queues, since most rows are settled.
             .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)))
             .where(FUTURES.c.state == "pending", FUTURES.c.kind == "sample", SESSIONS.c.closed_at.is_not(None))
             .distinct()
@@ -404,14 +415,14 @@ class Futures:
     def _submit_cancel(
         self, name: str, tenant_id: str, session_id: str, base_model: str, owner: str | None, reason: str
     ) -> None:
-        """`name` is a sample's request_id, or a sampling session for all of its samples that `owner` has."""
+        """`name` is a sample's request_id, or a sampling session for all of its samples on `owner`."""
         suffix = "" if owner is None else f".{hashlib.blake2b(owner.encode(), digest_size=4).hexdigest()}"
         request_id = f"{name}{_CANCEL}{suffix}"
         body = reason.encode()
         self.submit(NewFuture(request_id, tenant_id, session_id, base_model, "cancel", body, executor=owner))
 
     def base_model_of(self, request_id: str) -> str | None:
-        """The base model in whose queue a request waits."""
+        """The base model whose queue holds the request."""
         return self._db.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
     def kind_of(self, tenant_id: str, request_id: str) -> str | None:
@@ -419,61 +430,60 @@ class Futures:
         return self._db.scalar(sa.select(FUTURES.c.kind).where(mine))
 
     def next_seq_id(self, model_id: str) -> int:
-        """The number after the highest that any request of a model has; another request may take it first."""
+        """One more than the model's highest seq_id; another request may take it first."""
         highest = self._db.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
         return 1 if highest is None else highest + 1
 
-    def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
+    def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[FutureUsage]], Effects]) -> int:
         """Delete all settled futures of ended sessions, with bodies and results; returns how many.
 
-        `keep` is called with what a transaction deletes, as the database reports it, and returns what the same
-        transaction writes in its place, so that usage is counted exactly once. A session without futures is marked as
-        forgotten.
+        `keep` receives the usage of the futures that a transaction deletes and returns statements for the same
+        transaction, so that usage is counted exactly once. Sets `forgotten_at` of sessions without futures.
         """
-        left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         deleted = 0
         for session_id in session_ids:
             while some := self._delete_some(session_id, keep):
                 deleted += some
-            emptied = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
+            emptied = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~has_futures)
             self._db.execute(emptied.values(forgotten_at=now()))
         return deleted
 
-    def _delete_some(self, session_id: str, keep: Callable[[Sequence[Spent]], Effects]) -> int:
+    def _delete_some(self, session_id: str, keep: Callable[[Sequence[FutureUsage]], Effects]) -> int:
         settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
-        some = FUTURES.c.arrival.in_(settled.limit(_DELETED_AT_ONCE))
+        some = FUTURES.c.arrival.in_(settled.limit(_DELETE_BATCH))
         with self._db.write() as connection:
-            deleted = connection.execute(FUTURES.delete().where(some).returning(*_SPENT_COLUMNS))
-            spent = [Spent(**row._mapping) for row in deleted]
-            ids = [one.request_id for one in spent]
+            deleted = connection.execute(FUTURES.delete().where(some).returning(*_USAGE_COLUMNS))
+            usage = [FutureUsage(**row._mapping) for row in deleted]
+            ids = [one.request_id for one in usage]
             for table in (RESULTS, BODIES):
                 connection.execute(table.delete().where(table.c.request_id.in_(ids)))
-            for effect in keep(spent):
+            for effect in keep(usage):
                 execute(connection, effect)
-        return len(spent)
+        return len(usage)
 
-    # The engine's side.
+    # Methods for the engine.
 
     def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
-        """A model's refused requests from `from_seq_id` on, which the engine skips."""
+        """The refused requests of a model from `from_seq_id` on, which the engine skips."""
         mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
         query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
         return [Pending(**row._mapping) for row in self._db.rows(query)]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
-        """The request bodies, as the client sent them."""
+        """The request bodies as the clients sent them, by request_id."""
         found: dict[str, bytes] = {}
         unpack = zstandard.ZstdDecompressor().decompress
         with self._db.read() as connection:
             for some in chunks(request_ids):
-                one = len(some) == 1  # the usual case; a list of any length is compiled each time
+                one = len(some) == 1  # the usual case; an IN list is compiled for each length
                 rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
                 for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
                     found[request_id] = unpack(body)
         return found
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
-        """End a step: results, freed bodies, effects and each model's progress, in one transaction."""
+        """Settle a step in one transaction: results, freed bodies, effects and the progress of each model."""
         freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
             settled_at = now()  # once the write lock is held

@@ -1,8 +1,8 @@
 """Implicit sessions: sessions that the server opens for clients without sessions, such as OpenAI's.
 
-Each tenant has one at a time, opened by its first request and replaced after `REPLACED_EVERY_S`, so that its results
-are deleted by the ordinary retention. It has one sampling session for each weight version in use. A caller that waits
-for a result calls `keep`, which keeps the session alive. Thread-safe.
+Each tenant has one at a time, opened by its first request and replaced after `REPLACED_EVERY_S`, so that the usual
+retention deletes its results. It has one sampling session for each weight version in use. A caller that waits for a
+result calls `keep` to keep the session alive. Thread-safe.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ImplicitSessions:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s` is the silence after which a session expires; negative if none does."""
+        """`timeout_s` is the time without heartbeats after which a session expires; negative means never."""
         self._sessions = sessions
         self._samplers = samplers
         self._audit = audit
@@ -64,10 +64,10 @@ class ImplicitSessions:
         self.heartbeat_s = min(HEARTBEAT_S, timeout_s / 4) if timeout_s >= 0 else HEARTBEAT_S
         self._lock = threading.Lock()
         self._current: dict[str, _Current] = {}
-        self._kept_at: dict[str, float] = {}  # sessions by their last heartbeat
+        self._kept_at: dict[str, float] = {}  # session_id -> time of its last heartbeat
 
     def next_sample(self, tenant_id: str, base_model: str, model_path: str | None) -> SampleId:
-        """The id of one more sample of these weights; the caller has checked that the tenant may read them."""
+        """The id of a new sample of these weights; the caller has checked that the tenant may read them."""
         with self._lock:
             current = self._current.setdefault(tenant_id, _Current())
         with current.lock:
@@ -86,7 +86,7 @@ class ImplicitSessions:
             return SampleId(tenant_id, session_id, sampling_session_id, next(seq_ids))
 
     def keep(self, tenant_id: str, session_id: str) -> None:
-        """Send a heartbeat, if one is due. Raises GoneError once the session has ended."""
+        """Record a heartbeat if one is due. Raises GoneError if the session has ended."""
         if self._clock() - self._kept_at.get(session_id, -self.heartbeat_s) < self.heartbeat_s:
             return
         self._sessions.heartbeat(tenant_id, session_id)

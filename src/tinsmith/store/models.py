@@ -1,11 +1,11 @@
 """Models in training: one row for each adapter, from creation to unloading.
 
-States: creating -> ready | failed; ready -> unloaded; copied is a run that is never trained and only holds a copied
+States: creating -> ready | failed; ready -> unloaded. A run in state copied is never trained and only holds a copied
 checkpoint (`reason` names the source). A model_id is `{session_id}:train:{model_seq_id}`, so a repeated creation finds
 the first one. Every seq_id up to `applied_seq_id` has taken effect or was refused.
 
-A model is restored from its newest snapshot, or from the one before if that is damaged, and a replay of the request
-bodies after it. So a body is freed once both snapshots cover it.
+A model is restored from its newest snapshot, or from the previous one if the newest is damaged, by replaying the later
+request bodies. So a body is freed once both snapshots cover it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Model:
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    lora_alpha: float
     optimizer_type: str
     user_metadata: Mapping[str, str] | None
     created_at: float
@@ -62,10 +63,11 @@ class Model:
 
     @property
     def lora(self) -> LoraSpec:
-        return LoraSpec(self.lora_rank, self.lora_seed, self.train_attn, self.train_mlp, self.train_unembed)
+        trains = self.train_attn, self.train_mlp, self.train_unembed
+        return LoraSpec(self.lora_rank, self.lora_seed, *trains, self.lora_alpha)
 
     def require_usable(self) -> None:
-        """Raise the reason why it takes no more requests, if there is one."""
+        """Raise UserError or GoneError, with the reason, if the model accepts no more requests."""
         if self.state == "failed":
             raise UserError(f"model {self.model_id!r} could not be created: {self.reason}")
         if self.state == "unloaded":
@@ -73,7 +75,7 @@ class Model:
 
 
 LOADED = ("creating", "ready")
-"""The states of a model that an engine has, or is to have, in memory."""
+"""The states of a model that is in an engine's memory, or will be."""
 
 _COLUMNS = [MODELS.c[name] for name in Model.__dataclass_fields__]
 _BY_ID = Statement(sa.select(*_COLUMNS).where(MODELS.c.model_id == sa.bindparam("model_id")))
@@ -90,9 +92,9 @@ class Models:
         self._db = db
 
     def create(self, new: NewModel, admit: Callable[[int], None] | None = None) -> Model:
-        """Add a model in state `creating`, or return the one that has this id already. `admit` is called with the
-        number of other models that the tenant has loaded, and raises if that is too many. The tenant's creations are
-        serialised, so the number is exact with any number of servers.
+        """Add a model in state `creating`, or return the existing model of this id. `admit` is called with the number
+        of the tenant's other loaded models, and raises if that is too many. The tenant's creations are serialized, so
+        the number is exact with any number of servers.
         """
         with self._db.write() as connection:
             if admit:
@@ -113,7 +115,7 @@ class Models:
         return model
 
     def get_with_session(self, tenant_id: str, model_id: str) -> tuple[Model, str | None]:
-        """The model, and why its session has ended; None while it may still be used. Raises NotFoundError."""
+        """The model, and the reason why its session has ended, or None. Raises NotFoundError."""
         row = self._db.first(_WITH_SESSION, {"model_id": model_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
@@ -130,7 +132,7 @@ class Models:
         return [Model(**row._mapping) for row in self._db.rows(query)]
 
     def orphaned(self) -> list[tuple[Model, str]]:
-        """Models still loaded although their session is closed, and why it ended."""
+        """The loaded models of closed sessions, with the reason why the session ended."""
         query = (
             sa.select(*_COLUMNS, SESSIONS.c.reason)
             .join(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
@@ -138,11 +140,11 @@ class Models:
         )
         return [(Model(*columns), str(reason)) for *columns, reason in self._db.rows(query)]
 
-    def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
-        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the older one.
+    def record_snapshot(self, model_id: str, seq_id: int, directory: str) -> str | None:
+        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the previous one.
 
-        The bodies that both cover are freed. Returns the directory that is not needed any more: the third newest, or
-        this one if the model was unloaded meanwhile or has a newer snapshot.
+        Frees the bodies that both cover. Returns the directory that is no longer needed: the third newest, or
+        `directory` if the model is unloaded or has a newer snapshot.
         """
         mine = MODELS.c.model_id == model_id
         with self._db.write() as connection:
@@ -167,7 +169,7 @@ class Models:
             return row.previous_snapshot_directory
 
     def forget_snapshot(self, model_id: str, directory: str) -> None:
-        """Drop the newest snapshot, in this directory, because it is damaged; the older one becomes the newest."""
+        """Drop the newest snapshot, in `directory`, because it is damaged; the previous one becomes the newest."""
         mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
         values = {
             "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
@@ -178,13 +180,13 @@ class Models:
         self._db.execute(MODELS.update().where(mine).values(values))
 
     def snapshot_directories(self) -> set[str]:
-        """The directories of all snapshots from which a model may be restored."""
+        """The directories of all recorded snapshots."""
         columns = MODELS.c.snapshot_directory, MODELS.c.previous_snapshot_directory
         rows = self._db.rows(sa.select(*columns).where(MODELS.c.snapshot_directory.is_not(None)))
         return {name for row in rows for name in row if name is not None}
 
     def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
-        """A page of the tenant's models (of one project), newest first, and how many there are."""
+        """A page of the tenant's models (of one project), newest first, and their total."""
         mine = MODELS.c.tenant_id == tenant_id
         if project_id is not None:
             mine = mine & MODELS.c.model_id.in_(ids_of_project(project_id))
@@ -212,6 +214,7 @@ def _model(new: NewModel, state: str, reason: str | None = None, project_id: str
         train_attn=new.lora.train_attn,
         train_mlp=new.lora.train_mlp,
         train_unembed=new.lora.train_unembed,
+        lora_alpha=new.lora.alpha,
         optimizer_type=new.optimizer_type,
         user_metadata=new.user_metadata,
         created_at=created_at,
@@ -222,7 +225,7 @@ def _model(new: NewModel, state: str, reason: str | None = None, project_id: str
 
 
 def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
-    """The models of a project: a copy's own, any other's is that of its session."""
+    """The models of a project. A copy has its own project, any other model the project of its session."""
     project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
     of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
     return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
@@ -242,19 +245,24 @@ def unload_request(model: Model, body: bytes) -> NewFuture:
     )
 
 
-def unloading(model_id: str, reason: str) -> sa.Executable:
-    """A statement for the transaction that settles the unloading: nothing comes back of this model."""
+def unload_statement(model_id: str, reason: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading, which is final."""
     snapshots = ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
     gone = dict.fromkeys((*snapshots, "engine_id"))
     return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
 
 
+def set_alpha(model_id: str, alpha: float) -> sa.Executable:
+    """A statement for the transaction that settles a load: the model goes on with the checkpoint's alpha."""
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(lora_alpha=alpha)
+
+
 def log_deletion(model_id: str) -> sa.Executable:
-    """A statement for the transaction that settles the unloading of a model: nothing of it is replayed any more."""
+    """A statement for the transaction that settles the unloading: deletes the bodies kept for replays."""
     ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.state != "pending")
     return BODIES.delete().where(BODIES.c.request_id.in_(ids))
 
 
 def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:
-    """A statement for the transaction that settles the operation which changed the model."""
+    """A statement for the transaction that settles the operation on the model."""
     return MODELS.update().where(MODELS.c.model_id == model_id).values(state=state, reason=reason)

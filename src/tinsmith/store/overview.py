@@ -1,7 +1,7 @@
-"""Read-only summaries over several tables: a tenant's overview for the dashboard, and counts for Prometheus.
+"""Summaries over several tables: a tenant's overview for the dashboard, and counts for Prometheus.
 
 The overview's queries are limited to one tenant and use indexes; its queue lengths are for display only. The counts
-cover all tenants and are read at each scrape, by indexes over unfinished work, so that their cost does not grow with
+cover all tenants. Each scrape reads them through indexes over unfinished work, so that their cost does not grow with
 history. The resident memory of this server's engines comes from the operating system.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
+from tinsmith.db.schema import AUDIT, BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.models import LOADED
@@ -23,10 +24,10 @@ from tinsmith.telemetry.metrics import Counted
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
-"""The client's heartbeats come. One that said farewell is kept open for its last requests, and is no longer active."""
+"""Not finished and not expired. A finished session stays open for its last requests, but is not active."""
 
 
-class Census:
+class DatabaseCounts:
     def __init__(self, db: Database, holder: str) -> None:
         self._db = db
         self._holder = holder
@@ -45,7 +46,7 @@ class Census:
                 yield Counted("tinsmith_batch_jobs", (status,), float(count))
 
     def _queues(self, connection: sa.Connection) -> Iterator[Counted]:
-        # By the index of the engines' queues: the settled requests are many.
+        # For the index of the engines' queues, since most requests are settled.
         query = (
             sa.select(FUTURES.c.base_model, FUTURES.c.kind, sa.func.count(), sa.func.min(FUTURES.c.created_at))
             .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), FUTURES.c.state == "pending")
@@ -80,7 +81,7 @@ def _models(connection: sa.Connection) -> Iterator[Counted]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The memory of a process; 0 where the system does not say."""
+    """The resident memory of a process; 0 where the system does not report it."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
     except (OSError, IndexError):
@@ -89,7 +90,7 @@ def resident_bytes(pid: int) -> int:
 
 
 Row = dict[str, Any]
-"""One entry of a summary, by the names under which the dashboard shows its values."""
+"""One entry of a summary; the keys are those of the dashboard's JSON."""
 
 _PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
 _RUN_COLUMNS = [
@@ -103,6 +104,24 @@ SORTS: Mapping[str, sa.ColumnElement[object]] = {
 }
 
 
+MOST_LOADS = 10_000
+"""The newest loads of a tenant from which a lineage is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFrom:
+    """A load of a checkpoint's weights, by its path, into a run."""
+
+    path: str
+    model_id: str
+    loaded_at: float
+
+    @property
+    def parent(self) -> str:
+        """The run that saved the checkpoint."""
+        return self.path.removeprefix("tinker://").partition("/")[0]
+
+
 class Overview:
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -110,15 +129,16 @@ class Overview:
     def runs(
         self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
     ) -> tuple[list[Row], int]:
-        """A page of the tenant's runs and how many there are; each word of `search` is part of a name of the run."""
+        """A page of the tenant's runs and their total; each word of `search` must be part of one of the run's names."""
         where = MODELS.c.tenant_id == tenant_id
-        named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT)
+        metadata = sa.cast(MODELS.c.user_metadata, sa.Text)
+        named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT, metadata)
         for word in search.lower().split():
             where &= sa.or_(
                 *(sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True) for name in named)
             )
-        key, same = SORTS[sort], MODELS.c.model_id
-        order = (key.desc(), same.desc()) if descending else (key.asc(), same.asc())
+        key, tie_breaker = SORTS[sort], MODELS.c.model_id
+        order = (key.desc(), tie_breaker.desc()) if descending else (key.asc(), tie_breaker.asc())
         query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(where).order_by(*order)
         rows, total = self._db.page(query, limit, offset)
         return [_named(row) for row in rows], total
@@ -129,6 +149,40 @@ class Overview:
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         return _named(row)
+
+    def describe(self, tenant_id: str, model_id: str, changes: Mapping[str, str]) -> None:
+        """Change entries of a run's user_metadata; an empty value removes one. Raises NotFoundError."""
+        mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(MODELS.c.user_metadata).where(mine).with_for_update()).first()
+            if row is None:
+                raise NotFoundError(f"model_id {model_id!r} is unknown")
+            found = {name: value for name, value in {**(row[0] or {}), **changes}.items() if value != ""}
+            connection.execute(MODELS.update().where(mine).values(user_metadata=found))
+
+    def lineage(self, tenant_id: str, model_id: str, most: int) -> list[LoadedFrom]:
+        """The loads among a run's ancestors, then among its descendants, each nearest first; at most `most`.
+
+        Loads are read from the audit log, until its entries expire.
+        """
+        query = (
+            sa.select(AUDIT.c.details, AUDIT.c.created_at)
+            .where(AUDIT.c.tenant_id == tenant_id, AUDIT.c.event == "checkpoint_loaded")
+            .order_by(AUDIT.c.entry_id.desc())
+            .limit(MOST_LOADS)
+        )
+        rows = self._db.rows(query)
+        loads = [LoadedFrom(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
+        loads = list({(one.path, one.model_id): one for one in loads}.values())
+        found: dict[tuple[str, str], LoadedFrom] = {}
+        for near, far in (("model_id", "parent"), ("parent", "model_id")):
+            level, seen = {model_id}, {model_id}
+            while level:
+                step = [one for one in loads if getattr(one, near) in level]
+                found |= {(one.path, one.model_id): one for one in step}
+                level = {getattr(one, far) for one in step} - seen
+                seen |= level
+        return list(found.values())[:most]
 
     def waiting(self, tenant_id: str) -> list[Row]:
         """The tenant's unfinished requests by base model, kind and lane (model or sampling session), oldest first."""
@@ -144,17 +198,45 @@ class Overview:
         )
         return [_named(row) for row in self._db.rows(query)]
 
+    def settled(self, tenant_id: str, since: float, most: int) -> list[Row]:
+        """The tenant's newest requests settled since `since`, with their times."""
+        lane = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
+        times = (FUTURES.c[name] for name in ("created_at", "started_at", "ran_at", "settled_at"))
+        columns = (FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, FUTURES.c.num_tokens, lane, *times)
+        mine = (FUTURES.c.tenant_id == tenant_id) & FUTURES.c.state.in_(("done", "failed"))
+        query = sa.select(*columns).where(mine, FUTURES.c.settled_at >= since)
+        return [_named(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most))]
+
+    def sampling_of_others(self, tenant_id: str, since: float, most: int) -> list[tuple[float, float]]:
+        """Merged intervals, in order, in which samples of other tenants ran since a moment; of the `most` newest."""
+        theirs = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.kind == "sample") & (FUTURES.c.settled_at >= since)
+        times = (FUTURES.c.started_at, sa.func.coalesce(FUTURES.c.ran_at, FUTURES.c.settled_at))
+        query = sa.select(*times).where(theirs, FUTURES.c.started_at.is_not(None))
+        rows = sorted(tuple(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most)))
+        merged: list[tuple[float, float]] = []
+        for began, ended in rows:
+            if merged and began <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(ended, merged[-1][1])
+            else:
+                merged.append((began, ended))
+        return merged
+
+    def sampled_tokens(self, tenant_id: str, since: float) -> int:
+        """The sampled tokens of the tenant's samples settled since `since`."""
+        mine = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "done") & (FUTURES.c.settled_at >= since)
+        return int(self._db.scalar(sa.select(sa.func.sum(FUTURES.c.sampled_tokens)).where(mine)) or 0)
+
     def seats(self, tenant_id: str) -> list[Row]:
-        """The engines and samplers of all base models, with the tenant's runs on each and the tenant's requests that
-        wait for it. The state is `silent` once the lease has expired.
+        """The engines and samplers of all base models, with the numbers of the tenant's runs and waiting requests on
+        each. The state is `silent` once the lease has expired.
         """
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
         state = sa.case((silent, "silent"), else_=ENGINES.c.state).label("state")
         mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
         runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine)
-        given = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
-        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given)
+        pending = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, pending)
         columns = (ENGINES.c.base_model, ENGINES.c.engine_id.label("name"), ENGINES.c.kind, state, ENGINES.c.reason)
         counts = runs.label("runs"), waiting.label("waiting_requests")
         query = sa.select(*columns, ENGINES.c.started_at, *counts)
@@ -162,7 +244,7 @@ class Overview:
         return [_named(row) for row in self._db.rows(query)]
 
     def counts(self, tenant_id: str) -> dict[str, int]:
-        """How many of everything the tenant has now."""
+        """The tenant's numbers of runs, sessions, checkpoints, requests and jobs, and its stored and waiting bytes."""
         stored = (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
         sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH_JOBS.c.tenant_id == tenant_id

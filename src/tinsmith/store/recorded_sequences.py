@@ -1,8 +1,8 @@
 """Recorded sequences: samples with record_stability_info, to which passes of stable_reinforce may refer.
 
-A row is written by the transaction that settles its sample and is valid for a day after that and after each training
-use. `Sequences.admit` checks the provenance spans of a pass (defined in the SDK's types/provenance_spans.py) with one
-query. Tokens are not stored, so they are not compared.
+The transaction that settles a sample writes its rows, which are valid for a day after that and after each training use.
+`Sequences.admit` checks the provenance spans of a pass (the SDK's types/provenance_spans.py) with one query. Tokens are
+not stored, so they are not compared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ VALID_S = 86400.0
 """How long a recorded sequence may be trained on, after its sampling and after each use."""
 
 SLACK_S = 3600.0
-"""Added at each writing, so that a use within the hour after another one writes nothing."""
+"""Added at each write, so that a use within an hour of the previous one writes nothing."""
 
-_MAX_VARIABLES = 10_000  # of one IN (...) clause; SQLite takes 32,766
+_MAX_VARIABLES = 10_000  # of one IN (...) clause; SQLite's limit is 32,766
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Sequences:
         self._db = db
 
     def admit(self, session_id: str, pass_: Pass, spans: Sequence[DatumSpans]) -> None:
-        """Raise UserError unless the spans of every datum hold; a pass that trains begins their day again."""
+        """Raise UserError unless the spans of every datum are valid; a pass that trains renews their sequences."""
         sequence_ids = sorted({span.sequence_id for datum in spans for _, _, span in _all_spans(datum)})
         found = self._find(sequence_ids)
         check_spans(session_id, pass_, spans, found, now())
@@ -60,7 +60,7 @@ class Sequences:
                     connection.execute(_RENEW, {"sequence_ids": some, "until": soon + SLACK_S})
 
     def sweep(self) -> int:
-        """Forget what may not be trained on any more."""
+        """Delete sequences that are no longer valid; returns how many."""
         return self._db.execute(SEQUENCES.delete().where(SEQUENCES.c.valid_until < now()))
 
     def _find(self, sequence_ids: Sequence[str]) -> dict[str, RecordedSequence]:
@@ -98,22 +98,22 @@ def check_spans(
     recorded: Mapping[str, RecordedSequence],
     moment: float,
 ) -> None:
-    """Raise UserError that names datum, span, value and rule."""
-    for index, (datum, its) in enumerate(zip(pass_.data, spans, strict=True)):
+    """Raise a UserError that names datum, span, value and rule."""
+    for index, (datum, origin) in enumerate(zip(pass_.data, spans, strict=True)):
         where = f"data[{index}]"
-        if not its.model_input or not its.loss_fn_inputs:
-            missing = "model_input_spans" if not its.model_input else "loss_fn_input_spans"
+        if not origin.model_input or not origin.loss_fn_inputs:
+            missing = "model_input_spans" if not origin.model_input else "loss_fn_input_spans"
             raise UserError(
                 f"{where}.{missing} is empty; stable_reinforce needs both lists of spans (Datum.with_provenance)"
             )
         targets = datum.inputs["target_tokens"]
-        _check_tiling(f"{where}.model_input_spans", its.model_input, len(datum.tokens_N), "model_input")
-        _check_tiling(f"{where}.loss_fn_input_spans", its.loss_fn_inputs, targets.shape[0], "target_tokens")
-        for name, number, span in _all_spans(its):
+        _check_tiling(f"{where}.model_input_spans", origin.model_input, len(datum.tokens_N), "model_input")
+        _check_tiling(f"{where}.loss_fn_input_spans", origin.loss_fn_inputs, targets.shape[0], "target_tokens")
+        for name, number, span in _all_spans(origin):
             _check_span(f"{where}.{name}[{number}]", span, session_id, recorded.get(span.sequence_id), moment)
         advantages = datum.inputs["advantages"]
-        assert not isinstance(advantages, SparseRows)  # one per position, and those are dense
-        sampled_N = np.repeat([span.sampled for span in its.loss_fn_inputs], [s.length for s in its.loss_fn_inputs])
+        assert not isinstance(advantages, SparseRows)  # of rank 1, so dense
+        sampled_N = np.repeat([s.sampled for s in origin.loss_fn_inputs], [s.length for s in origin.loss_fn_inputs])
         wrong_N = np.flatnonzero((advantages != 0) & ~sampled_N)
         if len(wrong_N):
             position = int(wrong_N[0])
@@ -138,8 +138,8 @@ def _check_span(where: str, span: Span, session_id: str, found: RecordedSequence
     name = ascii(span.sequence_id[:128])
     if found is None or found.session_id != session_id:
         raise UserError(
-            f"{where} names sequence {name}, which is not recorded in session {session_id!r}: it must be sampled "
-            "there with record_stability_info, and be trained on within a day"
+            f"{where} names sequence {name}, which is not recorded in session {session_id!r}: sample it there with "
+            "record_stability_info, and train on it within a day"
         )
     if found.valid_until < moment:
         raise UserError(

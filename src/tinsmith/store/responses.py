@@ -1,7 +1,7 @@
-"""Stored responses of `/v1/responses`: the request, the samples that answer it, and the answer once there is one.
+"""Stored responses of `/v1/responses`: the request, the samples that answer it, and the answer once they are settled.
 
-A row is written with its samples, so that a response can be read and cancelled from every server while it is sampled.
-A response is visible to its tenant only, and is deleted `KEPT_S` after its creation. Knows nothing of their contents.
+A row is written with its samples, so that every server can read and cancel a response while it is sampled. A response
+is visible only to its tenant, and is deleted `KEPT_S` after its creation. Contents are opaque to this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT_S = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """`before` are the items of earlier responses; `answer` is None until the samples are settled."""
+    """`before` holds the items of earlier responses; `answer` is None until the samples are settled."""
 
     response_id: str
     tenant_id: str
@@ -48,7 +48,7 @@ class Responses:
         self._db.execute(RESPONSES.insert().values(**row, request_ids=list(request_ids), created_at=now()))
 
     def end(self, tenant_id: str, response_id: str, answer: Mapping[str, object]) -> bool:
-        """Store the answer; False, and nothing changes, if there is one."""
+        """Store the answer; returns False, without a change, if one is stored already."""
         mine = (RESPONSES.c.response_id == response_id) & (RESPONSES.c.tenant_id == tenant_id)
         unanswered = RESPONSES.c.answered.is_(False)
         return self._db.execute(RESPONSES.update().where(mine, unanswered).values(answer=answer, answered=True)) == 1
@@ -59,7 +59,7 @@ class Responses:
         mine = (RESPONSES.c.response_id == response_id) & (RESPONSES.c.tenant_id == tenant_id)
         row = self._db.first(sa.select(*columns).where(mine))
         if row is None:
-            raise NotFoundError(f"there is no response {response_id[:80]!a}; it may have been deleted, or not stored")
+            raise NotFoundError(f"response {response_id[:80]!a} does not exist; it was deleted, or never stored")
         return StoredResponse(*row)
 
     def delete(self, tenant_id: str, response_id: str) -> None:

@@ -1,9 +1,9 @@
-"""Sampling sessions: each names one frozen weight version (or the base model, or an inflight target), and lists its
+"""Sampling sessions: each samples one frozen weight version (or the base model, or an inflight target), and lists its
 samples in the order of settlement.
 
 The weights of a row never change; a new version is a new row. The server creates the rows of base models and
 checkpoints; the transaction that settles an ephemeral publish creates the row of its version. Several clients may share
-a sampling session: each has a number and its own block of CLONE_SIZE seq_ids.
+a sampling session; each has a number and its own block of CLONE_SIZE seq_ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLONE_SIZE = 1_000_000_000
 """The seq_ids of one client of a sampling session."""
 
 MAX_COMPLETIONS = 1000
-"""Of one answer; the next poll gets the rest."""
+"""Most completions in one answer; the next poll gets the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class SamplingSession:
 
     @property
     def is_inflight(self) -> bool:
-        """Whether its version is the one of its model that every publish replaces."""
+        """Whether its version is the model's inflight version, which every publish replaces."""
         return self.model_id is not None and self.version_id == inflight_version(self.model_id)
 
 
 def inflight_version(model_id: str) -> str:
-    """The one version that all inflight samplers of a model share."""
+    """The version that all inflight samplers of a model share."""
     return f"{model_id}:inflight"
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A settled sample; `body_bytes` is the size of its result, None if it has none."""
+    """A settled sample; `body_bytes` is the size of its result, or None."""
 
     request_id: str
     settle_order: int
@@ -105,12 +105,12 @@ _DELETE_RESULTS = RESULTS.delete().where(RESULTS.c.request_id.in_(sa.bindparam("
 class SamplingSessions:
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._acknowledged: deque[str] = deque()  # appended to and taken from by different threads
+        self._acknowledged: deque[str] = deque()  # its append and popleft are thread-safe
 
     def create(self, new: NewSamplingSession) -> str:
-        """Add a sampling session once; one that is sent again changes nothing. Returns the id.
+        """Add a sampling session; a repetition changes nothing. Returns the id.
 
-        Raises SeqIdTakenError if there is one of this id over another model.
+        Raises SeqIdTakenError if a session with this id samples another model.
         """
         with self._db.write() as connection:
             if connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()}).rowcount == 0:
@@ -118,7 +118,7 @@ class SamplingSessions:
                 found = None if row is None else SamplingSession(*row)
                 if found and (found.base_model, found.model_path) != (new.base_model, new.model_path):
                     raise SeqIdTakenError(
-                        f"sampling session {new.sampling_session_id!r} exists already, and samples from "
+                        f"sampling session {new.sampling_session_id!r} exists already and samples "
                         f"{found.model_path or found.base_model!r}; use another sampling_session_seq_id"
                     )
         return new.sampling_session_id
@@ -150,22 +150,30 @@ class SamplingSessions:
         rows = self._db.rows(_COMPLETIONS, values | {"sampling_session_id": sampling_session_id})
         return [Completion(*row) for row in rows]
 
+    def pending(self, sampling_session_id: str, clone: int) -> list[str]:
+        """The request_ids of one client's samples that are not settled, at most MAX_COMPLETIONS."""
+        first = clone * CLONE_SIZE
+        mine = (FUTURES.c.sampling_session_id == sampling_session_id) & (FUTURES.c.state == "pending")
+        mine &= FUTURES.c.seq_id.between(first, first + CLONE_SIZE - 1)
+        query = sa.select(FUTURES.c.request_id).where(mine, FUTURES.c.kind == "sample")
+        return self._db.scalars(query.order_by(FUTURES.c.seq_id).limit(MAX_COMPLETIONS))
+
     def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
-        """The newest settlement of each of these sampling sessions."""
+        """The last settle_order of each sampling session."""
         parts = (self._db.rows(_LAST_ORDERS, {"sampling_session_ids": some}) for some in chunks(sampling_session_ids))
         return {row.sampling_session_id: row.settle_order for rows in parts for row in rows}
 
     def acknowledge(self, sampling_session_id: str, request_ids: Iterable[str]) -> None:
-        """Note that the client has these results of its sampling session; ids of others are ignored.
+        """Mark these results of the sampling session as received by the client; other ids are ignored.
 
-        The notes are in memory: after a restart the results are deleted with their session.
+        The marks are in memory: after a restart, the results are deleted with their session.
         """
         mine = f"{sampling_session_id}:"
         self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(mine))
 
     def delete_acknowledged(self) -> int:
-        """Delete the results that were acknowledged since the last call; returns how many. Batched, because a write for
-        each poll would delay other writers.
+        """Delete the results acknowledged since the last call; returns how many. Batched, because a write for each poll
+        would delay other writers.
         """
         ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
         for some in chunks(ids):
@@ -173,39 +181,39 @@ class SamplingSessions:
         return len(ids)
 
     def written(self, version_id: str, directory: str) -> str | None:
-        """Record the directory of a version's files. Returns the directory that is not needed any more: the earlier
-        one, or this one if no open session has the version.
+        """Record the directory of a version's files. Returns the directory that is no longer needed: the earlier one,
+        or `directory` if no open session has the version.
         """
-        theirs = SAMPLERS.c.version_id == version_id
+        of_version = SAMPLERS.c.version_id == version_id
         closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
-        wanted = theirs & ~closed.where(SESSIONS.c.session_id == SAMPLERS.c.session_id).exists()
+        in_use = of_version & ~closed.where(SESSIONS.c.session_id == SAMPLERS.c.session_id).exists()
         with self._db.write() as connection:
-            before = connection.scalar(sa.select(sa.func.max(SAMPLERS.c.directory)).where(theirs))
-            changed = connection.execute(SAMPLERS.update().where(wanted).values(directory=directory))
-        return before if changed.rowcount else directory
+            previous = connection.scalar(sa.select(sa.func.max(SAMPLERS.c.directory)).where(of_version))
+            changed = connection.execute(SAMPLERS.update().where(in_use).values(directory=directory))
+        return previous if changed.rowcount else directory
 
     def directory_of(self, version_id: str) -> str | None:
-        """Where a version's files are, if it has any."""
+        """The directory of a version's files, if it has files."""
         query = sa.select(sa.func.max(SAMPLERS.c.directory)).where(SAMPLERS.c.version_id == version_id)
         return self._db.scalar(query)
 
     def directories(self) -> set[str]:
-        """The directories of all versions that may be sampled."""
+        """The directories of all versions that can be sampled."""
         return set(self._db.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
 
-    def forget_written(self) -> list[str]:
-        """Remove the directories of versions whose session is closed from their rows, and return them."""
-        # By the samplers that have files, since the closed sessions are many.
+    def release_directories(self) -> list[str]:
+        """Clear the directories of versions whose session is closed, and return them."""
+        # Starts from the rows with files, since most sessions are closed.
         closed = sa.exists().where(SESSIONS.c.session_id == SAMPLERS.c.session_id, SESSIONS.c.closed_at.is_not(None))
-        theirs = SAMPLERS.c.directory.is_not(None) & closed
+        unused = SAMPLERS.c.directory.is_not(None) & closed
         with self._db.write() as connection:
-            directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
+            directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(unused)))
             if directories:
-                connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
+                connection.execute(SAMPLERS.update().where(unused).values(directory=None))
         return directories
 
     def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
-        """Which of these sessions had no heartbeat or poll for `silent_s` seconds."""
+        """Those of `session_ids` without a heartbeat or poll for `silent_s` seconds."""
         silent = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.last_heartbeat_at < now() - silent_s)
         parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(some))) for some in chunks(session_ids))
         return {session_id for part in parts for session_id in part}

@@ -1,8 +1,8 @@
-"""Sessions of clients, and their ends.
+"""Sessions of clients.
 
 States: active -> finished (by the client) | expired (no heartbeats). An ended session is closed once the unloading of
-its models is submitted. Until then a finished session still accepts requests, since the SDK's last ones can arrive
-after its finish. The first finish counts, and none after expiry.
+its models is submitted. Until then a finished session accepts requests, since the SDK's last requests can arrive after
+its finish. Only the first finish takes effect, and none after expiry.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tinsmith.errors import GoneError, NotFoundError
 from tinsmith.runtime.clocks import TOLERANCE_S
 
 FINISH_TYPES = ("success", "errored", "interrupted")
-_SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's
-_FORGOTTEN_AT_A_TIME = 100
+_SCAN_ROWS = 500  # of a search with filters outside SQL
+_DELETE_BATCH = 100
 
 POLL_SIGN_S = 15.0
-"""How often a poll is looked at as a sign of life. The SDK's heartbeats, which come every 10 s, are newer than that."""
+"""Interval at which a poll counts as a heartbeat; longer than that of the SDK's heartbeats, 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class SessionSearch:
-    """Filters of a search; None does not filter.
+    """Filters of a search; a filter of None is off.
 
-    With both, `session_id` or `display_name` must match; a session's name matches if it contains every word,
-    case-insensitively. `finish_types` are those of finished sessions; `states` are the other states.
+    If both `session_id` and `display_name` are given, one of them must match. A session's name matches if it contains
+    every word, case-insensitively. `finish_types` select finished sessions, `states` sessions in other states.
     """
 
     session_id: str | None = None
@@ -77,10 +77,10 @@ class SessionSearch:
     states: Sequence[str] | None = None
     finish_types: Sequence[str] = ()
     limit: int = 50
-    after: tuple[float, str] | None = None  # created_at and id of the last one of the previous page
+    after: tuple[float, str] | None = None  # created_at and id of the previous page's last session
 
 
-# Built once: every request asks.
+# Built once, for every request.
 _BY_ID = Statement(
     sa.select(*(SESSIONS.c[name] for name in Session.__dataclass_fields__)).where(
         SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
@@ -91,10 +91,10 @@ _BY_ID = Statement(
 class Sessions:
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._polled_at: dict[str, float] = {}  # by the monotonic clock; the oldest first
+        self._polled_at: dict[str, float] = {}  # session_id -> monotonic time, oldest first
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
-        """Open a session with a new id, or with `session_id`, unless that exists already. Returns the session."""
+        """Open a session with a new id or with `session_id`, or return the existing session of that id."""
         created_at = now()
         session = Session(
             session_id=session_id or str(uuid.uuid4()),
@@ -119,7 +119,7 @@ class Sessions:
         return Session(*row)
 
     def require_active(self, tenant_id: str, session_id: str) -> Session:
-        """The session, if it may still be used. Raises GoneError with the reason why it ended."""
+        """The session, unless it is closed. Raises GoneError with the reason why it ended."""
         session = self.get(tenant_id, session_id)
         if session.closed_at is not None:
             raise session_has_ended(session_id, session.reason)
@@ -130,7 +130,7 @@ class Sessions:
         self._update(session_id, last_heartbeat_at=now())
 
     def is_sign_due(self, session_id: str) -> bool:
-        """Whether `polled` is worth calling for this poll: once in POLL_SIGN_S. To be called by one thread."""
+        """Whether to call `record_poll` for this poll: once in POLL_SIGN_S. Must be called from one thread."""
         moment = time.monotonic()
         if moment - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
             return False
@@ -140,15 +140,15 @@ class Sessions:
             del self._polled_at[oldest]
         return True
 
-    def polled(self, tenant_id: str, session_id: str) -> None:
-        """Record a poll as a sign of life of the session."""
+    def record_poll(self, tenant_id: str, session_id: str) -> None:
+        """Record a poll as a heartbeat of the session."""
         mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
         stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
         if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is not None:
             self._db.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
 
     def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
-        """Finish a session by one of FINISH_TYPES; False if it was finished before or has expired."""
+        """Finish a session with one of FINISH_TYPES; returns False if it had finished or expired."""
         self.get(tenant_id, session_id)
         reason = _finish_reason(finish_type, detail)
         mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
@@ -170,7 +170,7 @@ class Sessions:
         return [name for query in of for name in self._db.scalars(query) if name is not None]
 
     def list_ids(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> list[str]:
-        """Newest first."""
+        """A page of the tenant's session ids (of one project), newest first."""
         query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.tenant_id == tenant_id)
         if project_id is not None:
             query = query.where(SESSIONS.c.project_id == project_id)
@@ -178,29 +178,26 @@ class Sessions:
         return self._db.scalars(query)
 
     def of_ids(self, session_ids: Sequence[str]) -> dict[str, Session]:
-        """Sessions of any tenant; the caller has their ids from rows of its tenant."""
+        """Sessions of any tenant; the caller must have read the ids from its tenant's rows."""
         query = sa.select(SESSIONS).where(SESSIONS.c.session_id.in_(session_ids))
         return {row.session_id: Session(**row._mapping) for row in self._db.rows(query)}
 
     def search(
         self, tenant_id: str, filters: SessionSearch, has_metadata: Callable[[Session], bool]
     ) -> tuple[list[Session], bool]:
-        """A page of the tenant's sessions, newest first, and whether there are more.
-
-        `has_metadata` says whether a session has the wanted metadata.
-        """
+        """A page of the tenant's sessions, newest first, and whether more follow. `has_metadata` filters, too."""
         found: list[Session] = []
         after = filters.after
         while len(found) <= filters.limit:
             some = self._scan(tenant_id, filters, after)
             found += [session for session in some if _is_named(session, filters) and has_metadata(session)]
-            if len(some) < _SCANNED_AT_A_TIME:
+            if len(some) < _SCAN_ROWS:
                 break
             after = (some[-1].created_at, some[-1].session_id)
         return found[: filters.limit], len(found) > filters.limit
 
     def _scan(self, tenant_id: str, filters: SessionSearch, after: tuple[float, str] | None) -> list[Session]:
-        """The next sessions that pass the filters which SQL evaluates alike on every database."""
+        """The next sessions that pass the filters that SQL evaluates in the same way on every database."""
         created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
         query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
         if filters.session_id is not None and filters.display_name is None:
@@ -212,11 +209,11 @@ class Sessions:
             query = query.where(SESSIONS.c.state.in_(filters.states or ()) | finished)
         if after is not None:
             query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
-        query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
+        query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCAN_ROWS)
         return [Session(**row._mapping) for row in self._db.rows(query)]
 
-    def forget_future_heartbeats(self) -> None:
-        """Set heartbeats of the future to now: a clock that was set back must not keep silent sessions open."""
+    def reset_future_heartbeats(self) -> None:
+        """Reset heartbeats that lie in the future, so that a clock set back does not keep silent sessions open."""
         future = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
         self._db.execute(SESSIONS.update().where(*future).values(last_heartbeat_at=now()))
 
@@ -226,7 +223,7 @@ class Sessions:
         return [Session(**row._mapping) for row in self._db.rows(sa.select(SESSIONS).where(*silent))]
 
     def close(self, session_id: str, reason: str, *, timeout_s: float = 0.0) -> bool:
-        """Close a session silent for `timeout_s`; False if a heartbeat or another sweep came first."""
+        """Close a session silent for `timeout_s`; returns False if a heartbeat or another sweep came first."""
         open_and_silent = (
             SESSIONS.c.session_id == session_id,
             SESSIONS.c.closed_at.is_(None),
@@ -244,11 +241,11 @@ class Sessions:
         return True
 
     def closed_before(self, moment: float, *, tenant_id: str | None = None) -> list[str]:
-        """Some sessions (of one tenant) that were closed before `moment` and whose futures can be deleted now."""
-        theirs = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
-        ready = theirs.where(FUTURES.c.state != "pending") | ~theirs
-        unforgotten = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
-        query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(_FORGOTTEN_AT_A_TIME)
+        """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
+        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        deletable = has_futures.where(FUTURES.c.state != "pending") | ~has_futures
+        kept = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
+        query = sa.select(SESSIONS.c.session_id).where(kept, deletable).limit(_DELETE_BATCH)
         if tenant_id is not None:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
         return self._db.scalars(query)
@@ -265,7 +262,7 @@ def _finish_reason(finish_type: str, detail: str) -> str:
 
 def _is_named(session: Session, filters: SessionSearch) -> bool:
     if filters.display_name is None:
-        return True  # the id alone was compared by SQL
+        return True  # SQL has compared the id
     name = (session.display_name or "").casefold()
     by_name = all(word in name for word in filters.display_name.casefold().split())
     return by_name or (filters.session_id is not None and session.session_id == filters.session_id)

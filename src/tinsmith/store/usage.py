@@ -1,9 +1,9 @@
 """Usage of a tenant by the hour: tokens, checkpoints and stored bytes.
 
-A request counts in the hour in which it was settled, if it succeeded. The futures' rows are the record: the transaction
-that deletes them executes `folded`, which adds their sums to hourly rows, so each request is counted exactly once.
-Saved checkpoints are `added` by the transaction that creates them. Stored bytes are read from the existing checkpoints;
-deleted ones leave no history.
+A successful request counts in the hour in which it was settled. Usage is computed from the rows of futures, and from
+hourly rows: the transaction that deletes futures executes `fold_usage`, which adds their sums to these, so each request
+is counted exactly once. The transaction that creates a checkpoint executes `added`. Stored bytes are computed from the
+existing checkpoints alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
 from tinsmith.store.checkpoints import visible
-from tinsmith.store.futures import Spent
+from tinsmith.store.futures import FutureUsage
 
 HOUR_S = 3600
 TRAINING_KINDS = ("forward", "forward_backward")
@@ -26,7 +26,7 @@ TYPES = ("training", "sampling_prefill", "sampling_cached", "sampling_sample", "
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """`quantity` is tokens, or for `checkpoint` how many. `sampling_prefill` is without what the cache held."""
+    """`quantity` counts tokens, or checkpoints. `sampling_prefill` excludes cached tokens."""
 
     bucket_start: float
     session_id: str
@@ -37,7 +37,7 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """One checkpoint that exists, and which project it counts for."""
+    """An existing checkpoint, and the project whose storage it counts toward."""
 
     session_id: str
     project_id: str | None
@@ -60,8 +60,8 @@ class Usage:
         self._db = db
 
     def rows(self, tenant_id: str, start: float, end: float) -> list[UsageRow]:
-        """What the tenant used from `start` until before `end`, both full hours; by hour, then by quantity."""
-        # One statement, so that a row which is folded meanwhile is seen in one place and not in two or none.
+        """The tenant's usage from `start` until before `end`, both full hours; by hour, then by quantity."""
+        # One statement, so that a row which is folded concurrently is counted exactly once.
         both = sa.union_all(self._live(tenant_id, start, end), _folded(tenant_id, start, end)).subquery()
         keys = [both.c.bucket_start, both.c.session_id, both.c.base_model]
         query = sa.select(*keys, *(sa.func.sum(both.c[name]).label(name) for name in TYPES)).group_by(*keys)
@@ -94,13 +94,13 @@ class Usage:
         )
 
     def _hour_of(self, moment: sa.ColumnElement[float]) -> sa.ColumnElement:
-        # SQLite's cast cuts, Postgres' rounds; and floor is not in every SQLite.
+        # SQLite's cast truncates and Postgres' rounds; not every SQLite has floor.
         hours = moment / float(HOUR_S)
         whole = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
         return whole * float(HOUR_S)
 
     def stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
-        """The tenant's checkpoints as they are now; those of one project, if it is named."""
+        """The tenant's existing checkpoints, or those of one project."""
         project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
         query = (
             sa.select(
@@ -121,7 +121,7 @@ class Usage:
         return [StoredCheckpoint(**row._mapping) for row in self._db.rows(query)]
 
     def stored_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """How many checkpoints each of these sessions has now, and their bytes; without an entry, none."""
+        """The number and bytes of each session's existing checkpoints; sessions without checkpoints have no entry."""
         query = (
             sa.select(MODELS.c.session_id, sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
             .select_from(CHECKPOINTS)
@@ -132,7 +132,7 @@ class Usage:
         return {session_id: (count, int(size)) for session_id, count, size in self._db.rows(query)}
 
     def storage_rows(self, tenant_id: str, start: float, end: float) -> list[StorageRow]:
-        """For each hour, how long how many bytes of what exists now were kept in it."""
+        """The byte-seconds of the existing checkpoints in each hour."""
         totals: Counter[tuple[float, str | None, str]] = Counter()
         end = min(end, now())
         for one in self.stored(tenant_id):
@@ -156,10 +156,10 @@ def _folded(tenant_id: str, start: float, end: float) -> sa.Select:
     )
 
 
-def folded(spent: Iterable[Spent]) -> list[sa.Executable]:
-    """Statements that keep what these futures used, for the transaction that deletes them."""
+def fold_usage(usage: Iterable[FutureUsage]) -> list[sa.Executable]:
+    """Statements that add the usage of futures to hourly rows, for the transaction that deletes the futures."""
     totals: Counter[tuple[str, float, str, str, str]] = Counter()
-    for one in spent:
+    for one in usage:
         if one.state != "done" or one.settled_at is None:
             continue
         where = (one.tenant_id, one.settled_at // HOUR_S * HOUR_S, one.session_id, one.base_model)
@@ -180,7 +180,7 @@ def folded(spent: Iterable[Spent]) -> list[sa.Executable]:
 def added(
     tenant_id: str, session_id: str, base_model: str, type_: str, quantity: int, at: float | None = None
 ) -> list[sa.Executable]:
-    """Statements that count `quantity` more in the hour of `at` (now)."""
+    """Statements that add `quantity` to the hour of `at` (default: now)."""
     bucket_start = (now() if at is None else at) // HOUR_S * HOUR_S
     key = (
         (USAGE.c.bucket_start == bucket_start)

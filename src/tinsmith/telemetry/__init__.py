@@ -1,1 +1,1 @@
-"""Observability for operators: logs, metrics, traces and timelines. Changes nothing in the service."""
+"""Observability: logs, metrics, traces and timelines."""

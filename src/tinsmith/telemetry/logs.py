@@ -1,7 +1,7 @@
 """Structured logs: one line per event to standard error, with secrets masked.
 
 Code that works on a request binds its ids as structlog context variables (tenant_id, model_id, request_id, base_model),
-and every line logged meanwhile has them. The form of a line (logfmt, json, console) is a setting.
+so that every line logged meanwhile has them. The format of a line (logfmt, json, console) is a setting.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def configure_logs(level: str, form: str = "logfmt") -> None:
         ),
         "console": structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
     }
-    traceback = [] if form == "console" else [structlog.processors.format_exc_info]  # which draws its own
+    traceback = [] if form == "console" else [structlog.processors.format_exc_info]  # `console` formats its own
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

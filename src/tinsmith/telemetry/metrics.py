@@ -2,11 +2,10 @@
 
 A meter is a Prometheus metric; the word distinguishes it from training metrics. Engines count in memory-mapped files of
 prometheus-client below `metrics/` in the data directory. The files outlive the engines: counters continue after a
-restart, gauges end with the process. The server reads the files at a scrape, so engines listen on no port. Counts that
-follow from database rows are read at the scrape.
+restart, gauges end with the process. The server reads the files at a scrape, so engines need no port. Counts of
+database rows are queried at the scrape.
 
-Labels are bounded: base models, kinds and outcomes are few, and tenants beyond a limit share one label. Knows no SQL
-and no device.
+Labels are bounded: base models, kinds and outcomes are few, and tenants beyond a limit share one label.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
-"""The label of all tenants beyond those that have their own."""
+"""The shared label of tenants without their own."""
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
@@ -47,48 +46,48 @@ class Meter:
 
 _ENGINE = ("base_model",)
 _KIND = ("base_model", "kind")
-_SEAT = ("base_model", "engine")  # labels of gauges; counters are summed over the engines
+_SEAT = ("base_model", "engine")  # for gauges; counters are summed over the engines
 _TABLE = (
     # Counted from rows at the scrape, the same by every server of a database.
     Meter("tinsmith_queue_requests", "requests that are not settled", _KIND),
-    Meter("tinsmith_queue_oldest_seconds", "age of the oldest of them", _KIND),
-    Meter("tinsmith_engine_ready", "1 if the engine or sampler works, 0 if not", _SEAT),
+    Meter("tinsmith_queue_oldest_seconds", "age of the oldest request that is not settled", _KIND),
+    Meter("tinsmith_engine_ready", "1 if the engine or sampler is ready, otherwise 0", _SEAT),
     Meter("tinsmith_models", "models in training, by state creating or ready", ("base_model", "state")),
     Meter(
         "tinsmith_snapshot_lag_operations",
-        "operations that a restart would replay for the model that lags most behind its newest snapshot",
+        "most operations of a model that a restart would replay on its newest snapshot",
         _ENGINE,
     ),
-    Meter("tinsmith_sessions_open", "sessions whose heartbeats come"),
+    Meter("tinsmith_sessions_open", "active sessions"),
     Meter("tinsmith_batch_jobs", "bulk jobs that have not ended", ("status",)),
     Meter(
         "tinsmith_engine_resident_bytes",
-        "memory of the process of an engine or sampler, if it is one of this server's",
+        "resident memory of each engine or sampler process of this server",
         _SEAT,
     ),
     # The server, counted since it started.
     Meter("tinsmith_http_responses_total", "answers, by status", ("status",)),
     Meter(
         "tinsmith_futures_submitted_total",
-        "requests that were stored: accepted, or refused with a reason that their client reads",
+        "stored requests: accepted, or refused with an error for the client",
         ("kind", "outcome"),
     ),
-    Meter("tinsmith_tenant_requests_total", "requests that were stored, by tenant", ("tenant",)),
+    Meter("tinsmith_tenant_requests_total", "stored requests, by tenant", ("tenant",)),
     Meter(
         "tinsmith_background_failures_total",
-        "errors that ended background work, which began again after a pause",
+        "errors after which background work was restarted",
         ("task",),
     ),
-    Meter("tinsmith_held_polls", "polls that wait for a result now"),
+    Meter("tinsmith_held_polls", "polls that wait for a result"),
     Meter(
         "tinsmith_server_database_seconds",
-        "how long a connection to the database was in use, waiting for its turn included",
+        "duration of each use of a database connection, including waits for locks",
         buckets=SECONDS,
     ),
-    # The engines, counted since the server that keeps them started.
+    # The engines, counted since their server started.
     Meter(
         "tinsmith_engine_step_seconds",
-        "work of one kind in one step: packed passes, merged optim_steps, a single operation, or one decode step",
+        "duration of one kind of work in a step: packed passes, merged optim_steps, a single operation, a decode step",
         ("base_model", "work"),
         SECONDS,
     ),
@@ -103,17 +102,17 @@ _TABLE = (
     ),
     Meter(
         "tinsmith_engine_tokens_total",
-        "tokens of what was done: forward, forward_backward, prompt (computed), cached (of prompts), sampled",
+        "processed tokens: forward, forward_backward, prompt (computed), cached (of prompts), sampled",
         _KIND,
     ),
     Meter(
         "tinsmith_engine_tenant_tokens_total",
-        "the same by tenant: training, prompt, cached, sampled",
+        "processed tokens by tenant: training, prompt, cached, sampled",
         ("base_model", "tenant", "kind"),
     ),
     Meter(
         "tinsmith_engine_futures_settled_total",
-        "requests that ended: done, user_error or server_error",
+        "settled requests: done, user_error or server_error",
         ("base_model", "kind", "outcome"),
     ),
     Meter("tinsmith_engine_wait_seconds", "from a request's arrival to the beginning of its work", _KIND, SECONDS),
@@ -121,19 +120,19 @@ _TABLE = (
     Meter("tinsmith_engine_samples_running", "samples in the sampler", _SEAT),
     Meter(
         "tinsmith_engine_kv_blocks",
-        "blocks of the key-value cache: live (of running samples), cached (of prompts that may come again), limit",
+        "blocks of the KV cache: live (of running samples), cached (of earlier prompts), limit",
         (*_SEAT, "state"),
     ),
     Meter("tinsmith_engine_kv_use", "live blocks as a share of the limit", _SEAT),
     Meter(
         "tinsmith_engine_memory_bytes",
-        "bytes of the device by who holds them, as reckoned: base, models (in training), versions, sampling, kv_cache, "
-        "and the most of activations since the last time; budget, if there is one",
+        "estimated device memory by holder: base, models (in training), versions, sampling, kv_cache, activations "
+        "(peak since the last update), and the budget, if set",
         (*_SEAT, "holder"),
     ),
     Meter(
         "tinsmith_engine_database_seconds",
-        "how long a connection to the database was in use, waiting for its turn included",
+        "duration of each use of a database connection, including waits for locks",
         _ENGINE,
         SECONDS,
     ),
@@ -157,7 +156,7 @@ def histogram(name: str, registry: CollectorRegistry) -> Histogram:
 
 
 class TenantLabels:
-    """Gives the first `most` tenants their own label and all others one shared label."""
+    """Labels for tenants: the first `most` tenants have their own, all others share one."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -174,7 +173,7 @@ class TenantLabels:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A value of one meter that was counted from rows."""
+    """A meter's value, counted from rows."""
 
     meter: str
     labels: tuple[str, ...]
@@ -187,8 +186,8 @@ class ServerMeters:
     def __init__(
         self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Counted]] = tuple
     ) -> None:
-        """`directory` has the files of the engines; None if this process has none."""
-        prometheus_client.disable_created_metrics()  # a second series for each counter
+        """`directory` has the files of the engines; None if this process has no engines."""
+        prometheus_client.disable_created_metrics()  # they would be a second series for each counter
         self._directory = directory
         self._registry = CollectorRegistry()
         self._tenants = TenantLabels(most_tenants)
@@ -210,23 +209,23 @@ class ServerMeters:
         self._submitted.labels(kind, "refused" if refused else "accepted").inc()
         self._of_tenant.labels(self._tenants(tenant_id)).inc()
 
-    def background_failed(self, task: str) -> None:
+    def count_background_failure(self, task: str) -> None:
         self._background.labels(task).inc()
 
     def held_polls(self, count: Callable[[], int]) -> None:
         """Set the function that returns the number of held polls."""
         self._held.set_function(count)
 
-    def database_used(self, seconds: float) -> None:
+    def observe_database(self, seconds: float) -> None:
         self._database.observe(seconds)
 
-    def engine_gone(self, pid: int) -> None:
-        """Remove the gauges of an engine that has ended; its counters stay."""
+    def remove_engine_gauges(self, pid: int) -> None:
+        """Remove the gauges of an engine that has ended; its counters remain."""
         if self._directory is not None:
             mark_process_dead(pid, str(self._directory))
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes of device memory by base model and holder, over all engines of this data directory."""
+        """Bytes of device memory by base model and holder, summed over the engines of this data directory."""
         found: dict[str, dict[str, int]] = {}
         if self._directory is None:
             return found
@@ -237,13 +236,27 @@ class ServerMeters:
                 holders[holder] = holders.get(holder, 0) + int(sample.value)
         return found
 
+    def work(self) -> dict[str, float]:
+        """Counts since the start: stored requests, and tokens that the engines trained and sampled."""
+        stored = (sample for metric in self._submitted.collect() for sample in metric.samples)
+        found = {"requests": sum(each.value for each in stored if each.name.endswith("_total"))}
+        found |= {"trained": 0.0, "sampled": 0.0}
+        if self._directory is None:
+            return found
+        kinds = {"forward": "trained", "forward_backward": "trained", "sampled": "sampled"}
+        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
+            for sample in metric.samples if metric.name == "tinsmith_engine_tokens" else ():
+                if name := kinds.get(sample.labels.get("kind", "")):
+                    found[name] += sample.value
+        return found
+
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Queries the database."""
         return generate_latest(self._registry)
 
 
 class _RowCollector:
-    """The counts from rows, as a collector of prometheus-client."""
+    """A prometheus-client collector of the counts from rows."""
 
     def __init__(self, counts: Callable[[], Iterable[Counted]]) -> None:
         self._counts = counts
@@ -263,8 +276,8 @@ def metrics_directory(data_dir: Path) -> Path:
     return data_dir / "metrics"
 
 
-def emptied_directory(data_dir: Path) -> Path:
-    """The same directory, emptied of the files that an earlier server's engines left."""
+def reset_metrics_directory(data_dir: Path) -> Path:
+    """The directory of the engines' metric files, after deletion of an earlier server's files."""
     directory = metrics_directory(data_dir)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

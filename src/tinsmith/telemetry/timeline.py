@@ -1,12 +1,12 @@
 """A session's timeline in Chrome's trace format, which Perfetto opens: one process per model and sampler.
 
-Each request is an asynchronous slice from arrival to settlement with the parts `queued` (until an engine began),
-`run` (until it had the result) and `settle` (until the result was stored). Requests of a sampler overlap. Those of a
+Each request is an asynchronous slice from arrival to settlement with the parts `queued` (until an engine began), `run`
+(until the engine had the result) and `settle` (until the result was stored). Requests of a sampler overlap. Those of a
 model take effect in order, so each model also has a thread that shows its work step by step; an engine numbers its
-steps from 1 and packs passes of several models and sessions into one.
+steps from 1, and a step can contain passes of several models and sessions.
 
-The timeline is generated from the rows of the futures while it is read. Pending requests have no end, refused ones no
-length. Requests whose results were deleted (`result_grace_s` after the end of their session) are missing.
+The timeline is generated from the rows of futures while it is read. Pending requests have no end, refused ones no
+duration. Requests whose results were deleted (`result_grace_s` after the end of their session) are missing.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _slices(row: sa.Row, process: int) -> list[Event]:
 
 
 def _times(row: sa.Row) -> list[int]:
-    """A request's known times in microseconds, made non-decreasing: the clocks of two processes may differ."""
+    """A request's known times in microseconds, made non-decreasing, since the clocks of two processes may differ."""
     times: list[int] = []
     for name in _TIMES:
         moment_s = row._mapping[name]

@@ -1,9 +1,9 @@
-"""Traces for OpenTelemetry, from a client's request to the settlement of its future, across server and engines.
+"""OpenTelemetry traces, from a client's request to the settlement of its future, across server and engines.
 
-A server starts a span for each request, below the client's if that sent a `traceparent`. The stored future carries the
-span's name (`CURRENT`), and the engine adds its own spans below it. Spans are exported by OTLP over HTTP. Without
-`otlp_endpoint`, OpenTelemetry is not imported and nothing is stored; hot paths check `on`. Spans contain kinds and ids,
-never contents of requests.
+A server starts a span for each request, as a child of the client's span if the client sent a `traceparent`. The future
+stores the span's traceparent (`CURRENT`), and the engine adds child spans. Spans are exported by OTLP over HTTP.
+Without `otlp_endpoint`, OpenTelemetry is not imported and no traceparent is stored; hot paths check `on`. Spans contain
+kinds and ids, never contents of requests.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ CURRENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
 """The current span as a W3C traceparent."""
 
 EXPORT_S = 5.0
-"""How long a collector that does not answer may delay the end of a process."""
+"""How long an unresponsive collector may delay the end of a process."""
 
 Attributes = Mapping[str, str | int | float]
 
 
 class Tracing:
-    """Traces nothing. `open_tracing` gives the subclass that exports spans."""
+    """Tracing that is off. `open_tracing` returns a subclass that exports spans."""
 
     on = False
 
     def span(self, name: str, parent: str | None, attributes: Attributes) -> AbstractContextManager[None]:
-        """A span of the block below `parent`; within the block, CURRENT names it."""
+        """A span for the duration of the block, as a child of `parent`; within the block it is CURRENT."""
         return nullcontext()
 
     def record(self, name: str, parent: str, start_s: float, end_s: float, attributes: Attributes) -> str:
-        """Record a finished span; times are epoch seconds. Returns its name, to be used as a parent."""
+        """Record a finished span; times are seconds since the epoch. Returns its traceparent."""
         return parent
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class _ExportedTracing(Tracing):
         self._provider.shutdown()
 
     def _context(self, parent: str | None) -> Context:
-        """The context of a parent; a malformed one, which a client may send, counts as none."""
+        """The context of a parent; a malformed traceparent from a client is ignored."""
         from opentelemetry.context import Context
 
         return self._propagator.extract({} if parent is None else {"traceparent": parent}, Context())

@@ -1,4 +1,4 @@
 """Bytes of the Tinker protocol <-> `tinsmith.types`, shared by server and engine. No I/O, SQL or web framework.
 
-Readers raise UserError that names the field at fault; writers give the bytes exactly as the client gets them.
+Readers raise a UserError that names the wrong field; writers return the bytes that the client receives.
 """

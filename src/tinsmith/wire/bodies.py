@@ -1,8 +1,8 @@
 """Request bodies: size, encoding, content type, and the number of messages in a protobuf body.
 
-Bounds everything before it is allocated: a body that declares or reaches more than the limit is refused while at most
-the limit is in memory. Messages are counted before they are parsed, because an empty one takes 2 bytes of a body and
-60 of memory. Does not know what the bytes mean, and leaves malformed protobuf to the parser.
+Limits are enforced before memory is allocated: a body that declares or reaches more than the limit is refused while at
+most the limit is in memory. Messages are counted before they are parsed, because an empty one takes 2 bytes of a body
+and 60 of memory. The parser reports malformed protobuf.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ JSON_TYPE = "application/json"
 PROTO_TYPE = "application/x-protobuf"
 
 WINDOW_BYTES = 8 << 20
-"""Of a zstd frame that does not declare its size: what every decoder must accept (RFC 8878, section 3.1.1.1.2)."""
+"""Window limit for zstd frames without a declared size: the minimum for decoders (RFC 8878, section 3.1.1.1.2)."""
 
 PIECE_BYTES = 512
-"""Such a frame is fed in pieces, each of which can become 16 MiB at the most: four bytes make a block of 128 KiB."""
+"""Such a frame is decoded in pieces, each of at most 16 MiB when decoded: four bytes can encode a block of 128 KiB."""
 
 
 def check_length(content_length: str | None, limit_bytes: int) -> None:
@@ -43,7 +43,7 @@ def check_content_type(content_type: str | None, expected: str) -> None:
 
 
 def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
-    """Undo the body's Content-Encoding."""
+    """Decode the body's Content-Encoding."""
     if len(body) > limit_bytes:
         raise too_large(limit_bytes)
     encoding = (encoding or "identity").strip().lower()
@@ -55,12 +55,12 @@ def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
 
 
 def is_within(body: bytes, encoding: str | None, limit_bytes: int) -> bool:
-    """Whether a body is no larger than this, and says that it will not be once it is decoded."""
+    """Whether a body is within the limit and declares a decoded size within the limit."""
     if len(body) > limit_bytes or encoding is None:
         return len(body) <= limit_bytes
     try:
         return 0 <= zstandard.frame_content_size(body) <= limit_bytes
-    except zstandard.ZstdError:  # decoding gives the error
+    except zstandard.ZstdError:  # `decode` reports the error
         return False
 
 
@@ -85,7 +85,7 @@ def _decompress(body: bytes, limit_bytes: int) -> bytes:
 
 
 def _in_pieces(body: bytes, limit_bytes: int) -> bytes:
-    """A frame whose size is known only at its end."""
+    """Decompress a frame without a declared size."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
     parts: list[bytes] = []
     size = 0
@@ -102,14 +102,14 @@ def _in_pieces(body: bytes, limit_bytes: int) -> bytes:
 
 MAX_MESSAGES = 2**18
 FREE_BYTES = 6 << 20
-"""Bodies up to this size are not counted: what they can hold is bearable, and the SDK's are smaller."""
+"""Messages in bodies up to this size are not counted: their memory is acceptable, and the SDK's bodies are smaller."""
 
 MAX_VARINT_BYTES = 10
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 
 
 def check_messages(body: bytes, kind: type[Message]) -> None:
-    """Raise UserError if a body of this message type holds more messages than are taken."""
+    """Raise UserError if a body of this message type holds more than MAX_MESSAGES messages."""
     if len(body) <= FREE_BYTES:
         return
     if _count(body, cast(Descriptor, kind.DESCRIPTOR), MAX_MESSAGES) > MAX_MESSAGES:
@@ -117,7 +117,7 @@ def check_messages(body: bytes, kind: type[Message]) -> None:
 
 
 def _count(body: bytes, kind: Descriptor, most: int) -> int:
-    """The messages in `body`, or more than `most`; those up to the first malformed byte."""
+    """The number of messages in `body` before the first malformed byte; stops above `most`."""
     found = 0
     todo = [(kind, 0, len(body))]
     while todo and found <= most:
@@ -142,7 +142,7 @@ def _count(body: bytes, kind: Descriptor, most: int) -> int:
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:
-    """The number at a position, and the position behind it; one that does not end leads behind the body."""
+    """The varint at a position, and the next position; that is the end of the body for an unterminated varint."""
     value = 0
     for index, byte in enumerate(body[at : at + MAX_VARINT_BYTES]):
         if byte < 128:

@@ -1,7 +1,7 @@
 """create_custom_loss: the JSON of a traced loss, or its stored definition -> `types.CustomLoss`.
 
-Only the form is read here: one-key objects become references, constants, slices. What a graph may contain,
-`loss_graphs` says. The definition that is stored is the request's own inputs and graph.
+Parses the syntax only: one-key objects become references, constants, slices. `loss_graphs` checks the contents of a
+graph. The stored definition is the request's inputs and graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, r
 
 GRAPH_FORMAT = 1
 MAX_DEPTH = 8
-"""Nesting of an argument: a slice in a tuple in a tuple is 3."""
+"""Limit of an argument's nesting: a slice in a tuple in a tuple has depth 3."""
 
 OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 CONSTANT_KINDS = ("dtype", "device", "layout", "memory_format")
@@ -55,7 +55,7 @@ class CustomLossGraphBody(Body):
         list[CustomLossNodeBody],
         Field(
             fail_fast=True,
-            description="args (a list) and kwargs (an object) hold encoded values; docs/losses.md says which",
+            description="args (a list) and kwargs (an object) hold encoded values; see docs/losses.md",
         ),
     ]
     format: Annotated[int, OneOf((GRAPH_FORMAT,))] = GRAPH_FORMAT
@@ -122,7 +122,7 @@ def _argument(value: object, where: str, depth: int) -> LossArgument:
 
 
 def _encoded(kind: str, inner: object, where: str, depth: int) -> LossArgument:
-    """A one-key object; None if it is none that we know."""
+    """The value of a one-key object; None for unknown kinds."""
     if kind == "ref" and isinstance(inner, str):
         return NodeRef(inner)
     if kind == "tuple" and isinstance(inner, list):

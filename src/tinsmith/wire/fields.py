@@ -1,8 +1,8 @@
 """JSON bodies as pydantic models: parsing, validation, and messages that name a field by its full path.
 
-A body is a `Body`, in strict mode: JSON's true is not a 1. null and an absent field mean the same, because the SDK
-leaves out what is None. `validate` makes the model of a parsed object; a message reads "sampling_params.top_p is
-'high'; it must be a number". `described` gives the JSON schema for the OpenAPI document.
+A body is a `Body`, in strict mode: JSON's true is not a 1. null and an absent field are equivalent, because the SDK
+omits None. `validate` turns a parsed object into its model; an error reads "sampling_params.top_p is 'high'; it must be
+a number". `described` returns the JSON schemas for the OpenAPI document.
 
 Times are seconds since the epoch in Python and RFC 3339 with a zone on the wire.
 """
@@ -40,52 +40,52 @@ INT64_MAX = 2**63 - 1
 MAX_TEXT = 4096
 MAX_METADATA_BYTES = 65536
 MAX_DEPTH = 64
-"""Levels of nesting in a JSON body. orjson reads 1024 levels and writes 254, so every body can be written again."""
+"""Most levels of nesting in a JSON body. orjson reads 1024 and writes 254, so every body can be re-serialized."""
 
 MAX_CONTAINERS = 2**18
-"""Objects and lists in a JSON body. An empty one has 3 bytes there and 60 in memory."""
+"""Most objects and lists in a JSON body. An empty one takes 3 bytes there and 60 in memory."""
 
 SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Most characters of a wrong value that a message repeats."""
 
 
 def show(value: object) -> str:
-    """A value for a message: short, on one line, ASCII. Formats no more of the value than it shows."""
-    # One character more than fits, so that the text is marked as cut.
+    """A value for a message: short, on one line, ASCII. Formats only the part of the value that is shown."""
+    # One character more than fits, so that the text is marked as truncated.
     text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 class Body(BaseModel):
-    """One JSON object of a request. Fields that are not declared are ignored."""
+    """One JSON object of a request. Unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", hide_input_in_errors=True)
     ignores_zero: ClassVar[bool] = True
-    """Whether an unknown field of a `ClosedBody` inside may be 0 or false."""
+    """Whether an unknown field of a nested `ClosedBody` may be 0 or false."""
     missing_code: ClassVar[str | None] = None
-    """The code of the error for a missing field."""
+    """The error code for a missing field."""
 
 
 class ClosedBody(Body):
-    """An object whose other fields are refused, except at an empty value (null, 0, "", []), which asks for nothing."""
+    """An object whose unknown fields are refused, unless the value is empty (null, 0, "", []) and so has no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 def wrong(why: str) -> PydanticCustomError:
-    """For validators: the message is the field's path and `why`."""
+    """An error for validators; the message is the field's path and `why`."""
     return PydanticCustomError("wrong", "{why}", {"why": why})
 
 
 def unsupported(why: str) -> PydanticCustomError:
-    """For validators: the server does not support the field or its value."""
+    """An error for validators: the server does not support the field or its value."""
     return PydanticCustomError("unsupported", "{why}", {"why": why})
 
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a field that takes one of a few values."""
+    """Marks a field that accepts only these values."""
 
     values: Sequence[str | int]
 
@@ -95,7 +95,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Marks a field of which the server supports a few values; another is refused with the reason."""
+    """Marks a field of which the server supports only these values; others are refused with the reason."""
 
     values: Sequence[object]
     why: str
@@ -113,7 +113,7 @@ class Only:
 
 
 def refused(why: str, *, unless: object = None) -> AfterValidator:
-    """Marks a field that the server knows and does not support; an empty value asks for nothing."""
+    """Marks a known field that the server does not support; empty values are accepted."""
 
     def check(value: object) -> None:
         if value and value != unless:
@@ -124,7 +124,7 @@ def refused(why: str, *, unless: object = None) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class OrText:
-    """Marks a field that is `str | Other`; its text may have to be one of `values`."""
+    """Marks a field that is `str | Other`; with `values`, a string must be one of them."""
 
     values: tuple[str, ...] = ()
 
@@ -134,16 +134,25 @@ class OrText:
         return _chosen([text, handler.generate_schema(other)], lambda value: 0 if isinstance(value, str) else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class OrList:
+    """Marks a field that is `Other | list[Other]`."""
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        one, many = map(handler.generate_schema, get_args(source))
+        return _chosen([one, many], lambda value: isinstance(value, list))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ByType:
-    """Marks an object that is one of several models, by its field `type`."""
+    """Marks an object that is one of several models, chosen by its field `type`."""
 
     models: Mapping[str, type[Body]]
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds = list(self.models)
         known = core_schema.typed_dict_field(core_schema.literal_schema(kinds))
-        other = core_schema.typed_dict_schema({"type": known})  # refuses every value that gets here, with its path
+        other = core_schema.typed_dict_schema({"type": known})  # refuses every value, with its path
 
         def choose(value: object) -> int:
             kind = value.get("type") if isinstance(value, dict) else None
@@ -153,7 +162,7 @@ class ByType:
 
 
 def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
-    """One of several schemas. Its number is part of an error's path as a negative one, which no index of a list is."""
+    """One of several schemas. The choice is in an error's path as a negative number, unlike indices of lists."""
     choices = {-1 - number: schema for number, schema in enumerate(schemas)}
     return core_schema.tagged_union_schema(choices, lambda value: -1 - choose(value))
 
@@ -171,11 +180,11 @@ LongText = Annotated[str, Field(max_length=2**31, pattern=NO_NUL)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Integer = Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)]
 Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
-"""A number that becomes part of an id."""
+"""A number that is part of an id."""
 SequenceNumber = Annotated[int, Field(ge=1, le=2**62)]
 """The number of a training request: 0 is the creation of its model."""
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_size), Field(description="at most 64 KiB of JSON")]
-"""The user's own object."""
+"""An object of the user."""
 _MetadataText = Annotated[str, Field(max_length=MAX_METADATA_BYTES, pattern=NO_NUL)]
 _NullAsEmpty = BeforeValidator(lambda value: "" if value is None else value)
 TextMetadata = Annotated[
@@ -183,29 +192,29 @@ TextMetadata = Annotated[
     AfterValidator(_check_size),
     Field(description="at most 64 KiB of JSON"),
 ]
-"""The same with strings only, because the SDK reads strings from a checkpoint. null becomes the empty string."""
+"""As `Metadata`, with strings only, because the SDK reads strings from a checkpoint. null becomes the empty string."""
 Unread = SkipJsonSchema[Any]
-"""A field that is known and has no meaning, like the SDK's `type`. The OpenAPI document leaves it out."""
+"""A known field without effect, like the SDK's `type`. The OpenAPI document omits it."""
 
 
 def validate(model: type[B], values: Mapping[str, object]) -> B:
-    """The object as a typed body. Raises RequestError that names the field, its value and what it must be."""
+    """The object as a typed body. Raises a RequestError that names the field, its value and the valid values."""
     check = model.__pydantic_validator__.validate_python
     try:
         return check(values)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        idle = [each["loc"] for each in errors if _asks_nothing(model, each)]
-        if not idle:
+        ignored = [each["loc"] for each in errors if _is_ignorable(model, each)]
+        if not ignored:
             raise _refusal(model, errors[0]) from None
     try:
-        return check(_without(values, idle))
+        return check(_without(values, ignored))
     except ValidationError as error:
         raise _refusal(model, error.errors(include_url=False)[0]) from None
 
 
-def _asks_nothing(model: type[Body], error: ErrorDetails) -> bool:
-    """Whether a field that caused an error may as well be absent."""
+def _is_ignorable(model: type[Body], error: ErrorDetails) -> bool:
+    """Whether the field that caused an error has no effect, as if it were absent."""
     value = error["input"]
     if error["type"] == "extra_forbidden":
         return not value and (model.ignores_zero or not isinstance(value, int | float))
@@ -256,11 +265,11 @@ def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
 
 
 _TYPES = {"int_type": "integer", "float_type": "number", "bool_type": "boolean", "string_type": "string"}
-"""For a field that the JSON schema leaves out."""
+"""For fields that are not in the JSON schema."""
 
 
 def _wanted(schema: Schema, kind: str) -> str:
-    """What the value of a field must be, in words; `kind` is pydantic's name of the error."""
+    """The end of a message "it must ..."; `kind` is pydantic's name of the error."""
     values = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
     if values:
         return f"be {values[0]!r}" if len(values) == 1 else f"be one of {', '.join(map(str, values))}"
@@ -316,7 +325,7 @@ def _at(model: type[Body], path: Sequence[int | str]) -> Schema:
 
 
 def _options(schema: Schema) -> list[Schema]:
-    """What a value may be, apart from null."""
+    """The alternatives of a schema, without null."""
     options = cast("list[Schema]", schema.get("anyOf") or schema.get("oneOf") or [schema])
     found = [each for each in options if each.get("type") != "null"]
     return _options(found[0]) if len(found) == 1 and found[0] is not schema else found
@@ -324,14 +333,14 @@ def _options(schema: Schema) -> list[Schema]:
 
 @cache
 def described(model: type[Body]) -> dict[str, Schema]:
-    """JSON schemas by name, of a body and of the objects inside it."""
-    made = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    found: dict[str, Schema] = {**made.pop("$defs", {}), model.__name__: made}
+    """The JSON schemas of a body and of its nested objects, by name."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    found: dict[str, Schema] = {**schema.pop("$defs", {}), model.__name__: schema}
     return {name.removesuffix("Body"): cast("Schema", _cleaned(schema)) for name, schema in found.items()}
 
 
 def _cleaned(schema: object) -> object:
-    """A schema without what pydantic adds; an optional field may also be null."""
+    """A schema without pydantic's additions, in which optional fields may be null."""
     if isinstance(schema, list):
         return [_cleaned(each) for each in schema]
     if not isinstance(schema, dict):
@@ -373,7 +382,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_depth(value: dict[str, object]) -> None:
-    """Level by level, so that no nesting is too deep for this function itself."""
+    """Iterates level by level, since recursion could be too deep."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         level = [child for each in level for child in _children(each) if isinstance(child, dict | list)]
@@ -389,7 +398,7 @@ def _children(value: object) -> Iterable[object]:
 
 
 def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
-    """Metadata as the SDK reads it: a value that is not a string becomes its JSON text."""
+    """Metadata as the SDK reads it, with values other than strings as JSON."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}
@@ -400,7 +409,7 @@ def iso(time_s: float) -> str:
 
 
 def moment_of(name: str, text: str) -> float:
-    """Seconds since the epoch of a time with a zone. Raises UserError that names the field."""
+    """Seconds since the epoch of a time with a zone. Raises a UserError that names the field."""
     try:
         found = datetime.fromisoformat(text)
         if found.tzinfo is not None:

@@ -1,9 +1,8 @@
-"""Image chunks of training and sampling: checked by their header, never decoded.
+"""Image chunks of training and sampling: checked by their header, never decoded here.
 
-A chunk's bytes stay as they came. Its format, width and height are read from the first bytes of the file, and the
-number of its tokens follows from these by the model's `VisionShape`; so a request that a model cannot take is refused
-before anything of the size of an image is allocated. Whether the rest of the file is sound shows in the engine, which
-decodes it. Knows no pixels.
+Format, width and height are read from the first bytes of the file; the model's `VisionShape` gives the number of
+tokens. So a request that a model cannot take is refused before memory for its pixels is allocated. The engine decodes
+the file and finds errors in the rest of it.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ MAX_PIXELS = 2**25
 """96 MiB once decoded."""
 
 MAX_IMAGES = 256
-"""Of one prompt or datum."""
+"""Most images of one prompt or datum."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8"
 _SIZES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 """JPEG's markers of a frame header (ITU T.81, table B.1)."""
 
-_ALONE = frozenset({0x01, *range(0xD0, 0xD8)})
-"""JPEG's markers that no length follows."""
+_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
+"""JPEG's markers without a length field."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageBytes:
-    """An image chunk as it was sent."""
+    """An image chunk of a request, unchecked."""
 
     data: bytes
     format: str
@@ -48,7 +47,7 @@ class ImageBytes:
 
 
 def image_chunk(chunk: Mapping[str, object], where: str) -> ImageBytes:
-    """An image chunk of JSON. Raises UserError unless its fields can be one's."""
+    """An image chunk of a JSON body. Raises UserError for fields of wrong types."""
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     if not isinstance(data, str):
         raise UserError(
@@ -64,7 +63,7 @@ def image_chunk(chunk: Mapping[str, object], where: str) -> ImageBytes:
 
 
 def refuse_chunk(where: str, kind: object, vision: VisionShape | None = None) -> UserError:
-    """What to say of a chunk that is not taken."""
+    """The error for a chunk that the model does not take."""
     if kind == "image":
         return NotSupportedError(f"{where} is of type 'image', and this base model takes text only; send encoded_text")
     if kind == "image_asset_pointer":
@@ -77,7 +76,7 @@ def refuse_chunk(where: str, kind: object, vision: VisionShape | None = None) ->
 
 
 class InputParts:
-    """Gathers the chunks of one input: its token ids, with the image token where an image is, and its images."""
+    """Collects the chunks of one input: token ids, with the image token at the positions of images, and images."""
 
     def __init__(self, vision: VisionShape | None) -> None:
         self._vision = vision
@@ -93,11 +92,11 @@ class InputParts:
         self.add_tokens(np.array(tokens, np.int32))
 
     def add_image(self, chunk: ImageBytes, where: str) -> None:
-        """Raises UserError unless the model takes this image."""
+        """Add an image. Raises UserError if the model does not take it."""
         if self._vision is None:
             raise refuse_chunk(where, "image")
         if len(self._images) == MAX_IMAGES:
-            raise UserError(f"{where} is one image too many; at most {MAX_IMAGES} are taken in one input")
+            raise UserError(f"{where} is one image too many; one input may have at most {MAX_IMAGES}")
         width, height = check_header(chunk.data, _format(chunk.format, where), where)
         rows, columns = self._vision.grid(width, height)
         num_tokens = rows * columns
@@ -122,7 +121,7 @@ class InputParts:
 
 
 def chunks_of(tokens: Sequence[int], images: Sequence[Image]) -> list[dict[str, object]]:
-    """The chunks of JSON that are read as these tokens and images."""
+    """The JSON chunks of these tokens and images."""
     chunks: list[dict[str, object]] = []
     begin = 0
     for image in images:
@@ -142,7 +141,7 @@ def chunks_of(tokens: Sequence[int], images: Sequence[Image]) -> list[dict[str, 
 
 
 def check_header(data: bytes, declared: str, where: str) -> tuple[int, int]:
-    """Width and height. Raises UserError unless this begins as a file of the declared format within all bounds."""
+    """Width and height. Raises UserError unless the header is of the declared format and within all limits."""
     if len(data) > MAX_IMAGE_BYTES:
         raise UserError(f"{where}.data is an image of {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
     actual = sniffed(data)
@@ -150,11 +149,11 @@ def check_header(data: bytes, declared: str, where: str) -> tuple[int, int]:
         raise UserError(f"{where}.format is {declared!r}, but data is {actual or 'neither png nor jpeg'}")
     size = _png_size(data) if declared == "png" else _jpeg_size(data)
     if size is None:
-        raise UserError(f"{where}.data is no {declared} image: its header is cut off or malformed")
+        raise UserError(f"{where}.data is not a {declared} image: its header is truncated or malformed")
     width, height = size
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
         raise UserError(
-            f"{where}.data is an image of {width} x {height} pixels; sides may have 1 to {MAX_SIDE} and the whole "
+            f"{where}.data is an image of {width} x {height} pixels; sides may have 1 to {MAX_SIDE} and the image "
             f"{MAX_PIXELS}, so make it smaller"
         )
     if max(width, height) > MAX_ASPECT * min(width, height):
@@ -166,7 +165,7 @@ def check_header(data: bytes, declared: str, where: str) -> tuple[int, int]:
 
 
 def sniffed(data: bytes) -> str | None:
-    """The format that a file's first bytes name."""
+    """The format by a file's first bytes; None if unknown."""
     return "png" if data.startswith(_PNG) else "jpeg" if data.startswith(_JPEG) else None
 
 
@@ -177,14 +176,14 @@ def _format(value: object, where: str) -> str:
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:
-    """Of the header chunk, which is the first (PNG, section 11.2.1)."""
+    """The size in the header chunk, which is the first (PNG, section 11.2.1)."""
     if len(data) < 33 or data[12:16] != b"IHDR":
         return None
     return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Of the first frame header (ITU T.81, section B.2.2)."""
+    """The size in the first frame header (ITU T.81, section B.2.2)."""
     at = 2
     while at + 9 <= len(data):
         if data[at] != 0xFF:
@@ -192,7 +191,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
         marker = data[at + 1]
         if marker == 0xFF:  # fill bytes
             at += 1
-        elif marker in _ALONE:
+        elif marker in _WITHOUT_LENGTH:
             at += 2
         elif marker in _SIZES:
             return int.from_bytes(data[at + 7 : at + 9], "big"), int.from_bytes(data[at + 5 : at + 7], "big")

@@ -1,10 +1,10 @@
 """asample: JSON request -> `types.Sample`; `types.SampleResult` -> SampleResponse bytes.
 
-Unknown fields are refused, except at an empty value, because the SDK always sends its defaults.
-`record_stability_info` is accepted and has no effect (docs/losses.md describes stable_reinforce without it).
+Unknown fields are refused unless their value is empty, because the SDK always sends its defaults.
+`record_stability_info` does not change sampling (docs/losses.md describes stable_reinforce).
 
-A stored sample may have one more field, `beyond`: parameters that only this server's own routes for chats write. An
-asample with it is refused like any other unknown field.
+A stored sample may also have the field `beyond`: parameters that only this server's chat routes write. An asample with
+it is refused, as with any unknown field.
 
 Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
 """
@@ -69,7 +69,7 @@ def sample_body(
     stream: bool = False,
     images: Sequence[Image] = (),
 ) -> dict[str, object]:
-    """The body of a sample as it is stored; `shown` are the fields that say which logprobs are wanted."""
+    """The stored body of a sample; `shown` are the fields that request logprobs."""
     own = {"max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature}
     own |= {"top_k": params.top_k, "top_p": params.top_p, "stop": list(params.stop_strings) or None}
     beyond = {"stop_tokens": list(params.stop_tokens), "stop_eos": params.stop_eos, "stream": stream}
@@ -110,7 +110,7 @@ class EncodedTextChunkBody(Body):
 
 
 class ImageChunkBody(Body):
-    """An image of a model that takes images. Its tokens are counted by the model's own image processor."""
+    """An image for a vision model, whose image processor determines the number of tokens."""
 
     data: Annotated[str, WithJsonSchema({"type": "string", "contentEncoding": "base64"})]
     format: Annotated[str, OneOf(FORMATS)]
@@ -168,7 +168,7 @@ class SamplingParamsBody(ClosedBody):
 
 
 class TensorDataBody(ClosedBody):
-    """Ids or numbers, dense or in CSR form. The lists are read as arrays, and not item by item."""
+    """Ids or numbers, dense or in CSR form. The lists are parsed as arrays, not item by item."""
 
     data: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "number"}})]
     dtype: Annotated[Text, WithJsonSchema({"enum": ["int64", "float32"]})]
@@ -198,7 +198,7 @@ class AsampleRequest(ClosedBody):
 
 
 class SampleRequest(AsampleRequest):
-    """The same without sampling session and number."""
+    """As `AsampleRequest`, without sampling session and number."""
 
     sampling_session_id: Unread = None
     seq_id: Unread = None
@@ -224,7 +224,7 @@ class BeyondBody(Body):
     stream: bool = False
 
     def added(self, sample: Sample) -> Sample:
-        """A sample with these."""
+        """The sample with these parameters."""
         adjustments = Adjustments(
             **{name: getattr(self, name) for name in _NUMBERS},
             logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in self.logit_bias),
@@ -249,7 +249,7 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def read_sample(body: bytes, request_id: str, version_id: str | None, vision: VisionShape | None = None) -> Sample:
-    """A stored sample, as the engine reads it from its row."""
+    """Parse the stored body of a sample."""
     request = validate(StoredSample, read_object(body))
     sample = sample_of(request, request_id, version_id, vision)
     return sample if request.beyond is None else request.beyond.added(sample)
@@ -258,7 +258,7 @@ def read_sample(body: bytes, request_id: str, version_id: str | None, vision: Vi
 def sample_of(
     request: AsampleRequest, request_id: str, version_id: str | None, vision: VisionShape | None = None
 ) -> Sample:
-    """`vision` is that of the base model; without it images are refused."""
+    """The sample of a request. `vision` is that of the base model; without it, images are refused."""
     prompt = _prompt(request.prompt.chunks, vision)
     return Sample(
         request_id=request_id,
@@ -294,7 +294,7 @@ def _prompt(chunks: Sequence[object], vision: VisionShape | None) -> InputParts:
 
 
 def token_ids(value: object, where: str) -> I32:
-    """A JSON list of integers as int32; admission compares them with the vocabulary."""
+    """A JSON list of integers as int32; admission checks them against the vocabulary."""
     found = _integers(value, where)
     if len(found) and (found.min() < 0 or found.max() > INT32_MAX):
         raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
@@ -307,7 +307,7 @@ def _integers(value: object, where: str) -> I64:
     if not value:
         return np.empty(0, np.int64)
     try:
-        # Without a dtype numpy shows what the list holds: floats, strings, nested lists are not 'i'.
+        # Without a given dtype, numpy infers it: floats, strings and nested lists do not give 'i'.
         found = np.array(value)
     except (ValueError, OverflowError) as error:
         raise UserError(f"{where} is not a flat list of integers: {error}") from error
@@ -317,7 +317,7 @@ def _integers(value: object, where: str) -> I64:
 
 
 def _targets(given: TensorDataBody | None) -> I64 | SparseRows | None:
-    """Ids [T - 1, K], dense or in CSR form; admission compares them with the prompt."""
+    """Ids [T - 1, K], dense or in CSR form; admission checks them against the prompt."""
     if given is None:
         return None
     where = "target_prompt_logprobs"

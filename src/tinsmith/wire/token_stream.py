@@ -1,8 +1,8 @@
 """Tokens of running samples, from the engine to the streams of the server.
 
-They travel with the wake-ups and may be lost; no reader waits for one. The stored result is the authority: it adds
-missing tokens, and a contradiction is an error. Each partial has its position in the answer, which shows gaps.
-`Partials` lives on the server's event loop.
+They are sent with the wake-ups and may be lost. The stored result is authoritative: it supplies missing tokens, and a
+contradiction is an error. Each partial has its position in the answer, so that gaps are detected. `Partials` belongs to
+the server's event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orjson
 from tinsmith.types import Partial
 
 MARK = "+"
-"""Begins a line that is a partial; other lines are request_ids."""
+"""The first character of a line that is a partial; other lines are request_ids."""
 
 
 def line_of(partial: Partial) -> str:
@@ -29,7 +29,7 @@ def _read(line: str) -> Partial | None:
         request_id, index, start, tokens, logprobs, topk = orjson.loads(line.removeprefix(MARK))
         return Partial(request_id, index, start, tuple(tokens), tuple(logprobs), tuple(topk))
     except (ValueError, TypeError):
-        return None  # cut short on its way
+        return None  # truncated
 
 
 class Partials:
@@ -38,7 +38,7 @@ class Partials:
 
     @contextlib.contextmanager
     def listen(self, request_ids: Sequence[str]) -> Iterator[asyncio.Queue[Partial]]:
-        """The partials of these samples that arrive from now on."""
+        """A queue of the partials of these samples that arrive during the block."""
         queue: asyncio.Queue[Partial] = asyncio.Queue()
         self._queues |= dict.fromkeys(request_ids, queue)
         try:
@@ -48,7 +48,7 @@ class Partials:
                 self._queues.pop(request_id, None)
 
     def arrived(self, lines: Iterable[str]) -> None:
-        """In the order of their answers: wake-ups have none."""
+        """Deliver partials, sorted by their position, since wake-ups are unordered."""
         found = [partial for line in lines if self._queues and (partial := _read(line))]
         for partial in sorted(found, key=lambda one: (one.request_id, one.index, one.start)):
             queue = self._queues.get(partial.request_id)

@@ -1,8 +1,7 @@
 """forward, forward_backward and optim_step: request bytes -> types, results -> bytes.
 
-The arrays of a `Pass` are views of the message's buffers; int32 and bfloat16 tensors and prompts of several chunks are
-converted. Checks sizes, dtypes and shapes; `losses` checks the inputs of a loss.
-Shape letters: N positions of one datum.
+The arrays of a `Pass` are views of the message's buffers, except that int32 and bfloat16 tensors and inputs of several
+chunks are converted. Checks sizes, dtypes and shapes; `losses` checks the inputs of a loss.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from tinsmith.wire.images import ImageBytes, InputParts, refuse_chunk
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384
-"""Of one request; the SDK sends 1024 at the most."""
+"""Most data of one request; the SDK sends at most 1024."""
 
 MAX_CHUNKS = 16384
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_CELLS = 2**48
-"""Product of an empty array's other sizes; numpy must be able to count them in bytes."""
+"""Most cells by an empty array's other sizes, since numpy computes their bytes."""
 
 _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -67,7 +66,7 @@ _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
 
 
 def read_pass(body: bytes, request_id: str, vision: VisionShape | None = None) -> Pass:
-    """A stored pass, as the engine reads it from its row."""
+    """Parse the stored body of a pass."""
     return pass_of(parse_pass(body), request_id, vision)
 
 
@@ -81,7 +80,7 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def pass_of(message: pb.ForwardBackwardRequest, request_id: str, vision: VisionShape | None = None) -> Pass:
-    """`vision` is that of the model's base; without it images are refused."""
+    """The pass of a message. `vision` is that of the base model; without it, images are refused."""
     _check_count("data", len(message.data), MAX_DATA)
     return Pass(
         request_id=request_id,
@@ -94,7 +93,7 @@ def pass_of(message: pb.ForwardBackwardRequest, request_id: str, vision: VisionS
 
 
 def spans_of(message: pb.ForwardBackwardRequest) -> list[DatumSpans]:
-    """Each datum's provenance, for the one loss that needs it; `recorded_sequences` verifies it."""
+    """The provenance of each datum, which stable_reinforce needs; `recorded_sequences` verifies it."""
     return [DatumSpans(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans)) for datum in message.data]
 
 
@@ -108,7 +107,7 @@ def _spans(messages: Iterable[pb.ProvenanceSpan]) -> tuple[Span, ...]:
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    # The client writes numbers into both maps during its migration; the newer map wins.
+    # The SDK writes numbers into both maps; the newer map takes precedence.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
@@ -174,7 +173,7 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
 
 
 def check_sizes(where: str, shape: Sequence[int]) -> None:
-    """Raise UserError unless this can be a shape. That of an array without cells is bounded by nothing else."""
+    """Raise UserError for an invalid shape. Nothing else limits the shape of an array without cells."""
     if any(size < 0 for size in shape):
         raise UserError(f"{where}.shape is {list(shape)}; sizes cannot be negative")
     if 0 in shape and math.prod(size for size in shape if size) > MAX_CELLS:
@@ -284,7 +283,7 @@ def optim_step_of(request: OptimStepRequest, request_id: str) -> OptimStep:
 def _optim_params(request: OptimStepRequest) -> OptimParams:
     adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
-        raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
+        raise UserError("adam_params and optimizer_params are both given; send those of the model's optimizer")
     if (given := adam or other) is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
     return given.params

@@ -1,17 +1,17 @@
-"""The JSON requests that make, save, load and unload models, as typed bodies.
+"""The JSON requests that create, save, load and unload models, as typed bodies.
 
-The server validates a body to answer it, and the engine reads the same stored bytes.
+The server validates a body before it stores it; the engine parses the same bytes.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import OPTIMIZERS, LoraSpec
+from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec
 from tinsmith.wire.fields import (
     MAX_TEXT,
     ClosedBody,
@@ -24,6 +24,8 @@ from tinsmith.wire.fields import (
     TextMetadata,
     Unread,
     read_object,
+    refused,
+    unsupported,
     validate,
     wrong,
 )
@@ -32,13 +34,24 @@ DEFAULT_RANK = 32  # the SDK's
 MAX_RECIPIENTS = 10  # the SDK's
 TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
-"""The server writes it into a stored body in place of TOKEN, and ignores a client's value."""
+"""The server writes this field into a stored body in place of TOKEN, and ignores a client's value."""
 
 MIN_RANK, MAX_RANK = 1, 256
+MAX_ALPHA = 1e30  # weights are float32
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; without it, the checkpoint never expires")]
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
+
+
+def _if_enabled(why: str) -> AfterValidator:
+    """Marks an object that asks for something where its `enabled` is true; that is refused."""
+
+    def check(value: object) -> None:
+        if value and (not isinstance(value, dict) or value.get("enabled")):
+            raise unsupported(why)
+
+    return AfterValidator(check)
 
 
 class OptimizerConfigBody(ClosedBody):
@@ -57,6 +70,11 @@ class OptimizerConfigBody(ClosedBody):
 
 class LoraConfigBody(ClosedBody):
     rank: Annotated[int, Field(ge=MIN_RANK, le=MAX_RANK)] = DEFAULT_RANK
+    alpha: (
+        Annotated[float, Field(gt=0, lt=MAX_ALPHA, description="the delta is (alpha / rank) * B @ A; default 32")]
+        | None
+    ) = None
+    dropout: SkipJsonSchema[Annotated[Any, refused("adapters are trained without dropout")]] = None
     seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -68,8 +86,17 @@ class LoraConfigBody(ClosedBody):
             raise wrong("trains nothing; at least one of train_attn, train_mlp and train_unembed must be true")
         return self
 
+    def spec(self, alpha: float = LORA_ALPHA) -> LoraSpec:
+        """The adapter; `alpha` is for a body without one."""
+        values = self.model_dump(exclude={"dropout"})
+        return LoraSpec(**{**values, "alpha": alpha if self.alpha is None else self.alpha})
+
 
 class CreateModel(ClosedBody):
+    """The fields after `type` are those of tinkercloud's clients. Hints of how to divide a model among devices change
+    nothing here: the engine's layout serves all its models.
+    """
+
     session_id: Text
     model_seq_id: Position
     base_model: Text
@@ -77,17 +104,24 @@ class CreateModel(ClosedBody):
     lora_config: LoraConfigBody = LoraConfigBody()
     optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
     type: Unread = None
+    max_batch_size: Unread = None
+    max_seq_len: Unread = None
+    parallelism_config: Unread = None
+    debug_train_only: Unread = None
+    checkpoint_path: SkipJsonSchema[Annotated[Any, refused("send its tinker:// path to load_weights")]] = None
+    rlve_config: SkipJsonSchema[Annotated[Any, _if_enabled("environments run in the client")]] = None
+    wandb_config: SkipJsonSchema[Annotated[Any, _if_enabled("log from the client")]] = None
 
     @property
     def lora(self) -> LoraSpec:
-        return LoraSpec(**self.lora_config.model_dump())
+        return self.lora_config.spec()
 
 
 class LoadWeights(ClosedBody):
-    """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`.
+    """Creation by a load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`.
 
-    Without `optimizer_config` the checkpoint chooses the optimizer or, without its state, the default.
-    `granted_by` is the tenant whose access token came with the request; the token itself is never stored.
+    Without `optimizer_config` the optimizer is that of the checkpoint or, without its state, the default.
+    `granted_by` is the tenant whose access token came with the request; the token is never stored.
     """
 
     path: Text
@@ -109,7 +143,7 @@ class LoadWeights(ClosedBody):
 
 
 class SaveRequest(ClosedBody):
-    """A save in any of its three forms. One without a `path` makes a sampling session and no checkpoint."""
+    """A save in any of its three forms. A save without a `path` creates a sampling session and no checkpoint."""
 
     model_id: Text
     path: Text | None = None
@@ -128,13 +162,13 @@ class SaveRequest(ClosedBody):
     @model_validator(mode="after")
     def _check_path(self) -> SaveRequest:
         if self.path is not None and (self.sampling_session_seq_id is not None or self.kind == "inflight"):
-            raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' go without it")
+            raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' take no path")
         if self.path is None and self.keep_last is not None:
-            raise UserError(f"keep_last is {self.keep_last}; it goes with a path, which names a checkpoint")
+            raise UserError(f"keep_last is {self.keep_last}; it needs a path, which names a checkpoint")
         return self
 
 
-# The documented fields of each form. A field of another form is refused if it has an effect there.
+# The documented fields of each form. A field of another form is refused if it would have an effect.
 class SaveWeights(SaveRequest):
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
@@ -161,6 +195,6 @@ def read_load(body: bytes) -> LoadWeights:
 
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
-    """For answers."""
+    """The optimizer's configuration in answers."""
     version = OPTIMIZERS[optimizer_type].version
     return {"type": optimizer_type, **({} if version is None else {"version": version})}

@@ -1,4 +1,4 @@
-"""What a run without a crash looks like, once for all that compare with it."""
+"""Results of undisturbed runs, computed once for all comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live server that is started again, on its port, whenever it is killed: what keeps services alive does the same."""
+"""A live server that is restarted on its port whenever it is killed, as a service manager does."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class KeptServer:
             time.sleep(0.1)
 
     def log(self) -> str:
-        """What the server and its engines wrote."""
+        """Return the logs of the server and its engines."""
         paths = [self.data_dir / "server.log", *(self.data_dir / "logs").glob("*.log")]
         return "\n".join(path.read_text() for path in paths if path.exists())
 

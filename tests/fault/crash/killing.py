@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, to any process of a server's tree: which processes there are, who dies, who is left."""
+"""SIGKILL at random moments to processes of a server's tree: finding, choosing and counting them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adopting() -> Iterator[None]:
 
 
 def processes_below(root: int) -> Processes:
-    """Every living process of Tinsmith below a process, which is not among them."""
+    """Return all living descendants of a process that belong to Tinsmith."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def _kind_of(pid: int) -> str | None:
 
 
 def left_below(root: int, patience_s: float) -> Processes:
-    """What is still there after as long as processes may take to end."""
+    """Return the processes that are still alive after the time allowed for ending."""
     deadline = time.monotonic() + patience_s
     while (found := processes_below(root)) and time.monotonic() < deadline:
         time.sleep(0.1)

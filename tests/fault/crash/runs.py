@@ -1,4 +1,4 @@
-"""What the crashes must not disturb: training loops of two tenants by the real SDK, side by side, and what is compared.
+"""The runs that crashes must not disturb: training loops of two tenants with the real SDK, and their comparison.
 
 The loops differ in rank and loss, send passes and steps ahead of their results, sample from ephemeral samplers, save,
 load, begin again from a checkpoint, and say goodbye. Their numbers do not depend on what shares a step on the fake
@@ -46,7 +46,7 @@ PLANS = (Plan("ann", 4, "cross_entropy", 1), Plan("bob", 8, "importance_sampling
 
 @dataclass
 class Record:
-    """Everything that a tenant was told, in the order of its loop, without what is named anew in each run."""
+    """All results that a tenant received, in order, without the ids that differ between runs."""
 
     told: list[tuple[str, object]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Record:
 
 
 def run_all(server: KeptServer, plans: Sequence[Plan] = PLANS) -> dict[str, Record]:
-    """The loops of all tenants at the same time; raises what any of them was told as an error."""
+    """Run the loops of all tenants in parallel. Raises the first error that a tenant received."""
     with ThreadPoolExecutor(len(plans)) as pool:
         futures = {plan.tenant: pool.submit(_run, server, plan) for plan in plans}
         return {tenant: future.result() for tenant, future in futures.items()}
@@ -82,7 +82,7 @@ def _run(server: KeptServer, plan: Plan) -> Record:
 
 
 def _unload(server: KeptServer, plan: Plan, model_id: str) -> None:
-    """The SDK has no method for it; sending it twice is sending it once."""
+    """Send the request directly, since the SDK has no method for it. It is idempotent."""
     body = {"model_id": model_id, "type": "unload_model"}
     deadline = time.monotonic() + plan.patience_s
     while server.rows(f"SELECT 1 FROM models WHERE model_id = '{model_id}' AND state <> 'unloaded'"):

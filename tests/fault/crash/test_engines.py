@@ -67,7 +67,6 @@ def await_both(server: KeptServer) -> None:
     database.close()
 
 
-@pytest.mark.smoke
 def test_a_machine_is_lost_and_the_engine_that_takes_over_dies_too(tmp_path: Path, fake_undisturbed: Seen) -> None:
     check(tmp_path, fake_undisturbed, "settle.uncommitted:12@both", "model.replaying,settle.committed:25")
 

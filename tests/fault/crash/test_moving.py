@@ -35,7 +35,7 @@ def wait(reached: Callable[[], object], server: KeptServer) -> None:
 
 
 def told(client: tinker.TrainingClient, steps: int, seed: int) -> list[object]:
-    """What a run says of some steps, of which the last pass has no step yet."""
+    """Return a run's results of some steps; the last pass has no optimizer step yet."""
     found: list[object] = []
     for step in range(steps):
         tokens = [1 + step, 2 + seed, 3, 4]

@@ -51,7 +51,7 @@ def test_a_crash_does_not_show_in_the_numbers_of_a_real_model(tmp_path: Path, un
 
 
 def flat(value: object) -> list[float]:
-    """The numbers of what a client was told, in order."""
+    """Return the numbers that a client received, in order."""
     if isinstance(value, dict):
         return [number for key in sorted(value) for number in flat(value[key])]
     if isinstance(value, list | tuple):

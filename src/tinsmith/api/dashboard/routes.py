@@ -1,19 +1,16 @@
-"""The dashboard: its static files, and the JSON that its pages read beyond the other routes.
+"""The dashboard's static files, and the JSON that only its pages read.
 
-The files need no key, since they hold no data, and there is no build step: no file loads anything of another origin, no
-inline script runs, no page can frame them, and no cookie is set. No path is made of what a client names.
+The files contain no data and are served without authentication. There is no build step. No file loads anything from
+another origin, no inline script runs, no page can frame them, and no cookie is set. Paths are never built from input.
 
-Everything else is the caller's own, except two numbers of each step (its tokens, and its number of tenants) and the
-memory of the engines.
+All data belongs to the caller, except the memory of the engines and two numbers of each step: tokens and tenants.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import PurePath
@@ -25,14 +22,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith import __version__
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, one_of, ref
+from tinsmith.api.dashboard.machine import why
+from tinsmith.api.openapi import ANYTHING, FLAG, LIST, PAGE, TEXT, fields, one_of, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
-from tinsmith.chat.texts import Text as ModelText
-from tinsmith.errors import NotFoundError, NotSupportedError, UserError
-from tinsmith.store.history import MOST_NAMES, KeptSample, Point, RecentStep, SampleContent
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.store.history import Outline, Point, RecentStep
 from tinsmith.store.overview import SORTS, Row
-from tinsmith.wire.fields import ClosedBody, Text, iso, show, text_values, wrong
+from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, wrong
 
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -51,7 +48,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # revalidated each time by its etag
+    "cache-control": "no-cache",  # revalidated on each use by etag
 }
 
 
@@ -64,7 +61,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """The static files by name."""
+    """Return the static files by name."""
     found: dict[str, Asset] = {}
     for one in resources.files("tinsmith.api.dashboard").joinpath("static").iterdir():
         media_type = MEDIA_TYPES.get(PurePath(one.name).suffix)
@@ -96,7 +93,7 @@ async def file(request: Request) -> Response:
 def _asset(request: Request, name: str) -> Response:
     found = assets().get(name)
     if found is None:
-        raise NotFoundError("the dashboard has no such file")
+        raise NotFoundError("no such file in the dashboard")
     headers = HEADERS | {"etag": found.etag}
     if request.headers.get("if-none-match") == found.etag:
         return Response(status_code=304, headers=headers)
@@ -105,77 +102,13 @@ def _asset(request: Request, name: str) -> Response:
 
 ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, methods=["GET"])]
 
-# A run's curves.
-
-MOST_NAME_LETTERS = 64
-MAX_STEP = 2**53 - 1
-"""The largest integer that JavaScript represents exactly."""
-
-
-def _check_names(metrics: dict[str, float]) -> dict[str, float]:
-    if not 0 < len(metrics) <= MOST_NAMES:
-        raise wrong(f"has {len(metrics)} names; log 1 to {MOST_NAMES} at a time")
-    for name in metrics:
-        if not 0 < len(name) <= MOST_NAME_LETTERS or not name.isprintable():
-            raise wrong(f"has the name {show(name)}; a name has 1 to {MOST_NAME_LETTERS} printable characters")
-    return metrics
-
-
-class LogMetricsRequest(ClosedBody):
-    model_id: Text
-    metrics: Annotated[
-        dict[str, float], AfterValidator(_check_names), Field(description=f"1 to {MOST_NAMES} finite numbers by name")
-    ]
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)] | None = None
-
-
-@operation(
-    "POST",
-    "/log_metrics",
-    "Log a run's metrics",
-    body=LogMetricsRequest,
-    answer=fields({"model_id": TEXT, "step": COUNT}),
-    example={"model_id": "{model_id}", "metrics": {"reward": 1.0}},
-)
-def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
-    model = call.services.models.get(call.tenant_id, request.model_id)
-    step = call.services.curves.log(model.model_id, request.step, request.metrics)
-    return {"model_id": model.model_id, "step": step}
-
-
-@operation(
-    "GET",
-    "/training_runs/{run_id}/metrics",
-    "A run's metrics, step by step",
-    answer=fields({"points": LIST, "cursor": NUMBER}),
-    query={"after": {"type": "number", "minimum": 0}},
-)
-def metrics(call: Call) -> JsonObject:
-    """All points, or those since a cursor, of which some may be repeated."""
-    model = call.services.models.get(call.tenant_id, call.path["run_id"])
-    after = _cursor(call.query.get("after", "0"))
-    found = call.services.curves.points(model.model_id, after)
-    return {
-        "points": [
-            {"source": one.source, "step": one.step, "time": one.recorded_at, "metrics": one.metrics} for one in found
-        ],
-        "cursor": max([after, *(one.recorded_at for one in found)]),
-    }
-
-
-def _cursor(text: str) -> float:
-    try:
-        moment = float(text)
-    except ValueError:
-        moment = math.nan
-    if not 0 <= moment < 1e12:
-        raise UserError(f"the query's after is {show(text)}; it must be the cursor of an earlier answer, or left out")
-    return moment
-
-
-# The overview, runs by search, the queue and the last steps.
+# Overview, search of runs, queue and recent steps.
 
 MAX_SEARCH = 200
+MOST_LINKS = 100
+OUTLINED = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
+"""Candidates, in order, for the one metric in the list of runs."""
+OUTLINE_VALUES = 32
 SHOWN_STEPS = 50
 COUNTED = {
     "queued_requests": "waiting_requests",
@@ -184,13 +117,13 @@ COUNTED = {
     "checkpoint_bytes": "checkpoint_bytes",
     "file_bytes": "file_bytes",
 }
-"""The count that each quota limits; tokens_per_minute is counted in memory."""
+"""The count that each quota limits. tokens_per_minute is counted in memory."""
 
 
 @operation(
     "GET",
     "/dashboard/overview",
-    "How much there is",
+    "Count the caller's objects",
     answer=fields({"counts": ANYTHING, "engines": LIST, "seats": LIST}),
     access=Access.LISTING,
 )
@@ -218,32 +151,42 @@ def _engines(call: Call) -> list[JsonObject]:
 @operation(
     "GET",
     "/dashboard/runs",
-    "Runs by search",
+    "Search runs",
     answer=fields({"runs": LIST, "cursor": ref("Cursor")}),
     access=Access.LISTING,
-    query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}, "sort": one_of(*SORTS), "order": one_of("asc", "desc")},
+    query={
+        **PAGE,
+        "search": TEXT | {"maxLength": MAX_SEARCH},
+        "sort": one_of(*SORTS),
+        "order": one_of("asc", "desc"),
+        "outlines": FLAG,
+    },
     filters=("?search={model_id}",),
 )
 def runs(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=50)
-    search, sort = _search(call), call.query.get("sort", "created_at")
+    search, sort = search_of(call), call.query.get("sort", "created_at")
     order = call.query.get("order", "desc")
     if sort not in SORTS:
         raise UserError(f"the query's sort is {show(sort)}; it must be one of {', '.join(SORTS)}")
     if order not in ("asc", "desc"):
         raise UserError(f"the query's order is {show(order)}; it must be 'asc' or 'desc'")
     found, total = call.services.overview.runs(call.tenant_id, search, sort, order == "desc", limit, offset)
-    newest = call.services.curves.newest([one["model_id"] for one in found])
+    model_ids = [one["model_id"] for one in found]
+    newest = call.services.curves.newest(model_ids)
+    outlines: dict[str, Outline] = {}
+    if call.query.get("outlines") == "true":
+        outlines = call.services.curves.outlines(model_ids, OUTLINED, OUTLINE_VALUES)
     return {
-        "runs": [_run(one, newest.get(one["model_id"])) for one in found],
+        "runs": [_run(one, newest.get(one["model_id"])) | {"outline": outlines.get(one["model_id"])} for one in found],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
 
-def _search(call: Call) -> str:
+def search_of(call: Call) -> str:
     search = call.query.get("search", "")
     if len(search) > MAX_SEARCH:
-        raise UserError(f"the query's search has {len(search)} characters; at most {MAX_SEARCH} are looked for")
+        raise UserError(f"the query's search has {len(search)} characters; use at most {MAX_SEARCH}")
     return search
 
 
@@ -251,6 +194,49 @@ def _search(call: Call) -> str:
 def run(call: Call) -> JsonObject:
     found = call.services.overview.run(call.tenant_id, call.path["run_id"])
     return _run(found, call.services.curves.newest([found["model_id"]]).get(found["model_id"]))
+
+
+def _check_tags(tags: list[str]) -> list[str]:
+    if any("," in tag or not tag.strip() or not tag.isprintable() for tag in tags):
+        raise wrong(f"is {show(tags)}; a tag is printable, not blank, and has no comma")
+    return list(dict.fromkeys(tag.strip() for tag in tags))
+
+
+class DescribeRunRequest(ClosedBody):
+    """Absent fields stay unchanged; an empty name or list removes the value."""
+
+    name: Annotated[str, Field(max_length=128, pattern=NO_NUL)] | None = None
+    tags: (
+        Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=16), AfterValidator(_check_tags)] | None
+    ) = None
+
+
+@operation(
+    "PUT",
+    "/dashboard/runs/{run_id}",
+    "Name and tag a run",
+    body=DescribeRunRequest,
+    answer=fields({"model_id": TEXT, "user_metadata": ANYTHING}),
+    example={"name": "first try"},
+)
+def describe_run(call: Call, request: DescribeRunRequest) -> JsonObject:
+    """Store both in the run's user_metadata: `name`, and `tags` separated by commas."""
+    changes = {"name": request.name, "tags": None if request.tags is None else ",".join(request.tags)}
+    given = {name: value for name, value in changes.items() if value is not None}
+    call.services.overview.describe(call.tenant_id, call.path["run_id"], given)
+    return run(call)
+
+
+@operation("GET", "/dashboard/runs/{run_id}/lineage", "Show the lineage of a run", answer=fields({"links": LIST}))
+def lineage(call: Call) -> JsonObject:
+    """Return the loads of checkpoints into this run or from it. A parent may belong to another tenant."""
+    found = call.services.overview.run(call.tenant_id, call.path["run_id"])
+    links = call.services.overview.lineage(call.tenant_id, found["model_id"], MOST_LINKS)
+    return {
+        "links": [
+            {"parent": one.parent, "path": one.path, "child": one.model_id, "time": iso(one.loaded_at)} for one in links
+        ]
+    }
 
 
 def _run(found: Row, newest: Point | None) -> JsonObject:
@@ -267,15 +253,18 @@ def _run(found: Row, newest: Point | None) -> JsonObject:
 @operation(
     "GET",
     "/dashboard/queue",
-    "What waits, and the last steps",
+    "List waiting requests and recent steps",
     answer=fields({"waiting": LIST, "engines": LIST}),
     access=Access.LISTING,
 )
 def queue(call: Call) -> JsonObject:
     waiting = call.services.overview.waiting(call.tenant_id)
+    seats = call.services.overview.seats(call.tenant_id)
     return {
         "now": iso(time.time()),
-        "waiting": [one | {"oldest_at": iso(one["oldest_at"])} for one in waiting],
+        "waiting": [
+            one | {"oldest_at": iso(one["oldest_at"]), "why": why(call, one, waiting, seats)} for one in waiting
+        ],
         "engines": [engine | {"steps": _steps(call, str(engine["base_model"]))} for engine in _engines(call)],
         "step_token_budget": call.services.settings.step_token_budget,
     }
@@ -302,12 +291,12 @@ def _step(tenant_id: str, position: int, step: RecentStep) -> JsonObject:
 @operation(
     "GET",
     "/dashboard/tenant",
-    "Keys and quotas",
+    "List keys and quotas",
     answer=fields({"tenant_id": TEXT, "keys": LIST, "quotas": LIST}),
     access=Access.LISTING,
 )
 def tenant(call: Call) -> JsonObject:
-    """The caller's tenant, all keys of the tenant, and the use of its quotas."""
+    """Return the caller's tenant, its keys and the usage of its quotas."""
     services = call.services
     limits, counts = services.quotas.limits(call.tenant_id), services.overview.counts(call.tenant_id)
     current = services.tenants.authenticate(call.headers.get("x-api-key"))
@@ -329,85 +318,3 @@ def tenant(call: Call) -> JsonObject:
             for name in QUOTAS
         ],
     }
-
-
-# Kept samples, token by token.
-
-PREVIEW_TOKENS = 24
-
-
-@operation(
-    "GET",
-    "/dashboard/samples",
-    "Kept samples, newest first",
-    answer=fields({"samples": LIST, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
-    query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}},
-    filters=("?search={model_id}:0",),
-)
-def samples(call: Call) -> JsonObject:
-    limit, offset = call.page(default_limit=50)
-    search = _search(call)
-    found, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
-    return {
-        "samples": [_shown(one) | _preview(_text(call, one.base_model), content) for one, content in found],
-        "cursor": {"offset": offset, "limit": limit, "total_count": total},
-        "kept": call.services.settings.kept_samples,
-    }
-
-
-@operation(
-    "GET",
-    "/dashboard/samples/{request_id}",
-    "A kept sample, token by token",
-    answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
-)
-def sample(call: Call) -> JsonObject:
-    found, content = call.services.kept_samples.get(call.tenant_id, call.path["request_id"])
-    text = _text(call, found.base_model)
-    return _shown(found) | {
-        "prompt": _tokens(text, content.prompt),
-        "prompt_cut": content.prompt_cut,
-        "params": content.params,
-        "sequences": [
-            _tokens(text, one.tokens) | {"logprobs": one.logprobs, "stop_reason": one.stop_reason}
-            for one in content.sequences
-        ],
-        "turns_before": call.services.kept_samples.turns_before(found, content),
-    }
-
-
-def _shown(sample: KeptSample) -> JsonObject:
-    shown: JsonObject = {**asdict(sample), "created_at": iso(sample.created_at)}
-    del shown["tenant_id"]
-    return shown
-
-
-def _preview(text: ModelText | None, content: SampleContent) -> JsonObject:
-    """The end of the prompt and the beginning of the first answer."""
-    answer = content.sequences[0].tokens if content.sequences else ()
-    return {
-        "prompt_ends": _words(text, content.prompt[-PREVIEW_TOKENS:]),
-        "answer_begins": _words(text, answer[:PREVIEW_TOKENS]),
-    }
-
-
-def _words(text: ModelText | None, tokens: Sequence[int]) -> str | None:
-    return None if text is None else text.decode(tokens)
-
-
-def _text(call: Call, base_model: str) -> ModelText | None:
-    """The tokenizer's text of a base model; None if it is not served or has no tokenizer here."""
-    try:
-        text = call.services.texts.of(call.services.bases.get(base_model))
-        _ = text.tokenizer
-    except (NotFoundError, NotSupportedError):
-        return None
-    return text
-
-
-def _tokens(text: ModelText | None, tokens: Sequence[int]) -> JsonObject:
-    if text is None:
-        return {"tokens": tokens, "pieces": None, "text": None}
-    pieces = [text.token_bytes(token).decode(errors="replace") for token in tokens]
-    return {"tokens": tokens, "pieces": pieces, "text": text.tokenizer.decode(list(tokens), skip_special_tokens=False)}

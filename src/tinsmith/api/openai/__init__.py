@@ -1,1 +1,1 @@
-"""The endpoints of OpenAI's and Anthropic's clients."""
+"""The endpoints for OpenAI's and Anthropic's clients."""

@@ -1,8 +1,7 @@
-"""Anthropic's messages, over any base model or checkpoint."""
+"""Anthropic's messages endpoint, for any base model or checkpoint."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
@@ -10,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.errors import anthropic_error
-from tinsmith.api.openai.generation import Prepared, give_up, read, sampled, seated
-from tinsmith.api.openai.streaming import Events, event, follow, unless_gone
+from tinsmith.api.openai.generation import Prepared, cancel_samples, new_message_id, read, sample_all, submitted_samples
+from tinsmith.api.openai.streaming import Events, cancel_on_disconnect, event, follow
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields
 from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, operation, run
 from tinsmith.chat.messages import Blocks, CountRequest, MessageRequest, message, stop, usage, whole_message
@@ -25,7 +24,7 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
 @operation(
     "POST",
     "/messages",
-    "An answer to a chat, or its pieces",
+    "Create a message, whole or streamed",
     body=MessageRequest,
     answer=MESSAGE,
     errors=(404, 429, 503),
@@ -34,19 +33,19 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
 )
 async def messages(request: Request) -> Response:
     services, tenant_id, prepared = await read(request, MessageRequest)
-    message_id = "msg_" + secrets.token_hex(12)
+    message_id = new_message_id()
     if prepared.plan.stream:
         stack = AsyncExitStack()
-        seats = await stack.enter_async_context(seated(services, tenant_id, prepared, stream=True))
+        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, prepared, stream=True))
         return Events(_events(services, prepared, message_id, seats), stack)
-    results = await unless_gone(request.receive, sampled(services, tenant_id, prepared))
+    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
     return answer(await run(whole_message, message_id, prepared.plan, prepared.text, results[0]))
 
 
 @operation(
     "POST",
     "/messages/count_tokens",
-    "Its prompt's tokens",
+    "Count the prompt's tokens",
     body=CountRequest,
     answer=fields({"input_tokens": COUNT}),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
@@ -64,6 +63,7 @@ async def _events(
     results: list[SampleResult] = []
     blocks = Blocks()
     ended: JsonObject = {}
+    reasoning = 0
     try:
         begun = message(message_id, plan, [], usage(plan, None, 0))
         yield event({"type": "message_start", "message": begun}, "message_start")
@@ -75,12 +75,13 @@ async def _events(
                 yield event(content, name)
             if news.reason:
                 length = "length" if news.reason == "length" else "stop"
+                reasoning = news.choice.reasoning_tokens
                 ended = stop(news.choice, news.piece.calls, length)
         for name, content in blocks.close():
             yield event(content, name)
-        used = usage(plan, results[0], len(results[0].sequences[0].tokens_T))
+        used = usage(plan, results[0], len(results[0].sequences[0].tokens_T), reasoning)
         yield event({"type": "message_delta", "delta": ended, "usage": used}, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
     except TinsmithError as error:
-        await run(give_up, services, seats)
+        await run(cancel_samples, services, seats)
         yield event(anthropic_error(str(error), error.status), "error")

@@ -1,6 +1,6 @@
 """OpenAI's batches: create, get, list and cancel. `batch.openai.reconciler` runs them.
 
-The server reads the file of a batch after it has created the batch, as OpenAI does: an invalid file fails the batch.
+As at OpenAI, the server reads the input file after it has created the batch, so an invalid file fails the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_RETRIES = 3
 
 def _check_pairs(pairs: dict[str, str]) -> dict[str, str]:
     if len(pairs) > MAX_PAIRS:
-        raise wrong(f"has {len(pairs)} pairs; at most {MAX_PAIRS} are kept")
+        raise wrong(f"has {len(pairs)} pairs; use at most {MAX_PAIRS}")
     for name in pairs:
         if len(name) > MAX_KEY or "\x00" in name:
             raise wrong(f"has the key {show(name)}; keys have at most {MAX_KEY} characters without NUL")
@@ -56,7 +56,7 @@ class CreateBatchRequest(ClosedBody):
 @operation(
     "POST",
     "/batches",
-    "Have the requests of a file answered",
+    "Create a batch of the requests in a file",
     body=CreateBatchRequest,
     answer=ref("Batch"),
     example={"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"},
@@ -66,7 +66,7 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     services = call.services
     file = services.files.find(call.tenant_id, request.input_file_id)
     if file.purpose != BATCH:
-        words = f"file {file.file_id!r} has the purpose {file.purpose!r}; a batch needs one of 'batch'"
+        words = f"file {file.file_id!r} has the purpose {file.purpose!r}; a batch needs a file of purpose 'batch'"
         raise RequestError("input_file_id", words)
     new = NewBatch(
         endpoint=request.endpoint,
@@ -81,7 +81,7 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
 
 
 async def answer_request(services: Services, question: Question) -> dict[str, object]:
-    """Answer a line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
+    """Serve one line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
     url, body = question.payload.get("url"), question.payload.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
         raise UserError("the line must have a url, and a body that is an object")
@@ -99,7 +99,7 @@ async def answer_request(services: Services, question: Question) -> dict[str, ob
             return {"status_code": status, "request_id": request_id, "body": answered}
 
 
-@operation("GET", "/batches/{batch_id}", "A batch", answer=ref("Batch"), prefixes=OPENAI)
+@operation("GET", "/batches/{batch_id}", "Get a batch", answer=ref("Batch"), prefixes=OPENAI)
 def batch(call: Call) -> JsonObject:
     return shown(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
@@ -107,7 +107,7 @@ def batch(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/batches",
-    "Batches, newest first",
+    "List batches, newest first",
     answer=BATCHES,
     errors=(404,),
     access=Access.LISTING,
@@ -121,7 +121,7 @@ def listing(call: Call) -> JsonObject:
     return page([shown(each) for each in found], more)
 
 
-@operation("POST", "/batches/{batch_id}/cancel", "End it", answer=ref("Batch"), prefixes=OPENAI)
+@operation("POST", "/batches/{batch_id}/cancel", "Cancel a batch", answer=ref("Batch"), prefixes=OPENAI)
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
     call.services.batch_reconciler.wake()

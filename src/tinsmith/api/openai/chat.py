@@ -1,7 +1,7 @@
-"""OpenAI's chat completions and completions, over any base model or checkpoint, and vLLM's endpoints about tokens.
+"""OpenAI's chat completions and completions for any base model or checkpoint, and vLLM's token endpoints.
 
-`tinsmith.chat` translates, `generation` samples, `streaming` sends pieces. A request without `stream` waits for its
-answer on its connection; a disconnect cancels the samples.
+`tinsmith.chat` translates requests, `generation` samples, and `streaming` sends chunks. A request without `stream`
+holds its connection until the response; a disconnect cancels the samples.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from starlette.responses import Response
 from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
     Prepared,
-    give_up,
+    cancel_samples,
     named_or_only,
     new_head,
     read,
-    sampled,
-    seated,
+    sample_all,
+    submitted_samples,
     weights_of,
 )
-from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, event, follow, unless_gone
+from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, cancel_on_disconnect, event, follow
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, TEXTS, fields
 from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
@@ -44,7 +44,7 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
 @operation(
     "POST",
     "/chat/completions",
-    "An answer to a chat, or its pieces",
+    "Create a chat completion, whole or streamed",
     body=ChatRequest,
     answer=ANSWER,
     errors=(404, 429, 503),
@@ -58,7 +58,7 @@ async def chat_completions(request: Request) -> Response:
 @operation(
     "POST",
     "/completions",
-    "A text continued, or its pieces",
+    "Create a completion, whole or streamed",
     body=CompletionRequest,
     answer=ANSWER,
     errors=(404, 429, 503),
@@ -72,11 +72,11 @@ async def completions(request: Request) -> Response:
 async def _generated(request: Request, *, chat: bool) -> Response:
     services, tenant_id, prepared = await read(request, ChatRequest if chat else CompletionRequest)
     head = new_head(prepared.plan, chat=chat)
-    if prepared.plan.stream:  # what can be refused is refused before the stream begins, with a status of its own
+    if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
         stack = AsyncExitStack()
-        seats = await stack.enter_async_context(seated(services, tenant_id, prepared, stream=True))
+        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, prepared, stream=True))
         return Events(_events(services, prepared, head, seats), stack)
-    results = await unless_gone(request.receive, sampled(services, tenant_id, prepared))
+    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
     return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
 
 
@@ -89,6 +89,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     plan, text = prepared.plan, prepared.text
     results: list[SampleResult] = []
+    reasoning = 0
     try:
         for index in range(len(seats) * plan.num_choices):
             if first := opening(plan, head, index):
@@ -100,29 +101,30 @@ async def _events(
             if news.piece or news.piece.sampled or (news.piece.tokens and plan.top_logprobs is not None):
                 yield event(piece_chunk(plan, text, head, news.choice.index, news.piece, None))
             if news.reason:
+                reasoning += news.choice.reasoning_tokens
                 yield event(piece_chunk(plan, text, head, news.choice.index, TextPiece(), news.reason))
         if plan.include_usage:
-            yield event(usage_chunk(plan, head, results))
+            yield event(usage_chunk(plan, head, results, reasoning))
         yield DONE
     except TinsmithError as error:
-        await run(give_up, services, seats)
+        await run(cancel_samples, services, seats)
         yield event({"error": openai_error(str(error), error.status, error)})
 
 
 @operation(
     "POST",
     "/embeddings",
-    "Refused: there are none",
+    "Refused: embeddings are not supported",
     body=ANYTHING,
     answer=ANYTHING,
     access=Access.NOTHING,
     prefixes=OPENAI,
 )
 def embeddings(_call: Call) -> JsonObject:
-    raise not_supported("/embeddings", "models here write text and embed none")
+    raise not_supported("/embeddings", "this server's models generate text")
 
 
-# vLLM's, at the root of the server.
+# vLLM's endpoints, at the root of the server.
 
 TOKEN_IDS = {"type": "array", "items": COUNT}
 
@@ -130,7 +132,7 @@ TOKEN_IDS = {"type": "array", "items": COUNT}
 @operation(
     "POST",
     "/tokenize",
-    "The tokens of a text or a chat",
+    "Tokenize a text or a chat",
     body=TokenizeRequest,
     answer=fields({"count": COUNT, "max_model_len": COUNT, "tokens": TOKEN_IDS}, {"token_strs": TEXTS}),
     example={"model": "{model}", "prompt": "hi"},
@@ -150,7 +152,7 @@ def tokenize(call: Call, request: TokenizeRequest) -> JsonObject:
 @operation(
     "POST",
     "/detokenize",
-    "The text of tokens, special ones included",
+    "Decode tokens, including special tokens",
     body=DetokenizeRequest,
     answer=fields({"prompt": TEXT}),
     example={"model": "{model}", "tokens": [1]},
@@ -172,7 +174,7 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
 @operation(
     "POST",
     "/inference/v1/generate",
-    "An answer in tokens to a prompt in tokens",
+    "Generate tokens from a prompt of tokens",
     body=GenerateRequest,
     answer=fields({"request_id": TEXT, "choices": LIST, "usage": ANYTHING}),
     errors=(404, 429, 503),
@@ -181,5 +183,5 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
 )
 async def generate(request: Request) -> Response:
     services, tenant_id, prepared = await read(request, GenerateRequest)
-    results = await unless_gone(request.receive, sampled(services, tenant_id, prepared))
+    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
     return answer(await run(generated, prepared.plan, prepared.text, results[0]))

@@ -1,7 +1,7 @@
 """OpenAI's files: upload, list, read and delete. Batches read and write them.
 
-An upload is a multipart form of one file and a few short fields. The server spools it to disk, and stores it when it is
-complete and allowed; memory holds one chunk of it.
+An upload is a multipart form of one file and a few short fields. The server spools it to disk chunk by chunk, and
+stores it once it is complete and valid.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
 
 def _checked(form: FormData) -> tuple[UploadFile, int]:
     if unknown := sorted(set(form) - set(cast("Mapping[str, Schema]", UPLOAD["properties"]))):
-        raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}, which is not known here")
+        raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}, which is unknown; remove it")
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise RequestError("file", "the form has no file; send it as the part 'file', with a filename")
@@ -134,7 +134,7 @@ def _too_large(limit_bytes: int) -> TooLargeError:
 @operation(
     "GET",
     "/files",
-    "Files, newest first",
+    "List files, newest first",
     answer=FILES,
     errors=(404,),
     access=Access.LISTING,
@@ -167,21 +167,28 @@ def page(data: list[JsonObject], more: bool) -> JsonObject:
     return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
 
 
-@operation("GET", "/files/{file_id}", "A file", answer=ref("File"), prefixes=OPENAI)
+@operation("GET", "/files/{file_id}", "Get a file", answer=ref("File"), prefixes=OPENAI)
 def file(call: Call) -> JsonObject:
     return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
 
 
-@operation("DELETE", "/files/{file_id}", "Delete it", answer=fields({"id": TEXT, "deleted": FLAG}), prefixes=OPENAI)
+@operation("DELETE", "/files/{file_id}", "Delete a file", answer=fields({"id": TEXT, "deleted": FLAG}), prefixes=OPENAI)
 def delete(call: Call) -> JsonObject:
     file_id = call.path["file_id"]
     call.services.files.delete(call.tenant_id, file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@operation("GET", "/files/{file_id}/content", "Its bytes", answer=JSONL_TYPE, errors=(206, 404, 416), prefixes=OPENAI)
+@operation(
+    "GET",
+    "/files/{file_id}/content",
+    "Read a file's content",
+    answer=JSONL_TYPE,
+    errors=(206, 404, 416),
+    prefixes=OPENAI,
+)
 async def content(request: Request) -> Response:
-    """The bytes, or ranges of them."""
+    """Return a file's content, whole or by range."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 

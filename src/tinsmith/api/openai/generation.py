@@ -1,8 +1,9 @@
-"""Sampling for clients that wait for the answer itself: a plan becomes futures, and their results an answer.
+"""Sampling for clients that wait for the response on one connection: a plan becomes futures, whose results become the
+response.
 
-The path is that of asample: admission, quotas, durable futures, usage. Every coroutine here may be cancelled at any
-point, and cancels its samples then. `answer` serves one request that is not a stream without HTTP; the routes use the
-same parts.
+Such a request takes the same path as asample: admission, quotas, durable futures, usage. Every coroutine of this module
+may be cancelled at any point, and then cancels its samples. `answer` serves one non-streaming request without HTTP; the
+routes use the same functions.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -21,15 +23,18 @@ import orjson
 from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
-from tinsmith.api.errors import openai_error
+from tinsmith.api.errors import anthropic_error, anthropic_text, openai_error
 from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
+from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
-from tinsmith.chat.messages import CountRequest, MessageRequest
+from tinsmith.chat.harmony import new_choice
+from tinsmith.chat.messages import CountRequest, MessageRequest, whole_message
 from tinsmith.chat.responses import ResponseRequest, new_response, refuse_in_batch
-from tinsmith.chat.results import AnswerHead, whole
+from tinsmith.chat.results import AnswerHead, read_sequence, whole
+from tinsmith.chat.splicing import answered
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
@@ -53,14 +58,12 @@ from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 T = TypeVar("T")
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
-KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
+KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, MESSAGES: MessageRequest}
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: the weights that answer it, and its plan. `capture` is the session that its answers are recorded
-    in.
-    """
+    """A valid request: the weights to sample from, and its plan. `capture` is the session that records the exchange."""
 
     shape: ModelShape
     model_path: str | None
@@ -72,25 +75,29 @@ class Prepared:
 async def answer(
     services: Services, tenant_id: str, endpoint: str, body: Mapping[str, object]
 ) -> tuple[int, JsonObject]:
-    """Answer one request as the route `endpoint`, one of KINDS or RESPONSES, would: its status and its JSON.
+    """Serve one request as the route `endpoint`, one of KINDS or RESPONSES, would. Returns its status and JSON body.
 
-    An invalid request raises nothing: an error has OpenAI's body, {"error": {message, type, param, code}}. 429 means
-    that a quota is full, 5xx that the request may be sent again. Cancelling the call cancels the samples. `stream` is
-    refused.
+    An invalid request does not raise. It returns OpenAI's error body, {"error": {message, type, param, code}}, or that
+    of Anthropic's messages. 429 means that a quota is exhausted, 5xx that the request may be retried. Cancelling the
+    call cancels the samples. `stream` is refused.
     """
     try:
         if endpoint not in (*KINDS, RESPONSES):
-            raise NotFoundError(f"endpoint {endpoint!r} is none of {', '.join(map(repr, (*KINDS, RESPONSES)))}")
+            raise NotFoundError(f"endpoint is {endpoint!r}; use one of {', '.join(map(repr, (*KINDS, RESPONSES)))}")
         if body.get("stream"):
-            raise not_supported("stream", "a line of a file has one answer; leave it out")
+            raise not_supported("stream", "a line of a file has one response; leave it out")
         if endpoint == RESPONSES:
             return 200, await _response(services, tenant_id, body)
         prepared = await run(prepare, services, tenant_id, body, KINDS[endpoint])
         head = new_head(prepared.plan, chat=endpoint == CHAT)
-        results = await sampled(services, tenant_id, prepared)
+        results = await sample_all(services, tenant_id, prepared)
+        if endpoint == MESSAGES:
+            return 200, await run(whole_message, new_message_id(), prepared.plan, prepared.text, results[0])
         return 200, await run(whole, prepared.plan, prepared.text, head, results)
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
+        if endpoint == MESSAGES:
+            return status, anthropic_error(anthropic_text(str(error), status, error), status)
         return status, {"error": openai_error(str(error), status, error)}
 
 
@@ -100,9 +107,13 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     refuse_in_batch(request)
     request = request.model_copy(update={"store": False})
     prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
-    (result,) = await sampled(services, tenant_id, prepared)
+    (result,) = await sample_all(services, tenant_id, prepared)
     response = new_response("resp_" + secrets.token_hex(24), request, prepared.plan, prepared.text)
     return await run(response.whole, result)
+
+
+def new_message_id() -> str:
+    return "msg_" + secrets.token_hex(12)
 
 
 def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
@@ -111,16 +122,16 @@ def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
 
 
 async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
-    """The services, the tenant and the request, authenticated and validated."""
+    """Authenticate and validate a request. Returns the services, the tenant and the prepared request."""
 
     def make(services: Services, tenant_id: str, values: JsonObject) -> Prepared:
-        return replace(prepare(services, tenant_id, values, kind), capture=capture_session(request))
+        return prepare(services, tenant_id, values, kind, capture_session(request))
 
     return await read_as(request, make)
 
 
 async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> tuple[Services, str, T]:
-    """The services, the tenant, and what `make` makes of the body's values, on a worker thread."""
+    """Authenticate a request and call `make` with the body on a worker thread. Returns services, tenant and result."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
@@ -130,26 +141,35 @@ async def read_as(request: Request, make: Callable[[Services, str, JsonObject], 
     return services, tenant_id, await run(work)
 
 
-def prepare(services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind) -> Prepared:
-    """On a worker thread: it reads the database and runs the tokenizer. Raises UserError."""
+def prepare(
+    services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind, capture: str | None = None
+) -> Prepared:
+    """Validate a request, on a worker thread: reads the database and runs the tokenizer. Raises UserError."""
     request = validate(kind, values)
-    return prepare_plan(services, tenant_id, request.model, request.plan)
+    plan: Callable[[Text], GenerationPlan] = request.plan
+    if capture is not None and isinstance(request, ChatRequest | CountRequest):
+        plan = partial(request.plan, recorded=partial(services.exchanges.answered, tenant_id, capture))
+    return prepare_plan(services, tenant_id, request.model, plan, capture)
 
 
 def prepare_plan(
-    services: Services, tenant_id: str, model: str | None, plan: Callable[[Text], GenerationPlan]
+    services: Services,
+    tenant_id: str,
+    model: str | None,
+    plan: Callable[[Text], GenerationPlan],
+    capture: str | None = None,
 ) -> Prepared:
-    """The same for a request that is validated."""
+    """Like `prepare`, for a request that is already validated."""
     shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
     text = services.texts.of(shape)
-    return Prepared(shape, model_path, text, plan(text))
+    return Prepared(shape, model_path, text, plan(text), capture)
 
 
 def named_or_only(services: Services, model: str | None) -> str:
-    """The model that a request names, or the server's only base model."""
+    """Return the model that a request names, or the server's only base model."""
     names = [shape.name for shape in services.bases]
     if model is None and len(names) != 1:
-        raise RequestError("model", f"model is missing; this server has {', '.join(names)}")
+        raise RequestError("model", f"model is missing; this server serves {', '.join(names)}")
     return names[0] if model is None else model
 
 
@@ -175,34 +195,46 @@ class ModelNotFoundError(RequestError, NotFoundError):
 # Samples.
 
 
-async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
+async def sample_all(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with seated(services, tenant_id, prepared) as seats:
+    async with submitted_samples(services, tenant_id, prepared) as seats:
         results = [await settled(services, seat) for seat in seats]
         await record(services, tenant_id, prepared, results)
         return results
 
 
 async def record(services: Services, tenant_id: str, prepared: Prepared, results: Sequence[SampleResult]) -> None:
-    """Keep the exchange of a captured request, before its client has the answer."""
+    """Record the exchange of a captured request before its response is sent."""
     if prepared.capture is not None and not prepared.plan.echo_only:
-        version = prepared.model_path or prepared.shape.name
-        add = services.exchanges.record
-        await asyncio.shield(run(add, tenant_id, prepared.capture, version, prepared.plan.prompts, results))
+        await asyncio.shield(run(_record, services, tenant_id, prepared.capture, prepared, results))
+
+
+def _record(
+    services: Services, tenant_id: str, session: str, prepared: Prepared, results: Sequence[SampleResult]
+) -> None:
+    plan, version = prepared.plan, prepared.model_path or prepared.shape.name
+    digests: list[str] | None = None
+    if plan.conversation is not None:
+        digests = []
+        for sequence in results[0].sequences:
+            choice = new_choice(plan, prepared.text, len(digests))
+            read_sequence(choice, sequence)
+            digests.append(answered(plan.conversation, choice.piece()))
+    services.exchanges.record(tenant_id, session, version, plan.prompts, results, digests)
 
 
 @asynccontextmanager
-async def seated(
+async def submitted_samples(
     services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
 ) -> AsyncIterator[list[SampleId]]:
-    """Submit a plan's samples. An exception inside the block cancels those that are not settled."""
+    """Submit a plan's samples. An exception inside the block cancels the pending ones."""
     seats: list[SampleId] = []
     try:
         # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(submit_all, services, tenant_id, prepared, stream, seats))
         yield seats
     except BaseException:
-        await asyncio.shield(run(give_up, services, seats))
+        await asyncio.shield(run(cancel_samples, services, seats))
         raise
     finally:
         for seat in seats:
@@ -220,7 +252,7 @@ def _submit(
     plan, shape = prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
-        # So that an engine that takes over samples the same tokens.
+        # With a fixed seed, an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
     body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream, images=plan.images)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
@@ -244,7 +276,7 @@ def _submit(
 
 
 def _shown(plan: GenerationPlan) -> Mapping[str, object]:
-    """The fields of an asample for the logprobs that the answer shows."""
+    """Return the fields of an asample that request the logprobs of the response."""
     top = plan.top_logprobs
     asked = [count for count in (top if plan.echo else None, plan.prompt_logprobs) if count is not None]
     of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(asked)} if asked else {}
@@ -262,15 +294,15 @@ def _check(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
             ("allowed_token_ids", max(adjustments.allowed_token_ids or (0,))),
         ):
             if token_id >= shape.vocab_size:
-                raise RequestError(name, f"{name} names token {token_id}; there are {shape.vocab_size}")
+                raise RequestError(name, f"{name} names token {token_id}; ids lie below {shape.vocab_size}")
     check_sample(sample, shape)
 
 
-def give_up(services: Services, seats: Sequence[SampleId]) -> None:
-    """Cancel the samples that are not settled."""
+def cancel_samples(services: Services, seats: Sequence[SampleId]) -> None:
+    """Cancel the pending samples."""
     for seat in seats:
         with contextlib.suppress(NotFoundError):
-            services.futures.cancel(seat.tenant_id, seat.request_id, "its client went away")
+            services.futures.cancel(seat.tenant_id, seat.request_id, "its client disconnected")
 
 
 async def settled(services: Services, seat: SampleId) -> SampleResult:
@@ -283,12 +315,18 @@ async def settled(services: Services, seat: SampleId) -> SampleResult:
                 async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
                     await woken.wait()
             woken.clear()
+            if why := await run(_cannot_run, services, seat, on=services.threads.quick):
+                raise EngineFailedError(why)
             await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
     return _result_of(outcome, seat.request_id)
 
 
+def _cannot_run(services: Services, seat: SampleId) -> str | None:
+    return services.cannot_start(services.futures.base_model_of(seat.request_id) or "")
+
+
 def sample_outcome(services: Services, tenant_id: str, request_id: str) -> SampleResult | None:
-    """The result of a sample, on a worker thread; None while it is pending. Raises its error."""
+    """Return the result of a sample, or None while it is pending; blocks. Raises the sample's error."""
     outcome = services.futures.outcome(tenant_id, request_id)
     return None if outcome is None else _result_of(outcome, request_id)
 

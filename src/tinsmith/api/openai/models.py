@@ -1,6 +1,6 @@
-"""The list of models for OpenAI's and Anthropic's clients: base models, and the tenant's checkpoints.
+"""The list of models for OpenAI's and Anthropic's clients: base models and the tenant's checkpoints.
 
-OpenAI's paths serve both; a client that sends `anthropic-version` gets Anthropic's form.
+OpenAI's paths serve both kinds of clients; one that sends `anthropic-version` gets Anthropic's format.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from starlette.responses import Response
 
 from tinsmith.api.openai.generation import weights_of
 from tinsmith.api.openapi import LIST, TEXT, fields
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, answering, is_anthropic, operation
+from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, is_anthropic, json_endpoint, operation
 from tinsmith.chat.generation_request import ModelTarget
 from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
 
 SINCE = 1_700_000_000
-"""The creation time of base models, which clients require and this server does not know."""
+"""The creation time reported for base models. Clients require one, and the server does not know it."""
 
 USUAL_PAGE = 20  # Anthropic's
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`owner` is the tenant of a checkpoint; `context` counts the tokens of prompt and answer together."""
+    """`owner` is the tenant of a checkpoint; `context` bounds the tokens of prompt and output together."""
 
     name: str
     owner: str
@@ -35,7 +35,7 @@ class Served:
 
 
 def _all(call: Call) -> list[Served]:
-    """The base models, and the newest of the tenant's checkpoints that can be sampled."""
+    """Return the base models and the newest of the tenant's checkpoints for sampling."""
     bases = {shape.name: shape.max_context_length for shape in call.services.bases}
     found = [Served(name, "tinsmith", SINCE, context) for name, context in bases.items()]
     checkpoints, _ = call.services.checkpoints.page(call.tenant_id, MAX_PAGE, 0)
@@ -62,17 +62,19 @@ def _openai_model(call: Call) -> JsonObject:
 
 
 def _openai(served: Served) -> JsonObject:
-    return {"id": served.name, "object": "model", "created": served.created_at, "owned_by": served.owner}
+    """`max_model_len` is a field of vLLM."""
+    model: JsonObject = {"id": served.name, "object": "model", "created": served.created_at, "owned_by": served.owner}
+    return model | {"max_model_len": served.context}
 
 
 def _anthropic_models(call: Call) -> JsonObject:
-    """A page of at most `limit`: from `after_id` on, or up to `before_id`."""
+    """Return a page of at most `limit` models, after `after_id` or before `before_id`."""
     found = _all(call)
     limit = call.page(USUAL_PAGE)[0]
     if not limit:
         raise RequestError("limit", f"limit is 0; it must lie between 1 and {MAX_PAGE}")
     if "after_id" in call.query and "before_id" in call.query:
-        raise RequestError("after_id", "after_id and before_id are both there; send one of them")
+        raise RequestError("after_id", "after_id and before_id are both given; send one of them")
     if "before_id" in call.query:
         end = _place(found, call, "before_id")
         page, more = found[max(0, end - limit) : end], end > limit
@@ -107,19 +109,17 @@ def _anthropic(served: Served) -> JsonObject:
     }
 
 
-@operation(
-    "GET", "/models", "What can be sampled", answer=fields({"data": LIST}), access=Access.LISTING, prefixes=ANTHROPIC
-)
+@operation("GET", "/models", "List models", answer=fields({"data": LIST}), access=Access.LISTING, prefixes=ANTHROPIC)
 async def models(request: Request) -> Response:
     return await (_ANTHROPICS_MODELS if is_anthropic(request) else _OPENAIS_MODELS)(request)
 
 
 @operation(
-    "GET", "/models/{model:path}", "Whether it can", answer=fields({"id": TEXT}), errors=(404, 410), prefixes=ANTHROPIC
+    "GET", "/models/{model:path}", "Get a model", answer=fields({"id": TEXT}), errors=(404, 410), prefixes=ANTHROPIC
 )
 async def model(request: Request) -> Response:
     return await (_ANTHROPICS_MODEL if is_anthropic(request) else _OPENAIS_MODEL)(request)
 
 
-_OPENAIS_MODELS, _ANTHROPICS_MODELS = answering(_openai_models), answering(_anthropic_models)
-_OPENAIS_MODEL, _ANTHROPICS_MODEL = answering(_openai_model), answering(_anthropic_model)
+_OPENAIS_MODELS, _ANTHROPICS_MODELS = json_endpoint(_openai_models), json_endpoint(_anthropic_models)
+_OPENAIS_MODEL, _ANTHROPICS_MODEL = json_endpoint(_openai_model), json_endpoint(_anthropic_model)

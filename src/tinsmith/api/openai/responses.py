@@ -1,7 +1,7 @@
-"""OpenAI's responses: create, stream, retrieve, cancel, delete, and go on from an earlier one.
+"""OpenAI's responses: create, stream, retrieve, cancel, delete, and continue from an earlier one.
 
-A stored response names its samples, which are durable futures. So a response in the background needs no task of the
-server: the first retrieve after its samples are settled makes the answer and stores it.
+A stored response names its samples, which are durable futures. A background response therefore needs no task in the
+server: the first retrieve after its samples have settled builds the output and stores it.
 """
 
 from __future__ import annotations
@@ -9,34 +9,25 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
-    give_up,
+    cancel_samples,
     prepare_plan,
     read_as,
     record,
     sample_outcome,
-    seated,
     settled,
     submit_all,
+    submitted_samples,
 )
-from tinsmith.api.openai.streaming import STILL_THERE, Events, event, follow, unless_gone
+from tinsmith.api.openai.streaming import STILL_THERE, Events, cancel_on_disconnect, event, follow
 from tinsmith.api.openapi import ANYTHING, FLAG, LIST, TEXT, fields
-from tinsmith.api.operation import (
-    OPENAI,
-    Call,
-    JsonObject,
-    Services,
-    answer,
-    capture_session,
-    operation,
-    run,
-)
+from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, answer, capture_session, operation, run
 from tinsmith.chat.responses import ResponseRequest, items_after, new_response
 from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId
@@ -49,19 +40,19 @@ RUNNING = ("queued", "in_progress")
 
 
 class PreparedResponse:
-    """A validated request for a response, with the items that come before it."""
+    """A validated request for a response, with the items of the conversation before it."""
 
-    def __init__(self, services: Services, tenant_id: str, values: JsonObject) -> None:
-        """On a worker thread. Raises UserError."""
+    def __init__(self, services: Services, tenant_id: str, values: JsonObject, capture: str | None = None) -> None:
+        """Call it on a worker thread. Raises UserError."""
         self.services, self.tenant_id, self.values = services, tenant_id, values
         self.request = validate(ResponseRequest, values)
         self.response_id = "resp_" + secrets.token_hex(24)
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
-        self.prepared = prepare_plan(
-            services, tenant_id, self.request.model, lambda text: self.request.plan(text, self.before)
-        )
+        recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
+        plan = partial(self.request.plan, before=self.before, recorded=recorded)
+        self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
         self.response = new_response(self.response_id, self.request, self.prepared.plan, self.prepared.text)
 
     def store(self, seats: list[SampleId]) -> None:
@@ -76,19 +67,19 @@ class PreparedResponse:
         return body
 
     def submit(self) -> JsonObject:
-        """A response in the background."""
+        """Start a background response and return it."""
         seats: list[SampleId] = []
         try:
             submit_all(self.services, self.tenant_id, self.prepared, False, seats)
             self.store(seats)
         except BaseException:
-            give_up(self.services, seats)
+            cancel_samples(self.services, seats)
             raise
         return self.response.body("queued")
 
 
 def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObject]:
-    """The conversation up to a response and its output. Raises RequestError if it is not complete."""
+    """Return the conversation up to and including a response. Raises RequestError if the response is not complete."""
     try:
         stored = services.responses.find(tenant_id, response_id)
     except NotFoundError as error:
@@ -96,7 +87,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     body = stored.answer or _finished(services, stored)
     if body["status"] not in ("completed", "incomplete"):
         raise RequestError(
-            "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for its end"
+            "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for it"
         )
     return items_after(validate(ResponseRequest, stored.request), stored.before, body)
 
@@ -104,7 +95,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
 @operation(
     "POST",
     "/responses",
-    "A response to input items, or its events",
+    "Create a response, whole or streamed",
     body=ResponseRequest,
     answer=RESPONSE,
     errors=(404, 429, 503),
@@ -112,22 +103,24 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     prefixes=OPENAI,
 )
 async def create(request: Request) -> HttpResponse:
-    services, tenant_id, asked = await read_as(request, PreparedResponse)
-    asked.prepared = replace(asked.prepared, capture=capture_session(request))
+    def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
+        return PreparedResponse(services, tenant_id, values, capture_session(request))
+
+    services, tenant_id, asked = await read_as(request, make)
     if asked.request.background and asked.prepared.capture is not None:
-        raise not_supported("background", "in a capture session; wait for the answer, or stream it")
+        raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if asked.request.background:
         return answer(await run(asked.submit))
     if asked.request.stream:
         stack = AsyncExitStack()
-        seats = await stack.enter_async_context(seated(services, tenant_id, asked.prepared, stream=True))
+        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, asked.prepared, stream=True))
         await run(asked.store, seats)
         return Events(_events(asked, seats), stack)
-    return answer(await unless_gone(request.receive, _whole(asked)))
+    return answer(await cancel_on_disconnect(request.receive, _whole(asked)))
 
 
 async def _whole(asked: PreparedResponse) -> JsonObject:
-    async with seated(asked.services, asked.tenant_id, asked.prepared) as seats:
+    async with submitted_samples(asked.services, asked.tenant_id, asked.prepared) as seats:
         await run(asked.store, seats)
         result = await settled(asked.services, seats[0])
         await record(asked.services, asked.tenant_id, asked.prepared, [result])
@@ -136,6 +129,7 @@ async def _whole(asked: PreparedResponse) -> JsonObject:
 
 async def _events(asked: PreparedResponse, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
     response, results = asked.response, list[SampleResult]()
+    reasoning = 0
 
     def sent(made: tuple[str, JsonObject]) -> bytes:
         return event(made[1], made[0])
@@ -144,17 +138,18 @@ async def _events(asked: PreparedResponse, seats: list[SampleId]) -> AsyncGenera
         for kind in ("response.created", "response.in_progress"):
             yield sent(response.event(kind, response=response.body("in_progress")))
         async for news in follow(asked.services, asked.prepared, seats, results):
-            if news.piece is None:
+            if news.choice is None or news.piece is None:
                 yield STILL_THERE
                 continue
+            reasoning = news.choice.reasoning_tokens
             for made in response.added(news.piece):
                 yield sent(made)
         for made in response.closed():
             yield sent(made)
-        body = await run(asked.end, response.ended(results[0]))
+        body = await run(asked.end, response.ended(results[0], reasoning))
         yield sent(response.event(f"response.{body['status']}", response=body))
     except TinsmithError as error:
-        await run(give_up, asked.services, seats)
+        await run(cancel_samples, asked.services, seats)
         failed = response.body("failed", error=_error(error))
         await run(asked.end, failed)
         yield sent(response.event("response.failed", response=failed))
@@ -165,15 +160,15 @@ def _error(error: TinsmithError) -> JsonObject:
     return {"code": told.get("code") or "server_error", "message": told["message"]}
 
 
-@operation("GET", "/responses/{response_id}", "A stored response", answer=RESPONSE, prefixes=OPENAI)
+@operation("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE, prefixes=OPENAI)
 def retrieve(call: Call) -> JsonObject:
     stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
     return stored.answer or _finished(call.services, stored)
 
 
-@operation("POST", "/responses/{response_id}/cancel", "Stop it", answer=RESPONSE, prefixes=OPENAI)
+@operation("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE, prefixes=OPENAI)
 def cancel(call: Call) -> JsonObject:
-    """What is complete stays as it is."""
+    """Cancel a response; a complete one does not change."""
     services = call.services
     stored = services.responses.find(call.tenant_id, call.path["response_id"])
     body = stored.answer or _finished(services, stored)
@@ -189,7 +184,7 @@ def cancel(call: Call) -> JsonObject:
 @operation(
     "DELETE",
     "/responses/{response_id}",
-    "Delete it",
+    "Delete a response",
     answer=fields({"id": TEXT, "deleted": FLAG}),
     prefixes=OPENAI,
 )
@@ -200,7 +195,7 @@ def delete(call: Call) -> JsonObject:
 
 
 def _finished(services: Services, stored: StoredResponse) -> JsonObject:
-    """A response without an answer: its answer now, or how far it is."""
+    """Return a response without stored output: with its output if its samples have settled, else with its status."""
     request = validate(ResponseRequest, stored.request)
     made = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
     response = new_response(stored.response_id, request, made.plan, made.text, stored.created_at)

@@ -1,7 +1,8 @@
-"""Streams: the token stream of an engine and the stored results, as one stream of pieces.
+"""Streaming: merges the token stream of an engine and the stored results into one stream of chunks.
 
-Streamed tokens may be lost; the stored result is the authority. It adds the tokens that are missing, and a result that
-contradicts tokens that were sent ends the stream with an error. When a client disconnects, its samples are cancelled.
+Streamed tokens may be lost; the stored result is authoritative. Tokens missing from the stream are taken from the
+result. If a result contradicts tokens that were already sent, the stream ends with an error. When a client disconnects,
+its samples are cancelled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tinsmith.api.openai.generation import Prepared, record, settled
 from tinsmith.api.operation import Services
 from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError
 from tinsmith.store.implicit_sessions import SampleId
@@ -34,7 +36,7 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """A new piece of one choice; the last one has a `reason`. Without a piece: a keep-alive."""
+    """A chunk of one choice; the last one has a `reason`. Without a piece it is a keep-alive."""
 
     choice: Choice | None = None
     piece: TextPiece | None = None
@@ -44,9 +46,9 @@ class News:
 async def follow(
     services: Services, prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]
 ) -> AsyncIterator[News]:
-    """The pieces of all choices in their order of arrival. At the end `results` holds the result of every prompt."""
+    """Yield the chunks of all choices in order of arrival. At the end `results` has the result of every prompt."""
     number = prepared.plan.num_choices
-    choices = [Choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
+    choices = [new_choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
     of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
     found: dict[str, SampleResult] = {}
     with services.partials.listen(list(of_seat)) as queue:
@@ -80,7 +82,7 @@ async def follow(
 def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
     choice = choices[partial.index]
     if partial.start != len(choice.token_ids):
-        return None  # tokens before it were lost; the result has them
+        return None  # earlier tokens were lost; the result has them
     tops = partial.topk or [((), ())] * len(partial.tokens)
     for token_id, logprob, top in zip(partial.tokens, partial.logprobs, tops, strict=True):
         choice.push(token_id, logprob, top)
@@ -91,17 +93,17 @@ def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
 def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> News:
     sent = len(choice.token_ids)
     if sequence.tokens_T[:sent].tolist() != choice.token_ids:
-        raise EngineFailedError("the engine was replaced in the middle of this answer and drew another one; ask again")
+        raise EngineFailedError("the engine was replaced during the response, and its tokens differ; send it again")
     read_sequence(choice, sequence, sent)
     piece = choice.piece()
     return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
 
 
 class Events(StreamingResponse):
-    """Server-sent events. A disconnect of the client closes their source."""
+    """Server-sent events. If the client disconnects, the source is closed."""
 
     def __init__(self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack) -> None:
-        """`samples` is closed at the end, with the exception if there is one."""
+        """`samples` is closed at the end, with the exception if one was raised."""
         super().__init__(source, media_type=EVENT_STREAM, headers=HEADERS)
         self._source = source
         self._samples = samples
@@ -109,11 +111,11 @@ class Events(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnect):
             async with self._samples, aclosing(self._source):
-                await unless_gone(receive, self.stream_response(send))
+                await cancel_on_disconnect(receive, self.stream_response(send))
 
 
-async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """The value of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """Return the value of `work`. If the client disconnects, cancel `work` and raise ClientDisconnect."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(receive))
     try:
@@ -128,7 +130,7 @@ async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T
 
 
 async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":  # the body has been read before
+    while (await receive())["type"] != "http.disconnect":  # the body was read earlier
         pass
 
 

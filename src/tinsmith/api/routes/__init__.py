@@ -1,1 +1,1 @@
-"""The HTTP routes of the Tinker API, one file per noun. They know the stores, the wire format and admission."""
+"""The HTTP routes of the Tinker API, one file per noun. They use the stores, the wire format and admission."""

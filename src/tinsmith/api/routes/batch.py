@@ -1,7 +1,7 @@
 """Bulk jobs: submit, list, watch, cancel, resume, errors and committed parts.
 
-A job's specification is checked and stored; its functions are text here and run on workers only. `batch.permissions`
-decides whose jobs may run code on this machine and which files the others may use.
+A job's specification is validated and stored. Its functions are text in this process and run only on workers.
+`batch.permissions` decides which tenants' jobs may run code on this machine, and which files the other jobs may use.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, integer
 from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
 from tinsmith.batch import permissions
-from tinsmith.batch.coordinator.coordinator import DEFAULT_POOL
 from tinsmith.batch.coordinator.job_run import error_row
-from tinsmith.batch.coordinator.state import TERMINAL, JobRecord
+from tinsmith.batch.coordinator.state import TERMINAL, WORK, JobRecord
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.wire.fields import ClosedBody, Integer, Schema
 
 EVENTS_PAUSE_S = 0.25
-"""Pause between two reads of a job that changes all the time."""
+"""Pause between two reads of a job that changes continuously."""
 SAFETY_POLL_S = 5.0
-"""The longest delay of an event whose wake-up was lost."""
+"""Longest delay of an event whose wake-up was lost."""
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
 AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
@@ -61,11 +60,7 @@ def submit(call: Call, request: JobRequest) -> JsonObject:
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     services = call.services
     spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
-    if spec.batch_pool_name not in services.coordinator.pool_names():
-        raise UserError(
-            f"there is no pool {spec.batch_pool_name!r}; there are {services.coordinator.pool_names()}. Use "
-            f"{DEFAULT_POOL!r}, or name it in the server's TINSMITH_BATCH_POOLS"
-        )
+    services.coordinator.check_pool(spec)
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)
     services.coordinator.wake()
     return job_id
@@ -74,7 +69,7 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
 @operation(
     "GET",
     "/batch/jobs",
-    "Bulk jobs, newest first",
+    "List bulk jobs, newest first",
     answer=fields({"jobs": LIST, "total_count": COUNT}),
     access=Access.LISTING,
     query=PAGE,
@@ -85,26 +80,26 @@ def jobs(call: Call) -> JsonObject:
     return {"jobs": [_shown(job) for job in found], "total_count": count}
 
 
-@operation("GET", "/batch/jobs/{job_id}", "One bulk job", answer=ANYTHING)
+@operation("GET", "/batch/jobs/{job_id}", "Read a bulk job", answer=ANYTHING)
 def job(call: Call) -> JsonObject:
     return _whole(call.services, _job(call))
 
 
-@operation("GET", "/batch/jobs/{job_id}/batches", "Its batches", answer=fields({"batches": LIST}), query=PAGE)
+@operation("GET", "/batch/jobs/{job_id}/batches", "List a job's batches", answer=fields({"batches": LIST}), query=PAGE)
 def batches(call: Call) -> JsonObject:
     found = _job(call)
     limit, offset = call.page(MAX_PAGE)
     return {"batches": call.services.batch_jobs.get_batch_states(found.job_id, limit, offset)}
 
 
-@operation("POST", "/batch/jobs/{job_id}/cancel", "End it", answer=ANYTHING)
+@operation("POST", "/batch/jobs/{job_id}/cancel", "Cancel a bulk job", answer=ANYTHING)
 def cancel(call: Call) -> JsonObject:
     found = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
     call.services.coordinator.wake(found.job_id)
     return _whole(call.services, found)
 
 
-@operation("POST", "/batch/jobs/{job_id}/purge", "Delete the parts of a job that failed", answer=ANYTHING)
+@operation("POST", "/batch/jobs/{job_id}/purge", "Delete the parts of a failed job", answer=ANYTHING)
 def purge(call: Call) -> JsonObject:
     found = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
     call.services.coordinator.sweep_soon()
@@ -118,15 +113,15 @@ class ResumeRequest(ClosedBody):
 @operation(
     "POST",
     "/batch/jobs/{job_id}/resume",
-    "A job that does the rest",
+    "Resume a job as a new job",
     body=ResumeRequest,
     late=True,
     answer=fields({"job_id": COUNT}),
     errors=(403, 404),
 )
 def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
-    """Creates a job like the old one, or with other outputs, that reuses its parts. A job with another function is
-    submitted with `resume_from` instead.
+    """Create a job like the old one, optionally with other outputs, that reuses its committed parts. For a different
+    function, submit a job with `resume_from` instead.
     """
     old = _job(call)
     outputs = draft.read().batch_output_formats
@@ -138,7 +133,9 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
-@operation("GET", "/batch/jobs/{job_id}/errors", "Its failed rows", answer=fields({"errors": LIST}), query=AFTER)
+@operation(
+    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=AFTER
+)
 def errors(call: Call) -> JsonObject:
     found = _job(call)
     after, limit = _after(call)
@@ -148,12 +145,12 @@ def errors(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/batch/jobs/{job_id}/partial",
-    "The parts that are committed",
+    "List a job's committed parts",
     answer=fields({"outputs": LIST, "batches": LIST}),
     query=AFTER,
 )
 def partial(call: Call) -> JsonObject:
-    """The parts of the committed batches in the order of rows, in the same storage as the outputs."""
+    """Return the parts of the committed batches in row order. They are in the same storage as the outputs."""
     found = _job(call)
     after, limit = _after(call)
     spec = call.services.batch_jobs.spec(found.job_id)
@@ -173,12 +170,12 @@ def partial(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/batch/jobs/{job_id}/logs",
-    "What its workers printed",
+    "Read the output of a job's workers",
     answer=fields({"workers": LIST, "lines": LIST, "after": COUNT}),
     query={"worker": TEXT, "after": integer(-1)},
 )
 def logs(call: Call) -> JsonObject:
-    """The workers with output, and the lines of one of them. The output is on the server that started the worker."""
+    """Return the workers with output, and the lines of one worker. Only its own server has the output."""
     found = _job(call)
     written = call.services.coordinator.logs
     after = _after(call)[0]
@@ -189,9 +186,9 @@ def logs(call: Call) -> JsonObject:
     return {"workers": workers, "lines": lines, "after": max(after, 0)}
 
 
-@operation("GET", "/batch/jobs/{job_id}/events", "Its status whenever it changes", answer=EVENT_STREAM)
+@operation("GET", "/batch/jobs/{job_id}/events", "Stream a job's status", answer=EVENT_STREAM)
 async def events(request: Request) -> Response:
-    """Server-sent events: the job's status now, at each change and at its end."""
+    """Send the job's status as server-sent events: at once, at each change and at the end."""
     services, tenant_id = await authenticate(request)
     job_id = _id(request.path_params["job_id"])
     await run(services.batch_jobs.find, tenant_id, job_id)
@@ -220,7 +217,7 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
                     await asyncio.sleep(EVENTS_PAUSE_S)
 
 
-@operation("GET", "/batch/pools", "Where bulk jobs can run", answer=fields({"pools": LIST}), access=Access.LISTING)
+@operation("GET", "/batch/pools", "List the pools of workers", answer=fields({"pools": LIST}), access=Access.LISTING)
 def pools(call: Call) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
@@ -232,7 +229,7 @@ class ResizePoolRequest(ClosedBody):
 @operation(
     "PUT",
     "/batch/pools/{name}",
-    "How many workers a pool has",
+    "Resize a pool",
     body=ResizePoolRequest,
     late=True,
     answer=fields({"pools": LIST}),
@@ -240,11 +237,11 @@ class ResizePoolRequest(ClosedBody):
     access=Access.NOTHING,
 )
 def resize_pool(call: Call, draft: Draft[ResizePoolRequest]) -> JsonObject:
-    """Lasts until the server ends; settings and YAML give the initial size."""
+    """Set the number of workers until the server ends. Settings and YAML give the initial size."""
     services = call.services
     if not permissions.is_trusted(services.settings, call.tenant_id, services.tenants.accepts_anyone()):
         raise ForbiddenError(
-            f"tenant {call.tenant_id!r} may not resize pools, which all tenants share; whoever runs the server can "
+            f"tenant {call.tenant_id!r} may not resize pools, which all tenants share; the operator can "
             "allow it with TINSMITH_BATCH_TENANTS"
         )
     call.services.coordinator.resize(call.path["name"], draft.read().workers)
@@ -257,22 +254,22 @@ def _job(call: Call) -> JobRecord:
 
 def _id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise NotFoundError("there is no such bulk job; its id is a number")
+        raise NotFoundError("there is no such bulk job; a job's id is a number")
     return int(text)
 
 
 def _after(call: Call) -> tuple[int, int]:
-    """The query's `after`, a row's index, and `limit`."""
+    """Return the query's `after`, which is a row index, and `limit`."""
     after = call.query.get("after", "-1")
     if after != "-1" and not (after.isascii() and after.isdigit() and len(after) <= 18):
-        raise UserError("the query's after must be a row's index, or -1")
+        raise UserError("the query's after must be a row index, or -1")
     return int(after), call.page(MAX_PAGE)[0]
 
 
 def _shown(job: JobRecord) -> JsonObject:
     names = (
         "job_id name pool priority weight status total_rows rows_ok rows_failed tokens_in tokens_out max_failed_rows "
-        "resume_from error created_at started_at ended_at"
+        "worker_seconds resume_from error created_at started_at ended_at"
     )
     shown: JsonObject = {name: getattr(job, name) for name in names.split()}
     return {**shown, "batch_total_batches": job.total_batches, "batch_completed_batches": job.completed_batches}
@@ -282,10 +279,15 @@ def _whole(services: Services, job: JobRecord) -> JsonObject:
     outputs = services.batch_jobs.outputs(job.job_id)
     names = ("path", "rows", "bytes", "sha256", "etag")
     workers = services.batch_jobs.workers(job.job_id)
+    at_work = services.batch_jobs.at_work(job.job_id) if workers else {}
     failed = services.batch_jobs.row_errors(job.job_id, 1) if job.rows_failed else []
     return {
         **_shown(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
         "first_error": error_row(failed[0]) if failed else None,
-        "workers": [{name: worker[name] for name in ("worker_id", "kind", "state")} for worker in workers],
+        "workers": [
+            {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
+            | (at_work.get(worker["worker_id"]) or dict.fromkeys(WORK, 0))
+            for worker in workers
+        ],
     }

@@ -1,8 +1,8 @@
 """Checkpoints and training runs: listing, metadata, TTL, publishing, deletion, and copies.
 
-A copy goes into a project, or into a run of the caller's session. It belongs to a training run that is made for it and
-cannot be trained. The run's id is derived from the request (the session's model_seq_id, or the idempotency key), so a
-repeated request finds the earlier copy.
+A copy is stored in a project, or in a run of the caller's session. It belongs to a training run that is created for it
+and cannot be trained. The run's id is derived from the request (the session's model_seq_id, or the idempotency key), so
+a repeated request finds the existing copy.
 """
 
 from __future__ import annotations
@@ -25,21 +25,10 @@ from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, CheckpointSearch, NewCheckpoint, parse_path
 from tinsmith.store.models import Model, NewModel, copied_run
 from tinsmith.store.usage import added
-from tinsmith.wire.fields import (
-    NO_NUL,
-    Body,
-    ClosedBody,
-    OneOf,
-    Position,
-    Text,
-    TextMetadata,
-    iso,
-    moment_of,
-    show,
-)
+from tinsmith.wire.fields import NO_NUL, Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, moment_of, show
 from tinsmith.wire.weights import Ttl, optimizer_config
 
-# A path's middle segment -> the type that the SDK shows.
+# Maps the middle segment of a path to the type that the SDK shows.
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 RUN = "/training_runs/{run_id}"
@@ -51,7 +40,7 @@ CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 @operation(
     "GET",
     "/training_runs",
-    "Training runs, newest first",
+    "List training runs, newest first",
     answer=fields({"training_runs": {"type": "array", "items": ref("TrainingRun")}, "cursor": ref("Cursor")}),
     access=Access.LISTING,
     query={**PAGE, **SCOPE, **PROJECT},
@@ -66,13 +55,13 @@ def list_training_runs(call: Call) -> JsonObject:
     }
 
 
-@operation("GET", RUN, "A training run", answer=ref("TrainingRun"), query=SCOPE)
+@operation("GET", RUN, "Read a training run", answer=ref("TrainingRun"), query=SCOPE)
 def get_training_run(call: Call) -> JsonObject:
     check_scope(call)
     return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
 
 
-@operation("GET", RUN + "/checkpoints", "Its checkpoints", answer=fields({"checkpoints": CHECKPOINTS}))
+@operation("GET", RUN + "/checkpoints", "List a run's checkpoints", answer=fields({"checkpoints": CHECKPOINTS}))
 def list_run_checkpoints(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     found = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
@@ -82,7 +71,7 @@ def list_run_checkpoints(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/checkpoints",
-    "Checkpoints, newest first",
+    "List checkpoints, newest first",
     answer=fields({"checkpoints": CHECKPOINTS, "cursor": ref("Cursor")}),
     access=Access.LISTING,
     query={**PAGE, **PROJECT},
@@ -97,7 +86,7 @@ def list_checkpoints(call: Call) -> JsonObject:
 
 
 SEARCH = "/checkpoints/search"
-"""The path of SDK 0.39's `search_checkpoints`, by analogy with that of the session search."""
+"""The path of SDK 0.39's `search_checkpoints`, chosen by analogy with the session search."""
 
 
 class CheckpointCursorBody(Body):
@@ -120,7 +109,7 @@ class SearchCheckpointsRequest(ClosedBody):
 @operation(
     "POST",
     SEARCH,
-    "Find checkpoints",
+    "Search checkpoints",
     body=SearchCheckpointsRequest,
     answer=fields({"checkpoints": CHECKPOINTS}, {"next_cursor": ANYTHING}),
     errors=(404,),
@@ -130,7 +119,7 @@ class SearchCheckpointsRequest(ClosedBody):
 def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObject:
     known = set(call.services.sessions.projects(call.tenant_id)) if request.project_ids else set()
     if unknown := [each for each in request.project_ids or () if each not in known]:
-        raise NotFoundError(f"project_ids has {show(unknown[0])}, which is not a project of yours")
+        raise NotFoundError(f"project_ids has {show(unknown[0])}, which is not one of your projects")
     kinds = [kind for kind, shown in CHECKPOINT_TYPES.items() if request.checkpoint_type in (None, shown)]
     search = CheckpointSearch(
         kinds=kinds,
@@ -144,16 +133,13 @@ def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObj
         return {"checkpoints": [], "next_cursor": None}
     found, more = call.services.checkpoints.search(call.tenant_id, search)
     last = found[-1] if more else None
-    cursor = last and {
-        "last_created_at": iso(last.created_at),
-        "last_checkpoint_uuid": str(uuid.UUID(last.directory)),
-    }
+    cursor = last and {"last_created_at": iso(last.created_at), "last_checkpoint_uuid": str(uuid.UUID(last.directory))}
     return {"checkpoints": [_checkpoint(each) for each in found], "next_cursor": cursor}
 
 
 def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str] | None:
-    """The position after the last checkpoint of a page: its exact time from its row, if that exists, since the wire has
-    microseconds.
+    """Return the position after the last checkpoint of a page. The exact time comes from the checkpoint's row, if it
+    still exists, because the wire has only microseconds.
     """
     if cursor is None:
         return None
@@ -174,7 +160,7 @@ class WeightsInfoRequest(Body):
 @operation(
     "POST",
     "/weights_info",
-    "What an adapter is",
+    "Describe an adapter",
     body=WeightsInfoRequest,
     answer=fields({"base_model": TEXT, "is_lora": FLAG}),
     errors=(404, 410),
@@ -186,6 +172,7 @@ def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
         "is_lora": found.lora_rank > 0,
         "optimizer_config": optimizer_config(found.optimizer_type),
         "lora_rank": found.lora_rank or None,
+        "lora_alpha": found.lora_alpha if found.lora_rank else None,
         "train_unembed": found.train_unembed,
         "train_mlp": found.train_mlp,
         "train_attn": found.train_attn,
@@ -202,23 +189,23 @@ def delete(call: Call) -> JsonObject:
 @operation("DELETE", BARE_CHECKPOINT, "Refused: the id lacks its kind", answer=ANYTHING)
 @operation("GET", BARE_CHECKPOINT + "/archive", "Refused: the id lacks its kind", answer=ANYTHING)
 def without_kind(call: Call) -> JsonObject:
-    """Refused: a run can have checkpoints of several kinds with the same name."""
+    """Refuse the request, since a run can have checkpoints of several kinds with the same name."""
     call.services.models.get(call.tenant_id, call.path["run_id"])
     bare = call.path["checkpoint_id"]
     raise UserError(
-        f"checkpoint_id is {show(bare)}; it must be KIND/NAME, KIND being one of {', '.join(KINDS)}: for example "
+        f"checkpoint_id is {show(bare)}; it must be KIND/NAME, where KIND is one of {', '.join(KINDS)}, for example "
         f"'weights/{bare[:40]}'"
     )
 
 
-@operation("POST", CHECKPOINT + "/publish", "Let everyone read it", answer=ANYTHING, errors=(404, 410))
+@operation("POST", CHECKPOINT + "/publish", "Publish a checkpoint", answer=ANYTHING, errors=(404, 410))
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
-@operation("DELETE", CHECKPOINT + "/publish", "Make it private", answer=ANYTHING, errors=(404, 410))
+@operation("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint", answer=ANYTHING, errors=(404, 410))
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
@@ -234,7 +221,7 @@ class SetTtlRequest(Body):
 @operation(
     "PUT",
     CHECKPOINT + "/ttl",
-    "When it expires",
+    "Set a checkpoint's expiry",
     body=SetTtlRequest,
     answer=ANYTHING,
     errors=(404, 410),
@@ -254,7 +241,7 @@ def record(call: Call, event: str, ref: CheckpointRef, **details: object) -> Non
 
 
 def ref_of(call: Call) -> CheckpointRef:
-    """The checkpoint that the path names."""
+    """Return the checkpoint that the path names."""
     return parse_path("tinker://{run_id}/{kind}/{name}".format(**call.path))
 
 
@@ -298,7 +285,7 @@ TOKEN_HEADER = "x-tinker-weights-access-token"
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 MAX_KEY_LENGTH = 256
 MAX_PROJECT_LENGTH = 128
-COPY_IDS = uuid.UUID("6b1f7f5e-3e0a-5c7e-9a53-5d0f7d1c2b11")  # the name space of the ids of copies
+COPY_IDS = uuid.UUID("6b1f7f5e-3e0a-5c7e-9a53-5d0f7d1c2b11")  # the namespace of the ids of copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +296,7 @@ class Destination:
 
 
 class CopyWeightsRequest(Body):
-    """The copy goes into a project, or into a run of a session."""
+    """The destination is a project, or a run of a session."""
 
     source_path: Text
     session_id: Text | None = None
@@ -333,7 +320,7 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
     destination = _destination(call, request)
     reason = f"copied from {path.path}"
     copied = CheckpointRef(destination.model_id, path.kind, path.name)
-    if not made_before(services.models.find(destination.model_id), reason):
+    if not already_exists(services.models.find(destination.model_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
@@ -353,35 +340,35 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
             entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
         ]
         if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason), *effects):
-            made_before(services.models.find(destination.model_id), reason)
+            already_exists(services.models.find(destination.model_id), reason)
     return {"tinker_path": copied.path}
 
 
 def _destination(call: Call, request: CopyWeightsRequest) -> Destination:
     project_id = request.destination_project_id
     if (request.session_id is not None) == (project_id is not None):
-        raise UserError("give either destination_project_id, or session_id with model_seq_id")
+        raise UserError("send either destination_project_id, or session_id with model_seq_id")
     if request.session_id is not None:
         session = call.services.sessions.require_active(call.tenant_id, request.session_id)
         if request.model_seq_id is None:
             raise UserError("model_seq_id is missing")
         return Destination(f"{session.session_id}:train:{request.model_seq_id}", session.session_id, None)
     if request.model_seq_id is not None:
-        raise UserError("model_seq_id goes with session_id, not with destination_project_id")
+        raise UserError("model_seq_id cannot be combined with destination_project_id; send session_id")
     session_id = idempotent_session(call, COPY_IDS)
     return Destination(f"{session_id}:train:0", session_id, project_id)
 
 
 def idempotent_session(call: Call, ids: uuid.UUID) -> str:
-    """The session id of a copy or upload outside of any session, the same for repeated requests."""
+    """Return the session id of a copy or upload outside any session. Repeated requests get the same id."""
     key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
     if len(key) > MAX_KEY_LENGTH:
         raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")
     return str(uuid.uuid5(ids, f"{call.tenant_id}\n{key}"))
 
 
-def made_before(model: Model | None, reason: str) -> bool:
-    """Whether this copy or upload exists already. Raises UserError if the run is another one."""
+def already_exists(model: Model | None, reason: str) -> bool:
+    """Whether this copy or upload already exists. Raises UserError if the run has a different origin."""
     if model is None:
         return False
     if model.state != "copied" or model.reason != reason:
@@ -393,7 +380,7 @@ def made_before(model: Model | None, reason: str) -> bool:
 
 
 def _run_of_copy(call: Call, destination: Destination, source: Checkpoint, *, readable: bool) -> NewModel:
-    """The run of the copy, with the source run's metadata (such as its renderer) if that run is readable."""
+    """Make the run of the copy, with the source run's metadata (such as its renderer) if that run is readable."""
     origin = call.services.models.find(source.training_run_id) if readable else None
     return NewModel(
         model_id=destination.model_id,

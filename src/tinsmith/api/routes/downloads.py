@@ -1,8 +1,8 @@
-"""Downloads of checkpoints: signed links, which need the key, and the files behind them, which do not.
+"""Downloads of checkpoints. Signed links are issued to authenticated callers; the files behind them need no key.
 
-A link names the directory it was made for, so after an overwrite it is gone instead of mixing old and new files. File
-names come from the directory's manifest, never from the client. A file is sent whole or by range; from a bucket it is
-streamed, without a copy in memory or on disk.
+A link names the directory it was made for, so it expires with an overwrite instead of mixing old and new files. File
+names come from the directory's manifest, never from the client. A file is sent whole or by range. A file in a bucket is
+streamed without a copy in memory or on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RANGE = re.compile(r"bytes=(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """`path` is None for a file in a bucket; `opened` opens it for reading in either place."""
+    """`path` is None for a file in a bucket. `opened` opens the file for reading in either place."""
 
     path: Path | None
     size_bytes: int
@@ -73,8 +73,8 @@ def _content_range(what: str, size_bytes: int) -> dict[str, str]:
 
 
 def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int, int] | None:
-    """Start and end of the requested range; None, for the whole file, with several ranges, a malformed one, or one of
-    another version of the file.
+    """Return start and end of the requested range. Returns None (the whole file) for several ranges, a malformed range,
+    or a range of another version of the file.
     """
     found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", "").lower())
     if found is None or request.headers.get("if-range", etag) != etag:
@@ -112,14 +112,14 @@ def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
 PURPOSE = "download"
 DOWNLOAD = "/downloads/{directory}/{run_id}/{kind}/{name}"
 
-BLOCK_BYTES = 512  # of a tar archive
+BLOCK_BYTES = 512  # the block size of tar archives
 CHUNK_BYTES = 1 << 20
 
 
 @operation(
     "GET",
     CHECKPOINT + "/external_weights_urls",
-    "Links to the files of an export",
+    "Get links to the files of an export",
     answer=fields({"urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
     errors=(404, 410),
 )
@@ -127,7 +127,7 @@ def external_weights_urls(call: Call) -> JsonObject:
     checkpoint = _readable(call)
     if checkpoint.kind != "external_weights":
         raise UserError(
-            f"{checkpoint.ref.path!r} is no export; only 'external_weights' checkpoints have links to their files "
+            f"{checkpoint.ref.path!r} is not an export; only 'external_weights' checkpoints have links to their files "
             "(save_weights_external makes one)"
         )
     files = call.services.checkpoints.files.files(checkpoint.directory or "")
@@ -143,12 +143,12 @@ def external_weights_urls(call: Call) -> JsonObject:
 @operation(
     "GET",
     CHECKPOINT + "/archive_link",
-    "The same link, as JSON",
+    "Get a link to a tar of all files",
     answer=fields({"url": TEXT, "expires": TEXT}),
     errors=(404, 410),
 )
 def archive_url(call: Call) -> JsonObject:
-    """A link to one tar of all files, for a checkpoint of any kind."""
+    """Return a link to a tar of all files, for a checkpoint of any kind."""
     link = _link_to_archive(call)
     return {"url": link.url, "expires": link.expires.isoformat().replace("+00:00", "Z")}
 
@@ -160,9 +160,9 @@ def _link_to_archive(call: Call) -> SignedLink:
     return link
 
 
-@operation("GET", CHECKPOINT + "/archive", "302 to a tar of all files", answer=ANYTHING, errors=(302, 404, 410))
+@operation("GET", CHECKPOINT + "/archive", "Redirect to a tar of all files", answer=ANYTHING, errors=(302, 404, 410))
 async def archive_link(request: Request) -> Response:
-    """Redirects to the archive."""
+    """Redirect to the archive."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
@@ -176,7 +176,7 @@ async def archive_link(request: Request) -> Response:
 @operation(
     "GET",
     DOWNLOAD + "/files/{file}",
-    "One file",
+    "Download one file",
     answer=FILE_TYPE,
     errors=(206, 416, *LINKED),
     access=Access.LINK,
@@ -184,7 +184,7 @@ async def archive_link(request: Request) -> Response:
     keyed=False,
 )
 async def download_file(request: Request) -> Response:
-    """One file, whole or in ranges."""
+    """Send one file, whole or by range."""
     file = request.path_params["file"]
 
     def work() -> Response:
@@ -200,7 +200,7 @@ async def download_file(request: Request) -> Response:
 @operation(
     "GET",
     DOWNLOAD + "/archive",
-    "All files",
+    "Download all files",
     answer=TAR_TYPE,
     errors=LINKED,
     access=Access.LINK,
@@ -208,7 +208,7 @@ async def download_file(request: Request) -> Response:
     keyed=False,
 )
 async def download_archive(request: Request) -> Response:
-    """A tar, made while it is sent."""
+    """Send a tar that is built while it is sent."""
 
     def work() -> Response:
         files, directory = _opened(request)
@@ -241,7 +241,7 @@ def _path(checkpoint: Checkpoint) -> str:
 
 
 def _opened(request: Request) -> tuple[Directories, str]:
-    """The store and directory that a link names. Raises GoneError."""
+    """Return the store and the directory that a link names. Raises GoneError."""
     services = follow_link(request, PURPOSE)
     ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
     checkpoint = services.checkpoints.find(ref)
@@ -253,8 +253,8 @@ def _opened(request: Request) -> tuple[Directories, str]:
 
 
 def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
-    """The archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete, since all
-    files are open; one from a bucket ends short of its announced length.
+    """Yield the archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete,
+    because all files are open; an archive from a bucket ends before its announced length.
     """
     opened = {file: files.open(directory, file) for file in sizes}
 

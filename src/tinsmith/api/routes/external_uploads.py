@@ -1,8 +1,8 @@
-"""Uploads of an adapter by signed links: start, a PUT of each file, finish.
+"""Uploads of an adapter by signed links: start, one PUT per file, finish.
 
-The files are those of an export. No row is kept of an upload: its id is a signed text that says what it is for, and the
-bytes wait among the stored files without a row, so that the janitor deletes what was abandoned. Id and links expire
-after an hour. A finish that is repeated finds the checkpoint of the first.
+The files are those of an export. An upload has no database row: its id is a signed text with its parameters, and its
+bytes are stored as unreferenced files, which the janitor deletes if the upload is abandoned. The id and the links
+expire after an hour. A repeated finish finds the existing checkpoint.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from starlette.responses import Response
 
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TEXT, fields
 from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
-from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, made_before
+from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, already_exists
 from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
 from tinsmith.api.routes.uploads import UploadRequest, store_adapter
 from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
 from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE
-from tinsmith.types import LoraSpec
 from tinsmith.wire.bodies import check_length
 from tinsmith.wire.fields import NO_NUL, Body, ClosedBody, Text, iso
 from tinsmith.wire.weights import LoraConfigBody
@@ -35,7 +34,7 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE)
 NAME = "uploaded"
 PURPOSE, ID_PURPOSE = "upload", "upload-id"
 CHUNK_BYTES = 1 << 20
-UPLOAD_IDS = uuid.UUID("5e0c3f8a-2f59-5a0e-8d0b-3b6f7f0f9d51")  # the name space of the runs of these uploads
+UPLOAD_IDS = uuid.UUID("5e0c3f8a-2f59-5a0e-8d0b-3b6f7f0f9d51")  # the namespace of the runs of these uploads
 
 
 class StartUploadRequest(ClosedBody):
@@ -45,7 +44,7 @@ class StartUploadRequest(ClosedBody):
 
 
 class ExternalUpload(Body):
-    """What an upload's id says."""
+    """The parameters inside an upload's id."""
 
     tenant_id: Text
     number: Text
@@ -58,7 +57,7 @@ class ExternalUpload(Body):
 @operation(
     "POST",
     "/external_weights_upload_start",
-    "Links to upload an adapter by",
+    "Start an upload and get its links",
     body=StartUploadRequest,
     answer=fields({"upload_id": TEXT, "urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
     errors=(404,),
@@ -86,7 +85,7 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
 @operation(
     "PUT",
     "/external_weights_uploads/{number}/{file}",
-    "One file of an upload",
+    "Upload one file",
     body=ANYTHING,
     takes=(FILE_TYPE,),
     answer=ANYTHING,
@@ -96,7 +95,7 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
     keyed=False,
 )
 async def put(request: Request) -> Response:
-    """Whole or not at all; a later one replaces it."""
+    """Store one file of an upload atomically. A repeated PUT replaces it."""
     services = follow_link(request, PURPOSE)
     limit_bytes = services.settings.max_upload_bytes
     try:
@@ -123,7 +122,7 @@ class FinishUploadRequest(ClosedBody):
 @operation(
     "POST",
     "/external_weights_upload_finish",
-    "The checkpoint of an upload",
+    "Finish an upload",
     body=FinishUploadRequest,
     answer=fields({"tinker_path": TEXT}),
     errors=(404, 410, 429),
@@ -133,20 +132,17 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
     upload = _read(call, request.upload_id)
     session_id = str(uuid.uuid5(UPLOAD_IDS, upload.number))
     files = call.services.files
-    if not made_before(call.services.models.find(f"{session_id}:train:0"), f"uploaded as {NAME}"):
+    if not already_exists(call.services.models.find(f"{session_id}:train:0"), f"uploaded as {NAME}"):
         if time.time() >= upload.expires_s:
             raise GoneError("this upload has expired; start another one")
         for name in FILES:
             try:
                 files.open(_key(upload.number, name)).close()
             except FileNotFoundError:
-                raise UserError(
-                    f"{name} was not uploaded; PUT it to its address before the upload is finished"
-                ) from None
+                raise UserError(f"{name} was not uploaded; PUT it to its link before you finish the upload") from None
     opened = {name: (lambda name=name: files.open(_key(upload.number, name))) for name in FILES}
-    wanted = LoraSpec(**upload.lora_config.model_dump())
     asked = UploadRequest(base_model=upload.base_model, name=NAME, project_id=upload.project_id)
-    stored = store_adapter(call, asked, session_id, opened, wanted)
+    stored = store_adapter(call, asked, session_id, opened, upload.lora_config)
     for name in FILES:
         files.discard(_key(upload.number, name))
     return {"tinker_path": stored.ref.path}

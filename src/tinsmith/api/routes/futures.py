@@ -1,8 +1,9 @@
 """Results: the long polls for one future, or for all samples of a sampling session.
 
-A poll is held until there is a result, at most `hold_s`, or until its client disconnects. After `hold_s` a poll for one
-future is answered 408, and one for a session 200 with an empty list; the client polls again at once. A failed future is
-a 200 with `error` and `category`, since the client would retry any other status. A result can be fetched repeatedly
+A poll is held until a result exists, `hold_s` have passed, or its client disconnects. After `hold_s` a poll for one
+future returns 408, and a poll for a session returns 200 with an empty list; the client polls again at once. While no
+engine of the base model can be started, both report the request as failed, although it stays pending. A failed future
+is a 200 with `error` and `category`, because the client retries any other status. A result can be fetched repeatedly
 until the client acknowledges it. On request, a large result is first announced with its size.
 """
 
@@ -19,7 +20,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
-from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, operation, read_json, run, traced
+from tinsmith.api.operation import (
+    Call,
+    JsonObject,
+    Services,
+    answer,
+    authenticate,
+    operation,
+    read_json,
+    request_span,
+    run,
+)
+from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import UNBOUNDED, FutureOutcome
 from tinsmith.store.sampling_sessions import Completion
@@ -31,7 +43,7 @@ T = TypeVar("T")
 RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
 
 INLINE_BYTES = 256 * 1024
-"""Results up to this size are never announced first: a second request would cost more."""
+"""Results up to this size are never announced first, because a second request costs more."""
 
 UNWATCHED_S = 0.5
 """How long a poll is held before its connection is watched, which costs 0.1 ms."""
@@ -42,7 +54,7 @@ ON_LOOP_BYTES = 1 << 20
 """Larger results are read by a thread: 60 MB would block the event loop for 0.1 s."""
 
 PIECE_BYTES = 1 << 18
-"""Such a result is sent in pieces of this size, between which other connections are served."""
+"""A large result is sent in pieces of this size. Other connections are served between pieces."""
 
 SLOW_S = 10.0
 """After this time a large result no longer occupies one of the MOST_LARGE slots."""
@@ -56,7 +68,7 @@ class RetrieveFutureRequest(Body):
 @operation(
     "POST",
     "/retrieve_future",
-    "A result, as JSON or as " + PROTO_RESULT + "; held until it is there",
+    "Poll for a result: JSON, or " + PROTO_RESULT,
     body=RetrieveFutureRequest,
     answer={"anyOf": [ref("Failure"), ANYTHING]},
     errors=(404, 408, 410),
@@ -67,7 +79,7 @@ async def retrieve_future(request: Request) -> Response:
     request_id = poll.request_id
     inline_bytes = INLINE_BYTES if poll.allow_metadata_only else UNBOUNDED
     await note_poll(services, tenant_id, request_id)
-    with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
+    with request_span(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
         outcome = await held(
             request,
             services.waiters.watch(request_id),
@@ -90,7 +102,7 @@ async def retrieve_future(request: Request) -> Response:
 async def outcome_of(
     services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
 ) -> FutureOutcome | None:
-    """As `Futures.outcome`; a large body is read by a thread."""
+    """Like `Futures.outcome`, but reads a large body on a thread."""
     small_bytes = min(inline_bytes, ON_LOOP_BYTES)
     found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
     if found is None or found.error is not None or found.body is not None or inline_bytes <= small_bytes:
@@ -112,7 +124,7 @@ async def _large(services: Services, tenant_id: str, request_id: str, media_type
 
 
 class _Slot:
-    """One of the large results that may be in memory at once. It is released once, after `SLOW_S` at the latest."""
+    """One slot for a large result in memory. It is released once, after `SLOW_S` at the latest."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
@@ -130,7 +142,7 @@ class _Slot:
 
 
 class _LargeResult(Response):
-    """A body that is sent in pieces, each when the one before has left."""
+    """A body that is sent in pieces. Each piece is sent after the previous one has left the buffer."""
 
     def __init__(self, content: bytes, media_type: str, slot: _Slot) -> None:
         super().__init__(content, media_type=media_type)
@@ -144,7 +156,7 @@ class _LargeResult(Response):
                 piece = bytes(body[start : start + PIECE_BYTES])
                 more = start + PIECE_BYTES < len(body)
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
-                await asyncio.sleep(0)  # a buffer that is not full would let the next piece follow at once
+                await asyncio.sleep(0)  # with free buffer space, the next piece would follow at once
         finally:
             self._slot.give_back()
 
@@ -169,7 +181,7 @@ class RetrieveFuturesRequest(Body):
 @operation(
     "POST",
     "/retrieve_futures",
-    "The settled samples of a sampling session",
+    "Poll for the settled samples of a sampling session",
     body=RetrieveFuturesRequest,
     answer=fields({"completions": LIST, "cursor": COUNT}),
     errors=(404, 410),
@@ -189,17 +201,28 @@ async def retrieve_futures(request: Request) -> Response:
 
     hold_s = services.settings.hold_s if poll.timeout is None else min(poll.timeout, services.settings.hold_s)
     found = await held(request, services.waiters.watch_session(sampling_session_id), look, hold_s) or []
+    if not found and (failed := await run(_cannot_run, services, tenant_id, poll.target, on=services.threads.quick)):
+        return answer({"completions": failed, "cursor": poll.prev_cursor})
     cursor = found[-1].settle_order if found else poll.prev_cursor
     return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+
+
+def _cannot_run(services: Services, tenant_id: str, target: SamplingSessionTargetBody) -> list[JsonObject]:
+    """Return the pending samples of a session as failed, if no engine of its base model can be started."""
+    name = target.sampling_session_id
+    if not services.cannot_start(services.sampling_sessions.get(tenant_id, name).base_model):
+        return []
+    waiting = services.sampling_sessions.pending(name, target.cloned_sampler_id)
+    return [{"state": "failed", "request_id": request_id} for request_id in waiting]
 
 
 class CancelFutureRequest(Body):
     request_id: Text
 
 
-@operation("POST", "/cancel_future", "Stop a sample", body=CancelFutureRequest, answer=ANYTHING)
+@operation("POST", "/cancel_future", "Cancel a sample", body=CancelFutureRequest, answer=ANYTHING)
 def cancel_future(call: Call, request: CancelFutureRequest) -> JsonObject:
-    """Cancels a sample; has no effect on other requests."""
+    """Cancel a sample. Other requests are not affected."""
     call.services.futures.cancel(call.tenant_id, request.request_id, "cancelled by the client")
     return {}
 
@@ -220,8 +243,8 @@ async def held(
     look: Callable[[], Awaitable[T | None]],
     hold_s: float,
 ) -> T | None:
-    """What `look` finds, or None if it finds nothing within `hold_s`. A wake-up is only a hint to look again. Raises
-    ClientDisconnect.
+    """Hold a poll. Return the result of `look`, or None if it finds nothing within `hold_s`. A wake-up is only a hint
+    to look again. Raises ClientDisconnect.
     """
     services: Services = request.app.state.services
     loop = asyncio.get_running_loop()
@@ -247,11 +270,13 @@ async def held(
 
 @contextmanager
 def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[[], bool]]:
-    """Whether the connection has ended, which also sets `woken`. Starts after UNWATCHED_S: most polls end sooner."""
+    """Yield a function that tells whether the client has disconnected; a disconnect also sets `woken`. The watch starts
+    after UNWATCHED_S, since most polls end earlier.
+    """
     watching: list[asyncio.Task[None]] = []
 
     async def wait() -> None:
-        while (await request.receive())["type"] != "http.disconnect":  # the body has been read before
+        while (await request.receive())["type"] != "http.disconnect":  # the body was read earlier
             pass
 
     def watch() -> None:
@@ -268,14 +293,14 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
 
 
 async def note_poll(services: Services, tenant_id: str, name: str) -> None:
-    """Count a poll as a heartbeat of the session whose id `name` begins with."""
+    """Count a poll as a heartbeat of the session whose id is the prefix of `name`."""
     session_id = name.partition(":")[0]
     if services.sessions.is_sign_due(session_id):
-        await run(services.sessions.polled, tenant_id, session_id, on=services.threads.quick)
+        await run(services.sessions.record_poll, tenant_id, session_id, on=services.threads.quick)
 
 
 async def read(services: Services, read: Callable[..., T], *args: object) -> T:
-    """Read on the event loop on SQLite, where a read never waits and takes less time (0.1 ms) than a thread switch."""
+    """Call `read`. With SQLite it runs on the event loop, where it never waits and costs less than a thread switch."""
     if services.reads_wait:
         return await run(read, *args, on=services.threads.quick)
     return read(*args)
@@ -284,6 +309,8 @@ async def read(services: Services, read: Callable[..., T], *args: object) -> T:
 async def _try_again(services: Services, request_id: str) -> Response:
     quick = services.threads.quick
     base_model = await run(services.futures.base_model_of, request_id, on=quick)
+    if why := await run(services.cannot_start, base_model or "", on=quick):
+        return answer({"error": why, "category": EngineFailedError.category})
     state, reason = await run(services.queue_state, base_model or "", on=quick)
     pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
     return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)

@@ -1,7 +1,7 @@
 """A read-only mirror of the Hugging Face hub for clients without internet: `HF_ENDPOINT=http://SERVER/hub`.
 
-Serves the requests by which `huggingface_hub` reads a model: its metadata, its file list, and files whole or by
-`Range`. The API key is the bearer token; a server without keys needs none.
+It serves the requests with which `huggingface_hub` reads a model: metadata, file list, and files whole or by `Range`.
+The API key is the bearer token; a server without keys needs none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": 
 @operation(
     "GET",
     "/api/whoami-v2",
-    "Whose the token is",
+    "Identify the token",
     answer=fields({"name": TEXT}),
     errors=(403, 404),
     access=Access.NOTHING,
@@ -50,17 +50,24 @@ def whoami(call: Call) -> JsonObject:
     }
 
 
-@operation("GET", MODELS + "/tree/{revision}", "Its files", answer=LIST, errors=(403, 404), prefixes=(HUB,))
+@operation(
+    "GET",
+    MODELS + "/tree/{revision}",
+    "List the files of a repository",
+    answer=LIST,
+    errors=(403, 404),
+    prefixes=(HUB,),
+)
 @operation(
     "GET",
     MODELS + "/tree/{revision}/{directory:path}",
-    "Files of a directory",
+    "List the files of a directory",
     answer=LIST,
     errors=(403, 404),
     prefixes=(HUB,),
 )
 def tree(call: Call) -> list[JsonObject]:
-    """The files of a repository, or of one of its directories."""
+    """Return the files of a repository, or of one of its directories."""
     found = _repository(call)
     found.check_revision(call.path["revision"])
     inside = call.path.get("directory", "").strip("/")
@@ -78,13 +85,18 @@ def tree(call: Call) -> list[JsonObject]:
     ] + listed
 
 
-# After the longer paths, since a repository's name may contain slashes.
+# These follow the longer paths, since a repository's name may contain slashes.
 @operation(
-    "GET", MODELS + "/revision/{revision}", "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,)
+    "GET",
+    MODELS + "/revision/{revision}",
+    "Read a repository's metadata",
+    answer=REPOSITORY,
+    errors=(403, 404),
+    prefixes=(HUB,),
 )
-@operation("GET", MODELS, "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,))
+@operation("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,))
 def model(call: Call) -> JsonObject:
-    """A repository's metadata; with the query `blobs`, also the sizes and digests of its files."""
+    """Return a repository's metadata and, with the query `blobs`, the sizes and digests of its files."""
     found = _repository(call)
     if "revision" in call.path:
         found.check_revision(call.path["revision"])
@@ -118,13 +130,13 @@ def _listed(name: str, file: HubFile) -> JsonObject:
 @operation(
     "GET",
     "/{repo:path}/resolve/{revision}/{file:path}",
-    "A file, whole or by Range",
+    "Download a file, whole or by range",
     answer=FILE_TYPE,
     errors=(403, 404),
     prefixes=(HUB,),
 )
 async def resolve(request: Request) -> Response:
-    """A file, whole or by `Range`."""
+    """Send a file, whole or by range."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
@@ -133,8 +145,8 @@ async def resolve(request: Request) -> Response:
         found.check_revision(call.path["revision"])
         if name in found.hidden:
             raise ForbiddenError(
-                f"{show(name)} of {found.repo_id!r} is not given away: this server keeps the weights of base models to "
-                "itself unless its setting hub_base_weights is on"
+                f"{show(name)} of {found.repo_id!r} is not available: this server does not serve the weights of base "
+                "models; its operator can allow it with the setting hub_base_weights"
             )
         file = found.file(name)
         headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
@@ -144,7 +156,7 @@ async def resolve(request: Request) -> Response:
 
 
 def _repository(call: Call) -> Repository:
-    """A base model, or a checkpoint that the caller may read. Raises MissingError."""
+    """Return a base model, or a checkpoint that the caller may read. Raises MissingError."""
     services, repo_id = call.services, call.path["repo"]
     for shape in services.bases:
         if shape.name == repo_id:
@@ -158,7 +170,7 @@ def _repository(call: Call) -> Repository:
     except NotFoundError:
         pass
     raise MissingError(
-        f"there is no repository {show(repo_id)}: base models have the names under which they are served, the "
+        f"there is no repository {show(repo_id)}: a base model has the name under which it is served, and the "
         "checkpoint tinker://SESSION:train:N/KIND/NAME is SESSION/N.KIND.NAME"
     )
 

@@ -1,4 +1,4 @@
-"""Signed links, which a client follows without its key and which expire after an hour.
+"""Signed links, which need no API key and expire after an hour.
 
 The signature covers the purpose, the path and the expiry. The host is the one that the client used, or `public_url`.
 """
@@ -33,7 +33,7 @@ class SignedLink:
 
 
 def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
-    """A link to `path`, one of the API's."""
+    """Make a signed link to `path`, a path of the API."""
     expires_s = int(time.time()) + LINK_S
     signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
     base = base_url(call.services.settings, call.scheme, call.headers)
@@ -42,15 +42,13 @@ def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
 
 
 def follow_link(request: Request, purpose: str) -> Services:
-    """The services for a request by a signed link. Raises ForbiddenError for a wrong signature and GoneError after the
-    expiry.
-    """
+    """Verify a signed link and return the services. Raises ForbiddenError (signature) and GoneError (expiry)."""
     services: Services = request.app.state.services
     expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
     if not services.signer.verify(purpose, _message(request.scope["path"], expires), signature):
-        raise ForbiddenError("this link was not made by this server, or was changed; ask for a new one")
+        raise ForbiddenError("the link's signature is wrong for this server; request a new link")
     if time.time() >= int(expires):
-        raise GoneError("this link has expired; ask for a new one")
+        raise GoneError("this link has expired; request a new one")
     return services
 
 
@@ -59,7 +57,7 @@ def _message(path: str, expires: str) -> bytes:
 
 
 def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str:
-    """The address under which the client reached this server, without a trailing slash."""
+    """Return the URL by which the client reached this server, without a trailing slash."""
     if settings.public_url:
         return settings.public_url.rstrip("/")
     host, prefix = headers.get("host", ""), ""
@@ -69,12 +67,12 @@ def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str
         prefix = _nearest(headers, "x-forwarded-prefix").rstrip("/")
     if scheme not in ("http", "https") or not HOST.fullmatch(host) or not PATH_PREFIX.fullmatch(prefix):
         raise UserError(
-            f"the request came by {show(scheme)} for host {show(host)} and prefix {show(prefix)}, which make no "
-            "address; set the server's public_url"
+            f"the request's scheme {show(scheme)}, host {show(host)} and prefix {show(prefix)} form no valid URL; set "
+            "the server's public_url"
         )
     return f"{scheme}://{host}{prefix}"
 
 
 def _nearest(headers: Mapping[str, str], name: str) -> str:
-    """The entry of the nearest proxy, which is the last of the list."""
+    """Return the last entry of a list, which the nearest proxy added."""
     return headers.get(name, "").rpartition(",")[2].strip()

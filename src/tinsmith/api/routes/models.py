@@ -29,7 +29,7 @@ class CreationRequest(Body):
 @operation(
     "POST",
     "/create_model",
-    "A new model",
+    "Create a model",
     body=CreateModel,
     example={"session_id": "{session_id}", "model_seq_id": 5, "base_model": "{base_model}"},
     late=True,
@@ -52,7 +52,7 @@ def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
 
 
 def _trained_part(call: Call, request: LoraSpec) -> LoraSpec:
-    """The requested adapter; rank 0 where the backend trains all weights, since there is no adapter."""
+    """Return the requested adapter. Rank is 0 if the backend trains all weights, since there is no adapter."""
     if call.services.settings.backend != "full":
         return request
     for name in ("train_attn", "train_mlp", "train_unembed"):
@@ -64,17 +64,17 @@ def _trained_part(call: Call, request: LoraSpec) -> LoraSpec:
 @operation(
     "POST",
     "/load_weights",
-    "A model from a checkpoint, or a checkpoint into a model",
+    "Create a model from a checkpoint, or load one into a model",
     body=LoadWeights,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "{tinker_path}", "optimizer": False},
     late=True,
 )
 def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
-    """With a session, creates a model from the checkpoint; with a model, is an operation on it."""
+    """Create a model from a checkpoint if the body names a session; load into a model if it names a model."""
     call, draft, wrong_token = exchange_token(call, draft)
     if draft.values.get("model_id") is not None:
         submitted = load_into_model(call, draft, wrong_token)
-        answer = stored(call.services, submitted)  # uses its seq_id even if it is refused
+        answer = stored(call.services, submitted)  # a refused load also uses up its seq_id
         if isinstance(submitted.refusal, LateLoadError):
             raise submitted.refusal
         return answer
@@ -98,7 +98,7 @@ def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
 
 
 def _optimizer_for(checkpoint: Checkpoint, request: LoadWeights) -> str:
-    """The optimizer family: that of the restored state, or without it the request's."""
+    """Return the optimizer family of the restored state, or the request's if none is restored."""
     if not request.optimizer:
         return request.optimizer_type or "adamw"
     if request.optimizer_type not in (None, checkpoint.optimizer_type):
@@ -110,15 +110,15 @@ def _optimizer_for(checkpoint: Checkpoint, request: LoadWeights) -> str:
 
 
 def _base_for(call: Call, checkpoint: Checkpoint, request: str | None) -> str:
-    """The base model of a run that begins with a checkpoint: its own, or another name for the same weights."""
+    """Return the base model of a run that starts from a checkpoint, which may be another name of the same weights."""
     if request in (None, checkpoint.base_model):
         return call.services.bases.get(checkpoint.base_model).name
     other = call.services.bases.get(request)
     own = next((shape for shape in call.services.bases if shape.name == checkpoint.base_model), None)
     if own is None or own.path != other.path:
         raise UserError(
-            f"base_model is {request!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; only "
-            "another name that this server serves from the same directory can take its place"
+            f"base_model is {request!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; use "
+            "that name, or another name that this server serves from the same directory"
         )
     return other.name
 
@@ -132,7 +132,7 @@ def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str
         request_id=f"{model_id}:0",
         tenant_id=call.tenant_id,
         session_id=session.session_id,
-        base_model="",  # a refused creation is in no queue
+        base_model="",  # a refused creation is not queued
         kind=kind,
         body=call.body,
         model_id=model_id,
@@ -161,7 +161,7 @@ class GetInfoRequest(Body):
 @operation(
     "POST",
     "/get_info",
-    "What a model is",
+    "Describe a model",
     body=GetInfoRequest,
     answer=fields({"model_id": TEXT, "model_data": ANYTHING}),
 )
@@ -179,12 +179,13 @@ def get_info(call: Call, request: GetInfoRequest) -> JsonObject:
         },
         "is_lora": model.lora_rank > 0,
         "lora_rank": model.lora_rank or None,
+        "lora_alpha": model.lora_alpha if model.lora_rank else None,
         "optimizer_config": optimizer_config(model.optimizer_type),
     }
 
 
 def _tokenizer_id(shape: ModelShape, host: str) -> str:
-    # Clients on this machine can load the directory, others only by name. The SDK cuts ids at ':'.
+    # Only clients on this machine can load the directory; others need the name. The SDK truncates ids at ':'.
     return shape.path if host in LOOPBACK_HOSTS and ":" not in shape.path else shape.name
 
 
@@ -192,7 +193,7 @@ class UnloadModelRequest(Body):
     model_id: Text
 
 
-@operation("POST", "/unload_model", "End a model", body=UnloadModelRequest)
+@operation("POST", "/unload_model", "Unload a model", body=UnloadModelRequest)
 def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
     model = owned_model(call, request.model_id)
     new = unload_request(model, call.body)

@@ -1,4 +1,4 @@
-"""Sampling: sessions over a frozen weight version, and the samples themselves."""
+"""Sampling: sampling sessions, each with a fixed weight version, and samples."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CreateSamplingSessionRequest(Body):
 @operation(
     "POST",
     "/create_sampling_session",
-    "Sample from weights that stay as they are",
+    "Create a sampling session with fixed weights",
     body=CreateSamplingSessionRequest,
     answer=fields({"sampling_session_id": TEXT}),
     errors=(404, 410, 501),
@@ -94,7 +94,7 @@ def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -
     if model_path is not None:
         base_model = _base_of_checkpoint(call, model_path, base_model)
     elif base_model is None:
-        raise UserError("base_model and model_path are both missing; one of them is needed")
+        raise UserError("base_model and model_path are both missing; send one of them")
     services.bases.get(base_model)
     new = NewSamplingSession(
         sampling_session_id=f"{session.session_id}:sample:{number}",
@@ -108,14 +108,14 @@ def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -
 
 
 def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> str:
-    """The base model of a checkpoint of any kind: training checkpoints hold the same adapter as sampler ones."""
+    """Return the base model of a checkpoint of any kind; all kinds hold the same adapter."""
     checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
     if base_model is not None and base_model != checkpoint.base_model:
         raise UserError(f"base_model is {base_model!r}, but {model_path!r} was trained on {checkpoint.base_model!r}")
     return checkpoint.base_model
 
 
-@operation("GET", "/samplers/{sampling_session_id}", "What it samples from", answer=fields({"base_model": TEXT}))
+@operation("GET", "/samplers/{sampling_session_id}", "Describe a sampling session", answer=fields({"base_model": TEXT}))
 def get_sampler(call: Call) -> JsonObject:
     found = call.services.sampling_sessions.get(call.tenant_id, call.path["sampling_session_id"])
     return {"sampler_id": found.sampling_session_id, "base_model": found.base_model, "model_path": found.model_path}
@@ -128,7 +128,7 @@ class JoinSamplingSessionRequest(Body):
 @operation(
     "POST",
     "/join_sampling_session",
-    "One more client of it",
+    "Add a client to a sampling session",
     body=JoinSamplingSessionRequest,
     answer=fields({"client_counter": COUNT}),
     errors=(404, 410, 501),

@@ -1,10 +1,13 @@
-"""The server itself: client flags, health, capabilities, metrics, and clients' telemetry.
+"""The server itself: client flags, health, capabilities, metrics, clients' telemetry, and dedicated samplers.
 
-`/metrics` covers all tenants, so it needs the bearer token `metrics_token`. Without that setting, a server with keys
-refuses, and one without keys, which listens on this machine only, answers everyone.
+`/metrics` covers all tenants, so it requires the bearer token `metrics_token`. Without that setting, a server with keys
+refuses the request, and a server without keys, which listens only on this machine, serves it to everyone.
 
-Telemetry is accepted and dropped: a client's report of a failed request contains its headers, including the key. Only
-the number of events of each known kind and severity is logged, at DEBUG.
+Telemetry is accepted and dropped, because a client's report of a failed request contains its headers, including the
+key. Only the number of events of each known kind and severity is logged, at DEBUG.
+
+Operators list, locate and change samplers; `tinsmith samplers` does the same in the database. Both use
+`cluster.executors.DedicatedSamplers`, which has the states. A sampler reaches a state that takes time within seconds.
 """
 
 from __future__ import annotations
@@ -12,22 +15,23 @@ from __future__ import annotations
 import ipaddress
 import secrets
 from collections import Counter
+from functools import partial
 from http import HTTPStatus
 
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import ANYTHING, LIST, TEXT, fields, one_of
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, TEXT, fields, one_of
 from tinsmith.api.operation import Access, Call, JsonObject, Services, answer, authenticate, operation, read_body, run
 from tinsmith.errors import NotAuthenticatedError
 from tinsmith.telemetry.metrics import CONTENT_TYPE
 from tinsmith.wire import bodies
-from tinsmith.wire.fields import read_object
+from tinsmith.wire.fields import Schema, read_object
 
-# The SDK's defaults (types/client_config_response.py), except for two: bodies from other machines are compressed, and
-# the client uses its plain httpx transport, which takes a fifth less CPU per call and does not time out before a held
-# poll is answered. A flag is on only if this server supports it.
+# The SDK's defaults (types/client_config_response.py), with two exceptions: bodies from other machines are compressed,
+# and the client uses its plain httpx transport, which takes a fifth less CPU per call and does not time out before the
+# response to a held poll. A flag is on only if this server supports it.
 CLIENT_FLAGS: JsonObject = {
     "pjwt_auth_enabled": True,
     "parallel_fwdbwd_chunks": True,
@@ -36,7 +40,7 @@ CLIENT_FLAGS: JsonObject = {
     "custom_loss_server_side": True,
 }
 FORWARDED = ("x-forwarded-for", "forwarded", "via")
-"""Headers that a proxy adds to name the client that it forwards for."""
+"""Headers with which a proxy names the client of a forwarded request."""
 
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
@@ -44,7 +48,7 @@ DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled
 @operation(
     "GET",
     "/healthz",
-    "Whether the server answers",
+    "Check health",
     answer=fields({"status": one_of("ok", "failing")}, {"reason": TEXT}),
     errors=(503,),
     access=Access.NOTHING,
@@ -60,7 +64,7 @@ async def healthz(request: Request) -> Response:
 @operation(
     "POST",
     "/client/config",
-    "Flags of a client",
+    "Get the client's flags",
     body=fields({}, {"sdk_version": TEXT}),
     answer=ANYTHING,
     access=Access.NOTHING,
@@ -85,7 +89,7 @@ def _is_here(call: Call) -> bool:
 @operation(
     "POST",
     "/client/dynamic_config",
-    "Flags that a client fetches again",
+    "Get the flags that a client refreshes",
     body=ANYTHING,
     answer=ANYTHING,
     access=Access.NOTHING,
@@ -98,7 +102,7 @@ def dynamic_config(_call: Call) -> JsonObject:
 @operation(
     "GET",
     "/get_server_capabilities",
-    "The served base models",
+    "List the served base models",
     answer=fields({"supported_models": LIST}),
     access=Access.NOTHING,
     quick=True,
@@ -119,7 +123,7 @@ def get_server_capabilities(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/metrics",
-    "Figures for Prometheus; the bearer is metrics_token",
+    "Get metrics for Prometheus; the bearer token is metrics_token",
     answer=CONTENT_TYPE,
     access=Access.NOTHING,
     at_root=True,
@@ -140,7 +144,7 @@ async def _admit(request: Request, services: Services) -> None:
         raise NotAuthenticatedError("send the server's metrics_token: `Authorization: Bearer TOKEN`")
     if not await run(services.tenants.accepts_anyone, on=services.threads.quick):
         raise NotAuthenticatedError(
-            "figures of all tenants are for operators: set TINSMITH_METRICS_TOKEN and send it as a bearer token"
+            "metrics of all tenants are for operators; set TINSMITH_METRICS_TOKEN and send it as a bearer token"
         )
 
 
@@ -158,7 +162,7 @@ log = structlog.get_logger()
 @operation(
     "POST",
     "/telemetry",
-    "Accepted and dropped",
+    "Accept and drop telemetry",
     body=TELEMETRY,
     answer=fields({"status": one_of("accepted")}),
     access=Access.NOTHING,
@@ -182,3 +186,38 @@ def _count(body: bytes, encoding: str | None) -> None:
 
 def _known(word: object, words: frozenset[str]) -> str:
     return word if isinstance(word, str) and word in words else OTHER
+
+
+SAMPLER: Schema = fields(
+    {"sampler": TEXT, "base_model": TEXT, "state": TEXT, "holder": TEXT, "pid": COUNT, "samples": COUNT}
+    | {"started_at": NUMBER, "versions": LIST},
+    {"reason": TEXT, "engine": TEXT, "address": TEXT, "cannot_sleep": TEXT},
+)
+_ROOT = "/operator/samplers"
+_for_operators = partial(operation, access=Access.OPERATOR)
+_for_one = partial(_for_operators, answer=SAMPLER, errors=(403, 404))
+
+
+@_for_operators("GET", _ROOT, "Dedicated samplers", answer=fields({"samplers": LIST}))
+def samplers(call: Call) -> JsonObject:
+    return {"samplers": call.services.dedicated_samplers.all()}
+
+
+@_for_one("GET", _ROOT + "/{sampler}", "One dedicated sampler: address, process, state, versions")
+def sampler(call: Call) -> JsonObject:
+    return call.services.dedicated_samplers.find(call.path["sampler"])
+
+
+@_for_one("POST", _ROOT + "/{sampler}/drain", "Give a sampler no new samples")
+def drain_sampler(call: Call) -> JsonObject:
+    return call.services.dedicated_samplers.change(call.path["sampler"], "drain")
+
+
+@_for_one("POST", _ROOT + "/{sampler}/sleep", "Have a sampler's inference server release its device")
+def sleep_sampler(call: Call) -> JsonObject:
+    return call.services.dedicated_samplers.change(call.path["sampler"], "sleep")
+
+
+@_for_one("POST", _ROOT + "/{sampler}/wake", "Give a drained or sleeping sampler samples again")
+def wake_sampler(call: Call) -> JsonObject:
+    return call.services.dedicated_samplers.change(call.path["sampler"], "wake")

@@ -123,7 +123,7 @@ class SetProjectRequest(Body):
 @operation(
     "PUT",
     "/sessions/{session_id}/project",
-    "Count it for a project",
+    "Assign a session to a project",
     body=SetProjectRequest,
     answer=ANYTHING,
     example={"project_id": "p"},
@@ -141,7 +141,7 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
 @operation(
     "GET",
     "/sessions",
-    "Sessions, newest first",
+    "List sessions, newest first",
     answer=SESSION_IDS,
     access=Access.LISTING,
     query={**PAGE, **SCOPE, **PROJECT},
@@ -156,7 +156,7 @@ def list_sessions(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/sessions/{session_id}",
-    "What a session holds",
+    "Read a session",
     answer=fields({"training_run_ids": TEXTS, "sampler_ids": TEXTS}),
     query=SCOPE,
 )
@@ -172,7 +172,7 @@ def get_session(call: Call) -> JsonObject:
 
 
 def check_scope(call: Call) -> None:
-    """Both scopes mean the same, since a tenant can access only what it owns."""
+    """Validate access_scope. Both scopes mean the same, since a tenant can access only its own objects."""
     scope = call.query.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
         raise UserError(f"the query's access_scope is {show(scope)}; it must be 'owned' or 'accessible'")
@@ -191,7 +191,7 @@ class SearchOwnerBody(Body):
 
 
 class StatusQueryBody(Body):
-    """`reasons` is for client_finished; the default is all of them."""
+    """`reasons` applies to client_finished; the default is all reasons."""
 
     type: Annotated[str, OneOf(STATUS_TYPES)]
     reasons: Annotated[list[FinishType], Field(min_length=1, max_length=16, fail_fast=True)] | None = None
@@ -216,7 +216,7 @@ class SearchSessionsRequest(ClosedBody):
 @operation(
     "POST",
     "/sessions/search",
-    "Find sessions",
+    "Search sessions",
     body=SearchSessionsRequest,
     answer=fields({"sessions": LIST}, {"next_cursor": ANYTHING}),
     errors=(404, 501),
@@ -282,8 +282,8 @@ def _search_of(call: Call, request: SearchSessionsRequest) -> SessionSearch:
 
 
 def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | None:
-    """The position after the last session of a page: its exact time from its row, if that exists, since the wire has
-    microseconds.
+    """Return the position after the last session of a page. The exact time comes from the session's row, if it still
+    exists, because the wire has only microseconds.
     """
     if cursor is None:
         return None
@@ -294,7 +294,7 @@ def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | 
 
 
 def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | None, list[str]]:
-    """The states and finish types of these statuses. `cancelled` and `failed` match no session of this server."""
+    """Return the states and finish types of statuses. `cancelled` and `failed` match no session of this server."""
     if listed is None:
         return None, []
     states = {"active" for status in listed if status.type == "active"}
@@ -306,7 +306,7 @@ def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | Non
 
 
 def includes_caller(owner: SearchOwnerBody, tenant_id: str) -> bool:
-    """Whether the caller is among the wanted owners; it can list only its own sessions."""
+    """Whether the requested owners include the caller, who can list only its own sessions."""
     if owner.type != "user":
         return True
     if not owner.owner_urns:
@@ -318,10 +318,13 @@ PURPOSE = "trace"
 
 
 @operation(
-    "GET", "/sessions/{session_id}/trace_export", "A link to its timeline", answer=fields({"status": TEXT, "url": TEXT})
+    "GET",
+    "/sessions/{session_id}/trace_export",
+    "Get a link to a session's timeline",
+    answer=fields({"status": TEXT, "url": TEXT}),
 )
 def trace_export(call: Call) -> JsonObject:
-    """Ready at once; the wire's 'pending' and 'failed' never occur."""
+    """Return a link that is ready at once. The wire's 'pending' and 'failed' never occur."""
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
@@ -329,7 +332,7 @@ def trace_export(call: Call) -> JsonObject:
 @operation(
     "GET",
     "/sessions/{session_id}/trace",
-    "Its timeline",
+    "Download a session's timeline",
     answer=ANYTHING,
     errors=LINKED,
     access=Access.LINK,
@@ -337,7 +340,7 @@ def trace_export(call: Call) -> JsonObject:
     keyed=False,
 )
 async def trace(request: Request) -> Response:
-    """Needs no key: the link was made for the session's tenant."""
+    """Send the timeline. The link was issued to the session's tenant, so no key is needed."""
     services = follow_link(request, PURPOSE)
     session_id = request.path_params["session_id"]
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}

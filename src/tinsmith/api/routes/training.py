@@ -1,7 +1,7 @@
 """Training operations (forward, forward_backward, optim_step) and custom losses.
 
-Passes are protobuf messages; JSON of older clients is converted to the same message first. A traced custom loss is
-checked and stored, and forward_backward then names it.
+Passes are protobuf messages, to which JSON of older clients is converted first. A traced custom loss is validated and
+stored, and a later forward_backward names it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PassMode(Body):
 
 
 def _forward_backward(call: Call) -> Submission:
-    """Both passes: the SDK sends forward passes here as well, with `forward_only` set."""
+    """Submit either pass. The SDK also sends forward passes to this path, with `forward_only` set."""
     message = parse_pass(call.body)
     return _submit_pass(call, message, message.seq_id)
 
@@ -76,7 +76,7 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
 
 
 def _forward(call: Call) -> Submission:
-    """The path of older clients; the stored body has `forward_only` set."""
+    """Submit a forward pass of an older client. The stored body has `forward_only` set."""
     message = parse_pass(call.body)
     message.forward_only = True
     return _forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
@@ -110,7 +110,7 @@ def _refuse(call: Call, kind: str, named: ModelRequest, error: UserError) -> Sub
 @operation(
     "POST",
     "/optim_step",
-    "One step of the optimizer",
+    "Take an optimizer step",
     body=OptimStepRequest,
     example={"model_id": "{model_id}", "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
     submits=True,
@@ -126,7 +126,7 @@ def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
 @operation(
     "POST",
     "/forward_backward",
-    "One pass, with gradients or without",
+    "Run a forward or forward-backward pass",
     body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
@@ -138,7 +138,7 @@ async def forward_backward(request: Request) -> Response:
 @operation(
     "POST",
     "/forward",
-    "One pass without gradients",
+    "Run a forward pass",
     body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
@@ -159,7 +159,7 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
 @operation(
     "POST",
     "/create_custom_loss",
-    "Store a loss that a client traced",
+    "Store a traced custom loss",
     body=CreateCustomLossRequest,
     example={
         "session_id": "{session_id}",
@@ -171,7 +171,7 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
     late=True,
 )
 def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> JsonObject:
-    """Needs no engine, so the future is stored as done or refused."""
+    """Store a traced loss. No engine takes part, so the future is stored as completed or failed."""
     services, named = call.services, draft.part(NewCustomLossRequest)
     session = services.sessions.require_active(call.tenant_id, named.session_id)
     number = named.custom_loss_seq_id
@@ -180,7 +180,7 @@ def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> Jso
         request_id=loss_id,
         tenant_id=call.tenant_id,
         session_id=session.session_id,
-        base_model="",  # no engine's
+        base_model="",  # not for an engine
         kind="create_custom_loss",
         body=call.body,
     )
@@ -196,10 +196,10 @@ def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> Jso
     stored = NewCustomLoss(loss_id, session.session_id, call.tenant_id, request.loss.name, request.definition)
     answer = orjson.dumps({"loss_id": loss_id, "type": "create_custom_loss"})
     request_id = services.futures.record(new, answer, [insertion(stored)])
-    with suppress(NotFoundError):  # the number was used for a loss that was refused, and the future says why
+    with suppress(NotFoundError):  # a refused loss had this number; its future has the reason
         if services.custom_losses.get(session.session_id, loss_id) != request.definition:
             raise SeqIdTakenError(
-                f"custom_loss_seq_id {number} belongs to another loss; only the very same loss may be sent again under "
-                "its number, so use the next one"
+                f"custom_loss_seq_id {number} belongs to another loss; only the identical loss may repeat a number, so "
+                "use the next one"
             )
     return {"request_id": request_id}

@@ -1,7 +1,7 @@
-"""Captured trajectories: what an agent's exchanges with the server were, as data to train on.
+"""Captured trajectories: an agent's exchanges with the server as training data.
 
-A request to an endpoint for OpenAI's or Anthropic's clients is captured if it names a capture session, by the header
-X-Tinsmith-Session or behind a '#' in its key. `store.exchanges` merges exchanges into trajectories. A datum has the
+A request to an endpoint for OpenAI's or Anthropic's clients is captured if it names a capture session, in the header
+X-Tinsmith-Session or after a '#' in its key. `store.exchanges` merges exchanges into trajectories. A datum has the
 fields of the SDK's `Datum`; its advantages are the trajectory's reward at sampled tokens and 0 elsewhere.
 """
 
@@ -27,7 +27,7 @@ TRAJECTORY = fields(
 @operation(
     "GET",
     "/trajectories",
-    "Captured trajectories of one session, or of a page of sessions",
+    "List captured trajectories of one session or a page of sessions",
     answer=fields({"trajectories": {"type": "array", "items": TRAJECTORY}, "has_more": FLAG}, {"next_after": TEXT}),
     access=Access.LISTING,
     query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_SESSIONS)},
@@ -37,7 +37,7 @@ def trajectories(call: Call) -> JsonObject:
     exchanges = call.services.exchanges
     if (session := call.query.get("session")) is not None:
         if "after" in call.query:
-            raise UserError("the query has session and after; send one of them")
+            raise UserError("the query has both session and after; send one of them")
         found = exchanges.trajectories(call.tenant_id, session)
         return {"trajectories": [shown(each) for each in found], "has_more": False, "next_after": None}
     limit = call.page(SESSIONS)[0]
@@ -65,7 +65,7 @@ def shown(trajectory: Trajectory) -> JsonObject:
 
 
 def datum(trajectory: Trajectory) -> JsonObject:
-    """The fields of a Datum for the losses of reinforcement learning."""
+    """Return the fields of a Datum for reinforcement-learning losses."""
     tokens, reward = trajectory.tokens, trajectory.reward or 0.0
     advantages = [reward if sampled else 0.0 for sampled in trajectory.sampled[1:]]
     return {
@@ -94,13 +94,13 @@ class RewardsRequest(ClosedBody):
 @operation(
     "POST",
     "/trajectories/rewards",
-    "Rewards of trajectories by id",
+    "Set rewards of trajectories",
     body=RewardsRequest,
     answer=fields({"updated": COUNT}),
     example={"rewards": [{"trajectory_id": "{trajectory_id}", "reward": 1.0}]},
 )
 def rewards(call: Call, request: RewardsRequest) -> JsonObject:
-    """All or none."""
+    """Set all rewards or, on an error, none."""
     given = {each.trajectory_id: each.reward for each in request.rewards}
     if len(given) < len(request.rewards):
         raise UserError("rewards names a trajectory twice")
@@ -111,7 +111,7 @@ def rewards(call: Call, request: RewardsRequest) -> JsonObject:
 @operation(
     "DELETE",
     "/trajectories",
-    "Delete those of one session",
+    "Delete the trajectories of a session",
     answer=fields({"deleted": COUNT}),
     access=Access.LISTING,
     query={"session": TEXT},
@@ -119,5 +119,5 @@ def rewards(call: Call, request: RewardsRequest) -> JsonObject:
 def delete(call: Call) -> JsonObject:
     session = call.query.get("session")
     if session is None:
-        raise UserError("the query has no session; name the one to delete")
+        raise UserError("the query has no session; name the session to delete")
     return {"deleted": call.services.exchanges.delete(call.tenant_id, session)}

@@ -1,9 +1,9 @@
 """Uploads an adapter as a training checkpoint.
 
-The request is a multipart form of PEFT's two files, optional optimizer state and a few short fields, spooled to disk as
-it arrives. Its metadata is checked before it becomes a checkpoint, the tensors by the engine that loads it. Like a
-copy, the checkpoint belongs to a training run that is made for it and cannot be trained. The run's id is derived from
-`X-Idempotency-Key`, so a repeated request finds the earlier upload.
+The request is a multipart form of PEFT's two files, optional optimizer state and a few short fields. It is spooled to
+disk as it arrives. The metadata is validated before the upload becomes a checkpoint, the tensors by the engine that
+loads it. Like a copy, the checkpoint belongs to a training run that is created for it and cannot be trained. The run's
+id is derived from `X-Idempotency-Key`, so a repeated request finds the existing upload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
-from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, idempotent_session, made_before
+from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, already_exists, idempotent_session
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
@@ -33,7 +33,7 @@ from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import NewModel, copied_run
 from tinsmith.store.usage import added
-from tinsmith.types import LoraSpec, ModelShape
+from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import (
     MAX_METADATA_BYTES,
@@ -47,11 +47,11 @@ from tinsmith.wire.fields import (
     show,
     validate,
 )
-from tinsmith.wire.weights import Ttl
+from tinsmith.wire.weights import LoraConfigBody, Ttl
 
 MAX_FIELDS = 8
 OVERHEAD_BYTES = 64 << 10
-"""Of a form, beside its files."""
+"""Most bytes of a form in addition to its files."""
 
 
 async def read_form(
@@ -62,12 +62,12 @@ async def read_form(
     max_files: int = 1,
     max_field_bytes: int = 4096,
 ) -> FormData:
-    """The form, for the caller to close. Raises UserError; `too_large` makes the error of a form over the limit."""
+    """Read a form, which the caller must close. Raises UserError; `too_large` makes that for an oversized form."""
     content_type = request.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
-        raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; this path takes {FORM_TYPE!r}")
+        raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; send {FORM_TYPE!r}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaError("the form has a Content-Encoding; send it plain")
+        raise UnsupportedMediaError("the form has a Content-Encoding; send it uncompressed")
     overhead_bytes = OVERHEAD_BYTES + MAX_FIELDS * max_field_bytes
     try:
         check_length(request.headers.get("content-length"), limit_bytes + overhead_bytes)
@@ -88,12 +88,12 @@ async def read_form(
     try:
         return await parser.parse()
     except MultiPartException as error:
-        raise RequestError("file", f"the body is no form that can be read: {error.message}") from None
+        raise RequestError("file", f"the body is not a readable form: {error.message}") from None
 
 
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 CHUNK_BYTES = 1 << 20
-UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the name space of the ids of uploads
+UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the namespace of the ids of uploads
 
 
 class UploadRequest(Body):
@@ -135,7 +135,7 @@ async def upload(request: Request) -> Response:
         call = call_of(request, services, tenant_id, b"")
         return Response(await run(_stored, call, form, on=services.threads.transfers), media_type=JSON_TYPE)
     finally:
-        await form.close()  # which deletes what was spooled
+        await form.close()  # deletes the spooled files
 
 
 def _stored(call: Call, form: FormData) -> bytes:
@@ -153,16 +153,20 @@ def _stored(call: Call, form: FormData) -> bytes:
 
 
 def store_adapter(
-    call: Call, request: UploadRequest, session_id: str, files: Mapping[str, Opener], wanted: LoraSpec | None = None
+    call: Call,
+    request: UploadRequest,
+    session_id: str,
+    files: Mapping[str, Opener],
+    wanted: LoraConfigBody | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a run that is made for it; the same for the same `session_id`. Raises UserError if the files
-    are no adapter of the base model, or not the `wanted` one.
+    """Store an adapter as the checkpoint of a new run. The same `session_id` returns the same checkpoint. Raises
+    UserError if the files are not an adapter of the base model, or not the `wanted` one.
     """
     services = call.services
     shape = services.bases.get(request.base_model)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", request.name)
     reason = f"uploaded as {request.name}"
-    if not made_before(services.models.find(ref.training_run_id), reason):
+    if not already_exists(services.models.find(ref.training_run_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         directory, size_bytes, facts, optimizer_type = _written(call, files, shape, wanted)
         new = NewCheckpoint(
@@ -189,16 +193,14 @@ def store_adapter(
         ]
         added_run = copied_run(of_run, request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
-            made_before(services.models.find(ref.training_run_id), reason)
+            already_exists(services.models.find(ref.training_run_id), reason)
     return services.checkpoints.get(call.tenant_id, ref)
 
 
 def _written(
-    call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraSpec | None
+    call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraConfigBody | None
 ) -> tuple[str, int, AdapterFacts, str | None]:
-    """Check the files and write them to a checkpoint's directory: its name, size, adapter and optimizer type. Raises
-    UserError.
-    """
+    """Validate and write the files. Returns name, size, adapter and optimizer type. Raises UserError."""
     found: list[tuple[AdapterFacts, str | None]] = []
 
     def fill(directory: Path) -> None:
@@ -206,8 +208,8 @@ def _written(
             with (directory / name).open("xb") as target, opener() as source:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
         facts = adapters.read(directory, plain=True)
-        if wanted is not None and replace(wanted, seed=None) != facts.spec:
-            raise UserError(f"lora_config is {_trained(wanted)}, and the files hold {_trained(facts.spec)}")
+        if wanted is not None and (asked := replace(wanted.spec(facts.alpha), seed=None)) != facts.spec:
+            raise UserError(f"lora_config is {_trained(asked)}, but the files hold {_trained(facts.spec)}")
         adapters.check_fits(facts, Path(shape.path))
         found.append((facts, adapters.optimizer_type(directory)))
 
@@ -217,21 +219,22 @@ def _written(
 
 def _trained(spec: LoraSpec) -> str:
     groups = [name for name in ("attn", "mlp", "unembed") if getattr(spec, f"train_{name}")]
-    return f"rank {spec.rank} of {', '.join(groups)}"
+    alpha = "" if spec.alpha == LORA_ALPHA else f" with alpha {spec.alpha:g}"
+    return f"rank {spec.rank} of {', '.join(groups)}{alpha}"
 
 
 def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
-    """The fields and files of the form. Raises UserError that names a missing, unknown or wrong part."""
+    """Return the fields and files of the form. Raises UserError, which names the missing, unknown or wrong part."""
     known = {*PARTS, *UploadRequest.model_fields}
     if unknown := sorted(set(form) - known):
-        raise UserError(f"the form has a field {show(unknown[0])}; known are {', '.join(sorted(known))}")
+        raise UserError(f"the form has an unknown field {show(unknown[0])}; use {', '.join(sorted(known))}")
     texts: dict[str, object] = {}
     files: dict[str, UploadFile] = {}
     for name, value in form.multi_items():
         if name in texts or name in files:
             raise UserError(f"the form has {name} twice")
         if isinstance(value, UploadFile) != (name in PARTS):
-            raise UserError(f"{name} must be {'a file' if name in PARTS else 'a text'} of the form")
+            raise UserError(f"{name} must be a {'file' if name in PARTS else 'text'} part of the form")
         if isinstance(value, UploadFile):
             files[name] = value
         else:

@@ -11,6 +11,7 @@ from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
 from tinsmith.store.checkpoints import Checkpoint, check_name, parse_path
 from tinsmith.store.models import Model
+from tinsmith.types import LORA_ALPHA
 from tinsmith.wire.weights import (
     GRANTED_BY,
     TOKEN,
@@ -41,27 +42,27 @@ def _check_save(_model: Model, request: SaveRequest) -> None:
 
 def _check_named(request: SaveRequest) -> None:
     if request.path is None:
-        raise UserError("path is missing; it names the checkpoint")
+        raise UserError("path is missing; send the checkpoint's name")
     check_name(request.path)
 
 
 def _refuse_recipients(request: SaveRequest) -> None:
     if request.age_encryption_recipients:
         raise UserError(
-            "age_encryption_recipients goes with save_weights_external; other checkpoints stay readable here"
+            "age_encryption_recipients is valid only for save_weights_external; other checkpoints are not encrypted"
         )
 
 
 @operation(
     "POST",
     "/save_weights_external",
-    "Export the adapter",
+    "Export an adapter",
     body=SaveWeightsExternal,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
     submits=True,
 )
 def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Submission:
-    """An export in PEFT's format, to be downloaded."""
+    """Save an export in PEFT's format for download."""
     return submit_json_operation(call, "save_weights_external", draft, _check_export)
 
 
@@ -73,13 +74,13 @@ def _check_export(_model: Model, request: SaveRequest) -> None:
 @operation(
     "POST",
     "/save_weights_for_sampler",
-    "Save weights to sample from",
+    "Save weights for sampling",
     body=SaveWeightsForSampler,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
     submits=True,
 )
 def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
-    """With a path, saves a listed checkpoint of that name; without one, opens a sampling session."""
+    """Save a listed checkpoint if the body has a path; open a sampling session if it has none."""
     return submit_json_operation(call, "save_weights_for_sampler", draft, _check_sampler_save)
 
 
@@ -87,12 +88,12 @@ def _check_sampler_save(_model: Model, request: SaveRequest) -> None:
     if request.path is not None:
         check_name(request.path)
     elif request.sampling_session_seq_id is None:
-        raise UserError("path and sampling_session_seq_id are both missing; one of them is needed")
+        raise UserError("path and sampling_session_seq_id are both missing; send one of them")
     _refuse_recipients(request)
 
 
 def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> Submission:
-    """Load into a new model, whose adapter must have the checkpoint's form."""
+    """Load into a new model, whose adapter must have the checkpoint's shape."""
 
     def check(model: Model, request: LoadWeights) -> None:
         checkpoint = loadable(call, request)
@@ -104,10 +105,14 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
             )
         if request.optimizer and checkpoint.optimizer_type != model.optimizer_type:
             raise UserError(
-                f"checkpoint {checkpoint.ref.path!r} holds the optimizer state of {checkpoint.optimizer_type!r}, and "
+                f"checkpoint {checkpoint.ref.path!r} holds the optimizer state of {checkpoint.optimizer_type!r}, but "
                 f"the model was created with {model.optimizer_type!r}; load it without the optimizer"
             )
-        if checkpoint.base_model != model.base_model or checkpoint.lora != replace(model.lora, seed=None):
+        # Clients that create a model and then load a checkpoint cannot send its alpha, so the checkpoint's replaces the
+        # default.
+        alpha = checkpoint.lora_alpha if model.lora_alpha == LORA_ALPHA else model.lora_alpha
+        promised = replace(model.lora, seed=None, alpha=alpha)
+        if checkpoint.base_model != model.base_model or checkpoint.lora != promised:
             raise UserError(
                 f"checkpoint {checkpoint.ref.path!r} has base model {checkpoint.base_model!r} and "
                 f"{checkpoint.lora}, the model has {model.base_model!r} and {model.lora}; create the model "
@@ -118,20 +123,18 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
 
 
 def _check_first(call: Call, model: Model, request: LoadWeights) -> None:
-    """Raises LateLoadError unless this is the model's first request; failed ones count. Clients match on the beginning
-    of the message.
-    """
+    """Raise LateLoadError unless this is the model's first request. Clients match on the start of the message."""
     number = request.seq_id or call.services.futures.next_seq_id(model.model_id)
     if number > 1:
         raise LateLoadError(
             f"LoadWeights is not permitted with seq_id {number}: it must be a model's first request, and this one has "
-            "others. Nothing was loaded. Make a new model of the checkpoint "
+            "others. Nothing was loaded. Create a new model from the checkpoint "
             "(ServiceClient.create_training_client_from_state)"
         )
 
 
 def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[LoadWeights], UserError | None]:
-    """Replace the access token of a load by the tenant that it authenticates, since no secret may be stored. Also
+    """Replace the access token of a load by the tenant that it authenticates, since secrets must not be stored. Also
     returns the error of an invalid token.
     """
     values = dict(draft.values)
@@ -146,16 +149,18 @@ def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[L
 
 
 def granting_tenant(call: Call, token: object) -> str:
-    """The tenant whose checkpoints an access token (one of its keys) opens. Raises UserError."""
+    """Return the tenant whose key is the access token of a load. Raises UserError."""
     try:
         return call.services.tenants.authenticate(token if isinstance(token, str) else None).tenant_id
     except NotAuthenticatedError:
-        # Not a 401, which would mean that the caller's own key is wrong.
-        raise UserError(f"{TOKEN} is no valid key of this server; use an API key of the checkpoint's owner") from None
+        # Not a 401, because that means that the caller's own key is wrong.
+        raise UserError(
+            f"{TOKEN} is not a valid key of this server; use an API key of the checkpoint's owner"
+        ) from None
 
 
 def loadable(call: Call, request: LoadWeights) -> Checkpoint:
-    """The readable checkpoint that a load names. Raises UserError if it lacks what the load needs."""
+    """Return the readable checkpoint that a load names. Raises UserError if it does not fit the load."""
     ref = parse_path(request.path)
     checkpoint = call.services.checkpoints.get(call.tenant_id, ref, granted_by=request.granted_by)
     if checkpoint.kind == "external_weights":

@@ -1,6 +1,6 @@
-"""A rank other than 0: `python -m tinsmith.backends.distributed FD`, started by rank 0, which has the other end of FD.
+"""A rank other than 0, `python -m tinsmith.backends.distributed FD`: rank 0 starts it and holds the other end of FD.
 
-Its commands come on that stream, and it ends with it. A failed collective ends it, too: rank 0 notices.
+It receives commands on that stream and exits when the stream ends or a collective fails.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import cast
 
 import structlog
 
-from tinsmith.backends.distributed.processes import Link, decode, end_with
+from tinsmith.backends.distributed.processes import Link, decode, exit_with
 from tinsmith.backends.distributed.rank import Rank, serve
-from tinsmith.backends.distributed.ranks import meet
+from tinsmith.backends.distributed.ranks import join_process_group
 from tinsmith.errors import RanksLostError
 
 log = structlog.get_logger()
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 gets it and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; rank 0 ends this process
     link = Link(socket.socket(fileno=int(sys.argv[1])))
-    end_with(link)
+    exit_with(link)
     spec = cast("dict[str, object]", decode(link.receive()))
     number, world, device, threads = spec["rank"], spec["world"], spec["device"], spec["threads"]
-    timeout_s, meeting = spec["timeout_s"], spec["meeting"]
+    timeout_s, rendezvous_dir = spec["timeout_s"], spec["rendezvous_dir"]
     assert isinstance(number, int) and isinstance(world, int) and isinstance(threads, int)
-    assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(meeting, str)
+    assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(rendezvous_dir, str)
     structlog.contextvars.bind_contextvars(rank=number)
-    meet(number, world, Path(meeting), device=device)
+    join_process_group(number, world, Path(rendezvous_dir), device=device)
     rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads)
     try:
         serve(rank, link)

@@ -1,9 +1,9 @@
-"""`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine drives.
+"""`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine calls.
 
-What changes a rank's state is a command that every rank carries out in the same order; a capture or a checkpoint only
-reads, and rank 0 makes it alone, since adapters and optimizer states are whole on every rank. Each command is answered,
-and answers are compared. Ranks that disagree, a rank that has ended, or one that does not answer for `timeout_s` end
-the engine (`on_lost`), and its successor replays the log. Called from one thread.
+Commands that change a rank's state are executed by every rank in the same order; a capture or a checkpoint only reads,
+and rank 0 makes it alone, since adapters and optimizer states are complete on every rank. Each command is answered, and
+the answers are compared. If ranks disagree, a rank exits, or one does not answer within `timeout_s`, the engine ends
+(`on_lost`), and its successor replays the log. Called from one thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.distributed.processes import RankProcesses, encode
-from tinsmith.backends.distributed.rank import CommandOutcome, Rank, carry_out
-from tinsmith.backends.distributed.ranks import meet
+from tinsmith.backends.distributed.rank import CommandOutcome, Rank, execute
+from tinsmith.backends.distributed.ranks import join_process_group
 from tinsmith.backends.distributed.sampler import GroupSampler
 from tinsmith.errors import RanksLostError, SettingsError, UserError
 from tinsmith.plan.degrees import Degrees
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 WITHOUT_TIMEOUT = frozenset({"load"})
-"""Commands without a time limit: reading a model from a slow disk. The end of a rank is noticed all the same."""
+"""Commands without a time limit, such as reading a model from a slow disk. The exit of a rank is noticed anyway."""
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ def end_engine(reason: str) -> None:
 
 
 class Group:
-    """This process as rank 0, and the other ranks. It outlives a backend: another may follow on the same ranks."""
+    """This process as rank 0, and the other ranks. It outlives a backend: another one may use the same ranks later."""
 
     def __init__(
         self, world: int, *, device: str, timeout_s: float, on_lost: Callable[[str], None] = end_engine
@@ -50,7 +50,7 @@ class Group:
         device = _device(device, world)
         threads = max(1, torch.get_num_threads() // world)
         self._others = RankProcesses.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
-        meet(0, world, self._others.meeting, device=device)
+        join_process_group(0, world, self._others.rendezvous_dir, device=device)
         self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
 
     @property
@@ -58,17 +58,17 @@ class Group:
         return self._others.pids
 
     def call(self, name: str, *args: object, ranks: Sequence[int] | None = None) -> dict[int, object]:
-        """Have ranks (all by default) carry out a command; returns each one's answer. Raises what all of them raise."""
+        """Make ranks (all by default) execute a command; returns each rank's answer. Raises their common error."""
         chosen = range(self.world) if ranks is None else ranks
         try:
             others = [rank for rank in chosen if rank]
             self._others.send(others, encode([name, args]))
             outcomes: dict[int, CommandOutcome] = {}
             if 0 in chosen:
-                outcomes[0] = carry_out(self.own, name, args)
-            patience = None if name in WITHOUT_TIMEOUT else self._timeout_s
+                outcomes[0] = execute(self.own, name, args)
+            timeout = None if name in WITHOUT_TIMEOUT else self._timeout_s
             for rank in others:
-                outcomes[rank] = CommandOutcome.read(self._others.receive(rank, patience))
+                outcomes[rank] = CommandOutcome.read(self._others.receive(rank, timeout))
             return _agreed(name, outcomes)
         except RanksLostError as error:
             self._on_lost(str(error))
@@ -80,7 +80,7 @@ class Group:
 
 
 class ShardedBackend:
-    """Options are those of the torch backend; `group` has as many ranks as the degrees ask for. `own` is rank 0's."""
+    """Options are those of the torch backend; `group` has as many ranks as the degrees need. `own` is rank 0's."""
 
     def __init__(self, shape: ModelShape, degrees: Degrees, group: Group, **options: str) -> None:
         assert group.world == degrees.devices
@@ -114,7 +114,7 @@ class ShardedBackend:
         return self.own.model_bytes(model_id)
 
     def memory_use(self) -> Mapping[str, int]:
-        """Of the first rank."""
+        """The memory of rank 0."""
         return self.own.memory_use()
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
@@ -172,18 +172,19 @@ def _agreed(name: str, outcomes: Mapping[int, CommandOutcome]) -> dict[int, obje
         raise first.error
     if len({outcome.digest for outcome in outcomes.values()}) > 1:
         digests = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks have come to different results of {name}: {digests}")
+        raise RanksLostError(f"ranks have different results for {name}: {digests}")
     return {rank: outcome.value for rank, outcome in outcomes.items()}
 
 
 def _device(device: str, world: int) -> str:
-    """'cpu' or 'cuda'. Raises SettingsError if there are too few."""
+    """'cpu' or 'cuda'. Raises SettingsError if there are too few devices."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
-        raise SettingsError(f"device is {device!r}, and the base model is to be on {world}; choose 'cuda' or 'cpu'")
+        raise SettingsError(f"device is {device!r}, but {world} devices are needed; choose 'cuda' or 'cpu'")
     if device == "cuda" and torch.cuda.device_count() < world:
         raise SettingsError(
-            f"data_parallel times tensor_parallel is {world}, and there are {torch.cuda.device_count()} CUDA devices"
+            f"data_parallel x context_parallel x tensor_parallel is {world}, and there are "
+            f"{torch.cuda.device_count()} CUDA devices"
         )
     return device

@@ -1,12 +1,13 @@
-"""The base model as one rank holds it: all of it, its tensor rank's share of every layer, or a part of each layer that
-is gathered from the other data ranks when the layer runs.
+"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, or a shard of each layer that
+is gathered from the other ranks when the layer runs.
 
-A parted model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
-gradients of some probe tokens, with random adapters. It is divided on the host too: a device never holds more than its
-share. Once all ranks have their share, the same tokens must give the same, or the model is refused: a plan that does
-not suit a family is found at start.
+A sharded model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
+gradients of some probe tokens with random adapters. It is sharded on the host too, so a device never holds more than
+its shard. Once all ranks have their shards, the same tokens must give the same results, or the model is refused: a plan
+that does not suit a family is detected at start. With context parallelism alone a rank loads the whole model on its
+device, and the ranks compare their rows of the probe tokens in the same way.
 
-Layers of a parted model run as modules; the decoder that is written out expects whole weights.
+Layers of a sharded model run as modules; fused layers need whole weights.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
@@ -31,31 +35,35 @@ from tinsmith.backends.distributed.tensor_parallel import (
     ROW,
     SPLIT_ROW,
     ColumnLinear,
-    Entrance,
     GatheredColumnLinear,
     GatheredLinear,
-    PartedAdapter,
-    PartedLinear,
-    Parting,
     RowLinear,
+    ShardedAdapter,
+    ShardedLinear,
+    Sharding,
+    SharedInput,
     SplitRowLinear,
     divided,
-    whole_gradient,
+    full_gradient,
 )
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
-from tinsmith.backends.torch.lora import MultiLoRALinear
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.batch import Example, MicroBatch
+from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.lora import MultiLoRALinear, Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import refusing
+from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows
 from tinsmith.errors import RanksLostError, SettingsError
-from tinsmith.types import LoraSpec, ModelShape
+from tinsmith.plan.architecture import read_config, stored_dtype
+from tinsmith.plan.memory import choose_dtype
+from tinsmith.types import I64, LoraSpec, ModelShape
 
 log = structlog.get_logger()
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""How far, relatively, the divided model may be from the whole one, which was on another device perhaps."""
+"""Largest relative error of the sharded model against the whole one, which may have run on another device."""
 
 PROBE_LENGTHS = (7, 5)
 
@@ -64,40 +72,43 @@ ROWS = {ROW: RowLinear, SPLIT_ROW: SplitRowLinear}
 
 
 def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, quantize: str) -> BaseModel:
-    """This rank's base model. Raises SettingsError if it cannot be served by these degrees."""
+    """This rank's base model. Raises SettingsError if it cannot be served with these degrees."""
     on_cuda = ranks.device.type == "cuda"
-    if dtype == "auto":
-        dtype = "bfloat16" if on_cuda else "float32"
-    if not ranks.degrees.parted:
+    stored = stored_dtype(read_config(Path(shape.path) / "config.json"))
+    dtype = choose_dtype(dtype, cuda=on_cuda, stored=stored)
+    if not ranks.degrees.sharded and ranks.degrees.context == 1:
         base = BaseModel.load(shape, device=str(ranks.device), dtype=dtype, recompute=recompute, quantize=quantize)
         base.pin_threads()
         return base
-    if quantize != "off":
+    if quantize != "off" and ranks.degrees.sharded:
         raise SettingsError(
-            f"quantize is {quantize!r}, and codes cannot be divided: leave tensor_parallel at 1 and shard_base off, or "
-            "quantize at 'off'"
+            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel at 1 and shard_base off, or "
+            "set quantize to 'off'"
         )
-    base = PartedBase.load(shape, device="cpu", dtype=dtype, recompute=recompute)
-    assert isinstance(base, PartedBase)
+    device = "cpu" if ranks.degrees.sharded else str(ranks.device)
+    base = ShardedBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
+    assert isinstance(base, ShardedBase)
     with refusing(shape):
-        base.divide(ranks)
+        base.shard(ranks)
     return base
 
 
-class PartedBase(BaseModel):
-    """Use `load`, then `divide`, each rank by itself; then `compare`, all together."""
+class ShardedBase(BaseModel):
+    """Use `load`, then `shard`, on each rank by itself; then `compare`, on all ranks together."""
 
     _ranks: Ranks | None = None
     _expected: list[Tensor]
-    parting: Parting | None = None
+    sharding: Sharding | None = None
 
     @property
     def num_bytes(self) -> int:
+        if self._ranks is not None and not self._ranks.degrees.sharded:
+            return super().num_bytes
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
     def adaptable(self) -> list[Target]:
-        owned = ((own.whole,) if isinstance(own, PartedLinear) else own.adapted for own in self.targets.values())
+        owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in self.targets.values())
         return [
             *(target for targets in owned for target in targets),
             *(target for module in self.experts for target in module.targets),
@@ -113,12 +124,13 @@ class PartedBase(BaseModel):
         images: ImageRows | None = None,
     ) -> Tensor:
         if self._ranks is not None and torch.is_grad_enabled():
-            # A layer that runs again in backward sums over ranks again: all of a tensor group, or none.
-            self.recompute.active = self._ranks.any_of_tensor(self.recompute.active)
+            # A layer that runs again in backward repeats its collectives, so either all ranks of a forward recompute
+            # or none.
+            self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
         return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
 
     def idle(self, *, train: bool) -> None:
-        """Take part in everyone's forward, and backward, without rows of one's own."""
+        """Take part in the collectives of a forward, and backward, without rows."""
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.set_grad_enabled(train):
             hidden_TD = self.hidden(token_T, token_T, PackedCausal([1], self.device), Routing.of([None], [1]))
@@ -126,21 +138,29 @@ class PartedBase(BaseModel):
             hidden_TD.backward(torch.zeros_like(hidden_TD))
 
     def adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
-        if self.parting is None:
+        if self.sharding is None:
             return Adapter(spec, layout, flat_P, self.dtype)
-        return PartedAdapter(spec, layout, flat_P, self.dtype, self.parting)
+        return ShardedAdapter(spec, layout, flat_P, self.dtype, self.sharding)
 
     def _check_training(self) -> None:
-        """Only modules can be divided."""
-        self._written_out = None
+        """Only modules can be sharded."""
+        self._fused = None
 
-    def divide(self, ranks: Ranks) -> None:
-        """Keep this rank's share, on its device."""
+    def shard(self, ranks: Ranks) -> None:
+        """Keep this rank's shard, on its device."""
+        if ranks.degrees.context > 1 and self.mixers:
+            raise SettingsError(
+                f"context_parallel is {ranks.degrees.context}, and layers of {type(self.model).__name__} that keep a "
+                "state cannot be split; use data_parallel, with shard_base where the model does not fit on one device"
+            )
         self.pin_threads()
         self._expected = self._probe(None)
+        if not ranks.degrees.sharded:
+            self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
+            super()._check_training()
         if ranks.degrees.tensor > 1:
-            self._divide_linears(ranks)
-            self.parting = Parting(self.targets, ranks)
+            self._shard_linears(ranks)
+            self.sharding = Sharding(self.targets, ranks)
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
@@ -149,7 +169,7 @@ class PartedBase(BaseModel):
         self._ranks = ranks
 
     def compare(self) -> None:
-        """Raises SettingsError on every rank if the shares do not make up the whole on one of them."""
+        """Raises SettingsError on every rank if the shards do not reproduce the whole model on one of them."""
         assert self._ranks is not None
         try:
             found = self._probe(self._ranks)
@@ -157,76 +177,79 @@ class PartedBase(BaseModel):
             raise
         except Exception as error:
             raise SettingsError(
-                f"{self.shape.name} ({self.shape.arch}) cannot be divided: {type(error).__name__}: {error}"
+                f"{self.shape.name} ({self.shape.arch}) cannot be sharded: {type(error).__name__}: {error}"
             ) from error
         error = max(
-            float((ours.cpu().float() - whole.float()).norm() / whole.float().norm().clamp_min(1e-6))
-            for ours, whole in zip(found, self._expected, strict=True)
+            float((actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
+            for actual, expected in zip(found, self._expected, strict=True)
         )
         self._expected = []
         worst = max(cast("list[float]", self._ranks.gather(error)), key=lambda each: each if each == each else 1e9)
         if not worst < TOLERANCE[self.dtype]:
             raise SettingsError(
-                f"{self.shape.name} ({self.shape.arch}) cannot be divided: its hidden states, logits or gradients "
-                f"differ from the whole model's by {worst:.2g} (relative); set tensor_parallel to 1"
+                f"{self.shape.name} ({self.shape.arch}) cannot be sharded: its hidden states, logits or gradients "
+                f"differ from the whole model's by {worst:.2g} (relative); set tensor_parallel and context_parallel "
+                "to 1"
             )
-        log.info("the divided model agrees with the whole one", largest_error=worst, rank=self._ranks.rank)
+        log.info("the sharded model agrees with the whole one", largest_error=worst, rank=self._ranks.rank)
 
-    def _divide_linears(self, ranks: Ranks) -> None:
+    def _shard_linears(self, ranks: Ranks) -> None:
         degree, decoder = ranks.degrees.tensor, self._decoder
         if self.experts:
             raise SettingsError(
-                f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} are not divided; use "
+                f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} cannot be split; use "
                 "data_parallel with shard_base, which keeps a part of them on each device"
             )
         if self.mixers:
             raise SettingsError(
-                f"tensor_parallel is {degree}, and layers of {type(self.model).__name__} that keep a state are not "
-                "divided; use data_parallel, with shard_base where the model does not fit on one device"
+                f"tensor_parallel is {degree}, and layers of {type(self.model).__name__} that keep a state cannot "
+                "be split; use data_parallel, with shard_base where the model does not fit on one device"
             )
         kinds = divided(self.shape.name, self.model.config.get_text_config(), decoder, degree)
         readers: dict[str, list[str]] = {}
         for path, kind in kinds.items():
             if kind in COLUMNS:
                 readers.setdefault(path.rpartition(".")[0], []).append(path)
-        entrances = {parent: Entrance(len(paths), ranks) for parent, paths in readers.items()}
+        shared_inputs = {parent: SharedInput(len(paths), ranks) for parent, paths in readers.items()}
         for path, kind in kinds.items():
             parent, _, last = path.rpartition(".")
             own = decoder.get_submodule(path)
             if type(own) is not MultiLoRALinear:
-                raise SettingsError(f"{self.shape.name}: {path} carries no adapters, and cannot be divided here")
+                raise SettingsError(f"{self.shape.name}: {path} carries no adapters and cannot be sharded")
             if kind in COLUMNS:
-                part = COLUMNS[kind](own, self._switchboard, ranks, entrances[parent])
+                part = COLUMNS[kind](own, self._context, ranks, shared_inputs[parent])
             else:
-                part = ROWS[kind](own, self._switchboard, ranks)
+                part = ROWS[kind](own, self._context, ranks)
             setattr(decoder.get_submodule(parent), last, part)
             self.targets[own.name] = part
         if self.vocab_size % degree == 0:
             own = self.unembedding
-            self.unembedding = self.targets[own.name] = GatheredLinear(own, self._switchboard, ranks)
+            self.unembedding = self.targets[own.name] = GatheredLinear(own, self._context, ranks)
             self.model.set_output_embeddings(self.unembedding)
 
     def _shard_layers(self, ranks: Ranks) -> None:
-        """A part of each layer on each data rank. Embeddings, the last norm and the unembedding stay whole."""
+        """Shard each layer over the data and context ranks. Embeddings, last norm and unembedding stay whole."""
         layers = [module for module in self._decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise SettingsError(
-                f"shard_base is on, and {type(self.model).__name__} does not say which of its modules are layers"
+                f"shard_base is on, and {type(self.model).__name__} does not mark which of its modules are layers"
             )
-        # It warns of changes in place to what a layer returns; nothing here makes any.
+        # FSDP warns about in-place changes to a layer's output; there are none here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        mesh = ranks.data_mesh
+        mesh = ranks.replica_mesh
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         outside = {parameter for parameter in self._decoder.parameters() if id(parameter) not in inside}
         fully_shard(self._decoder, mesh=mesh, ignored_params=outside)
-        # A layer's weights are gathered for backward when its output's gradient comes. It must come on all ranks alike,
-        # whichever adapters their rows have, and none.
+        # A layer's weights are gathered for backward when its output's gradient arrives, which must happen on all ranks
+        # alike, with any adapters or none.
         self.model.get_input_embeddings().register_forward_hook(_ask_for_gradient)
 
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
-        """What some tokens give with two adapters at random: hidden states, logits, the gradients of these."""
+        """Results of some tokens with two random adapters: hidden states, logits, and the adapters' gradients. With
+        ranks, those of the tokens over all context ranks.
+        """
         generator = torch.Generator().manual_seed(0)
         adapters, buffers = [], []
         for rank in (4, 2):
@@ -234,16 +257,23 @@ class PartedBase(BaseModel):
             flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
             adapters.append(self.adapter(LoraSpec(rank), layout, flat_P))
         num_rows = sum(PROBE_LENGTHS)
-        tokens_T = torch.randint(0, self.shape.vocab_size, (num_rows,), generator=generator).to(self.device)
-        positions_T = torch.cat([torch.arange(n, device=self.device) for n in PROBE_LENGTHS])
-        routing = Routing.of(adapters, PROBE_LENGTHS)
+        tokens_T = torch.randint(0, self.shape.vocab_size, (num_rows,), generator=generator).numpy()
+        own = _probe_batch(tokens_T, adapters)
+        plan: AttentionPlan = PackedCausal(own.lengths, self.device)
+        if ranks is not None and ranks.degrees.context > 1:
+            own = RowShare.of(own, ranks)
+            plan = ContextParallel(own, ranks)
+        grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).numpy()
         try:
             buffers += [adapter.open_gradients() for adapter in adapters]
+            rows_T, positions_T = (upload(x, self.device) for x in (own.tokens_T, own.positions_T))
             with torch.enable_grad():
-                hidden_TD = self.hidden(tokens_T, positions_T, PackedCausal(PROBE_LENGTHS, self.device), routing)
-            grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).to(hidden_TD)
+                hidden_TD = self.hidden(rows_T, positions_T, plan, own.routing)
+            grad_TV = upload(own.cut(grad_TV) if isinstance(own, RowShare) else grad_TV, self.device).to(
+                hidden_TD.dtype
+            )
             with torch.no_grad():
-                work = self.unembedding.work(routing)
+                work = self.unembedding.work(own.routing)
                 states_TD = hidden_TD.detach()
                 logits_TV, inner = self.unembedding.forward_rows(states_TD, work, torch.float32)
                 grad_TD = self.unembedding.backward_rows(grad_TV, states_TD, work, inner, need_input=True)
@@ -251,10 +281,20 @@ class PartedBase(BaseModel):
         finally:
             for adapter in adapters:
                 adapter.gradients = None
-        gradients = [whole_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
+        gradients = [full_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
         if ranks is not None:
-            gradients = [ranks.sum_tensor(gradient_P) for gradient_P in gradients]
+            gradients = [ranks.sum_context(ranks.sum_tensor(gradient_P)) for gradient_P in gradients]
+        if ranks is not None and isinstance(own, RowShare):
+            return [*(own.joined(x, ranks) for x in (states_TD, logits_TV)), *gradients]
         return [states_TD, logits_TV, *gradients]
+
+
+def _probe_batch(tokens_T: I64, adapters: Sequence[Adapter]) -> MicroBatch:
+    examples, start = [], 0
+    for index, (length, adapter) in enumerate(zip(PROBE_LENGTHS, adapters, strict=True)):
+        tokens_N = tokens_T[start : (start := start + length)]
+        examples.append(Example(index, 0, adapter, tokens_N.astype(np.int32), (length,), tokens_N, {}))
+    return MicroBatch(tuple(examples))
 
 
 def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:

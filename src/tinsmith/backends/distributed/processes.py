@@ -1,11 +1,11 @@
-"""The processes of the other ranks, the streams on which rank 0 sends them commands, and the bytes on these streams.
+"""The processes of the other ranks, the streams that carry rank 0's commands, and their encoding.
 
 Rank 0 owns `RankProcesses`: a child process for each other rank, with a socket to it. When a child dies, `on_lost` is
-called with the reason, in a thread of its own; when the parent dies, the children end. Messages are bytes with their
-length before them. Knows no torch.
+called with the reason, in a thread of its own; when the parent dies, the children exit. Messages are length-prefixed
+bytes. Knows no torch.
 
-Commands and results are MessagePack with extensions for arrays and the values of `tinsmith.types`. Nothing in such
-bytes is called: only the classes that are listed here are made, from their fields.
+Commands and results are MessagePack with extensions for arrays and the values of `tinsmith.types`. Decoding calls no
+code from the message: it only constructs the classes listed here from their fields.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ERRORS = {
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError on anything that has no form here."""
+    """Raises TypeError for values that cannot be encoded."""
     return cast(bytes, msgpack.packb(value, default=_extension, strict_types=True))
 
 
@@ -73,7 +73,7 @@ def _extension(value: object) -> object:
         return msgpack.ExtType(ELLIPSIS, b"")
     if isinstance(value, int):  # of more than 64 bits
         return msgpack.ExtType(INTEGER, str(value).encode())
-    raise TypeError(f"a {type(value).__name__} has no form between ranks")
+    raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
 def _restored(code: int, data: bytes) -> object:
@@ -99,12 +99,12 @@ def _restored(code: int, data: bytes) -> object:
 
 LENGTH = struct.Struct("<Q")
 
-END_S = 10.0
-"""How long a rank may take to end."""
+EXIT_TIMEOUT_S = 10.0
+"""How long a rank may take to exit."""
 
 
 class Link:
-    """One end of a stream of messages."""
+    """One end of a message stream."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -117,7 +117,7 @@ class Link:
         self._stream.sendall(message)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """Raises EOFError when the other end is gone, TimeoutError when nothing came."""
+        """Raises EOFError if the other end is closed, TimeoutError if nothing arrived."""
         self._stream.settimeout(timeout_s)
         try:
             (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
@@ -140,7 +140,7 @@ class Link:
 
 
 class RankProcesses:
-    """The ranks 1.. as processes. Use `start`, and `close` at the end."""
+    """Ranks 1 and up as processes. Use `start`, and `close` at the end."""
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
@@ -148,8 +148,8 @@ class RankProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._closing = False
         self._waker, self._woken = socket.socketpair()
-        # What ranks need to find each other, readable by this user alone.
-        self.meeting = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))
+        # Rendezvous files of the ranks, readable by this user only.
+        self.rendezvous_dir = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))
 
     @classmethod
     def start(
@@ -158,7 +158,7 @@ class RankProcesses:
         processes = cls(on_lost)
         for rank in range(1, world):
             spec = {"rank": rank, "world": world, "device": device, "timeout_s": timeout_s, "threads": threads}
-            processes._add(rank, {**spec, "meeting": str(processes.meeting)})
+            processes._add(rank, {**spec, "rendezvous_dir": str(processes.rendezvous_dir)})
         threading.Thread(target=processes._watch, name="ranks", daemon=True).start()
         return processes
 
@@ -171,7 +171,7 @@ class RankProcesses:
             try:
                 self._links[rank].send(message)
             except OSError as error:
-                raise RanksLostError(f"rank {rank} takes no commands: {error}") from error
+                raise RanksLostError(f"rank {rank} does not accept commands: {error}") from error
 
     def receive(self, rank: int, timeout_s: float | None) -> bytes:
         try:
@@ -179,7 +179,7 @@ class RankProcesses:
         except TimeoutError:
             raise RanksLostError(f"rank {rank} has not answered for {timeout_s:g} s (rank_timeout_s)") from None
         except (EOFError, OSError) as error:
-            raise RanksLostError(self._end_of(rank)) from error
+            raise RanksLostError(self._exit_reason(rank)) from error
 
     def close(self) -> None:
         """End the other ranks."""
@@ -189,18 +189,18 @@ class RankProcesses:
             link.close()
         for process in self._processes.values():
             try:
-                process.wait(END_S)
+                process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.meeting, ignore_errors=True)
+        shutil.rmtree(self.rendezvous_dir, ignore_errors=True)
 
     def _add(self, rank: int, spec: Mapping[str, object]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "tinsmith.backends.distributed", str(theirs.fileno())]
-            self._processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._links[rank] = Link(ours)
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            command = [sys.executable, "-m", "tinsmith.backends.distributed", str(child_end.fileno())]
+            self._processes[rank] = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL)
+        self._links[rank] = Link(parent_end)
         self._links[rank].send(encode(spec))
 
     def _watch(self) -> None:
@@ -211,20 +211,20 @@ class RankProcesses:
             poll.register(number, select.POLLRDHUP)
         events = poll.poll()
         if not self._closing:
-            self._on_lost(self._end_of(next(ranks[number] for number, _ in events if number in ranks)))
+            self._on_lost(self._exit_reason(next(ranks[number] for number, _ in events if number in ranks)))
 
-    def _end_of(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         process = self._processes[rank]
         try:
-            status = process.wait(END_S)
+            status = process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"rank {rank} (process {process.pid}) has closed its stream"
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"rank {rank} (process {process.pid}) {how}"
 
 
-def end_with(link: Link) -> None:
-    """End this process when the other end of the link is gone, whatever it is doing then."""
+def exit_with(link: Link) -> None:
+    """Exit this process as soon as the other end of the link is closed."""
 
     def watch() -> None:
         poll = select.poll()

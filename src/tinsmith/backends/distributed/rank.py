@@ -1,7 +1,7 @@
-"""One rank and the commands that it carries out. Rank 0 is in the engine's process, the others are in their own.
+"""One rank and the commands that it executes. Rank 0 is in the engine's process, the others are processes of their own.
 
-`RankBackend` is the torch backend with what ranks share: its base may be parted, and all ranks take part in its steps.
-`Rank` has the commands; `carry_out` runs one and gives an `CommandOutcome`, plain data that rank 0 compares.
+`RankBackend` is the torch backend for ranks: its base may be sharded, and all ranks take part in its steps. `Rank` has
+the commands; `execute` runs one and returns a `CommandOutcome`, plain data that rank 0 compares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.distributed.model import PartedBase, load_base
+from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.sampler import Finished, RankSampler
@@ -38,7 +38,7 @@ RANK_COMMANDS = frozenset(
 )  # fmt: skip
 BACKEND_COMMANDS = frozenset({"create_model", "unload_model", "optim_step", "publish", "drop_version"})
 SAMPLER_COMMANDS = frozenset({"submit", "cancel"})
-"""What a message may name: methods of the rank, of its backend, and of its sampler."""
+"""The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
 
 
 class RankBackend(TorchBackend):
@@ -47,13 +47,13 @@ class RankBackend(TorchBackend):
         if options.get("deterministic") == "on":
             raise SettingsError(
                 "deterministic is 'on', and the bits of a sum over ranks depend on how many there are; leave "
-                "data_parallel and tensor_parallel at 1"
+                "data_parallel, context_parallel and tensor_parallel at 1"
             )
         super().__init__(shape, **options)
 
     def agree(self) -> None:
-        """With all ranks: check that the parts make up the whole, and agree on the memory budget."""
-        if isinstance(self._base, PartedBase):
+        """With all ranks: check that the shards make up the whole model, and agree on the memory budget."""
+        if isinstance(self._base, ShardedBase):
             self._base.compare()
         self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
         _ = self.sampler
@@ -69,10 +69,10 @@ class RankBackend(TorchBackend):
         return RankedTrainer(self._base, max_tokens, chunk_rows, self.ranks)
 
     def _make_sampler(self) -> RankSampler:
-        return RankSampler(self._base, self._versions, self.ranks)
+        return RankSampler(self._base, self._versions, self.ranks, self._sampler_options())
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
-        if isinstance(self._base, PartedBase):
+        if isinstance(self._base, ShardedBase):
             return self._base.adapter(spec, layout, flat_P)
         return super()._adapter(spec, layout, flat_P)
 
@@ -86,7 +86,7 @@ class Rank:
         self._loaded: RankBackend | None = None
         self._passes: MicroBatches | None = None
         if device == "cpu":
-            # The same number on every rank: it decides the order in which threads add.
+            # The same number on every rank, since it decides the order in which threads add.
             torch.set_num_threads(threads)
 
     @property
@@ -99,7 +99,7 @@ class Rank:
         self._ranks = Ranks(degrees, self._rank, self._device, self._timeout_s)
 
     def load(self, shape: ModelShape, options: Mapping[str, str]) -> None:
-        """One rank after the other: the host holds one whole model at a time."""
+        """Called on one rank after the other: the host holds one whole model at a time."""
         assert self._ranks is not None
         self._loaded = RankBackend(shape, self._ranks, **options)
 
@@ -110,7 +110,7 @@ class Rank:
         self.backend.load(model_id, spec, Path(directory), optimizer=optimizer, optimizer_type=optimizer_type)
 
     def digest(self, model_id: str) -> str:
-        """Of an adapter's weights, which are the same on all ranks."""
+        """Digest of an adapter's weights, which are equal on all ranks."""
         flat_P = self.backend.flat_of(model_id).cpu().numpy()
         return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
 
@@ -119,7 +119,7 @@ class Rank:
         self._passes = self.backend.run_passes(passes)
 
     def run_micro_batch(self) -> list[PassResult | UserError] | None:
-        """Run as far as the next pause, or to the end: then the outcome of each pass."""
+        """Run to the next pause (returns None) or to the end (returns the outcome of each pass)."""
         assert self._passes is not None
         try:
             next(self._passes)
@@ -145,7 +145,7 @@ COMPARED = frozenset({"optim_step", "digest"})
 """Commands whose results must be equal on all ranks: a norm that differs in its last bit shows that adapters differ."""
 
 SILENT = frozenset({"run_micro_batch"})
-"""Commands whose results are large and the same on every rank: only rank 0's own counts."""
+"""Commands with large results that are the same on every rank: only rank 0's are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _command(rank: Rank, name: str) -> Callable[..., object]:
     return getattr(rank, name)
 
 
-def carry_out(rank: Rank, name: str, args: Sequence[object]) -> CommandOutcome:
+def execute(rank: Rank, name: str, args: Sequence[object]) -> CommandOutcome:
     """Raises RanksLostError if the other ranks are gone."""
     try:
         value = _command(rank, name)(*args)
@@ -194,10 +194,10 @@ def carry_out(rank: Rank, name: str, args: Sequence[object]) -> CommandOutcome:
 
 
 def serve(rank: Rank, link: Link) -> None:
-    """Carry out commands until the stream ends (EOFError)."""
+    """Execute commands until the stream ends (EOFError)."""
     while True:
         name, args = cast("tuple[str, list[object]]", decode(link.receive()))
-        outcome = carry_out(rank, name, args)
+        outcome = execute(rank, name, args)
         if not isinstance(outcome.error, TinsmithError | MemoryError | None):
             log.error("a rank failed", command=name, exc_info=outcome.error)
         if name in SILENT and outcome.error is None:

@@ -1,13 +1,13 @@
 """The collectives of a group of ranks: sums, broadcasts, gathers of plain values.
 
-Every method is called by all ranks that it concerns, in the same order: that is the whole protocol. A collective that
-times out, or fails because a rank is gone, raises RanksLostError, after which the group is unusable. Plain data only;
-nothing is unpickled. Knows no model.
+All ranks concerned must call a method in the same order: that is the whole protocol. A collective that times out, or
+fails because a rank is gone, raises RanksLostError, after which the group is unusable. Plain data only; nothing is
+unpickled. Knows no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,57 +21,72 @@ from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.errors import RanksLostError
 from tinsmith.plan.degrees import Degrees
 
-MEETING_S = 1800.0
-"""How long ranks may take to start; a rank that ends meanwhile is noticed all the same."""
+START_TIMEOUT_S = 1800.0
+"""How long ranks may take to start; the exit of a rank meanwhile is noticed anyway."""
 
 
-def meet(rank: int, world: int, meeting: Path, *, device: str) -> None:
+def join_process_group(rank: int, world: int, rendezvous_dir: Path, *, device: str) -> None:
     """Join the other processes. NCCL for tensors on CUDA, gloo for everything else."""
     if device.startswith("cuda"):
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
-        store=dist.FileStore(str(meeting / "store"), world),  # pyright: ignore[reportPrivateImportUsage]
+        store=dist.FileStore(str(rendezvous_dir / "store"), world),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=MEETING_S),
+        timeout=timedelta(seconds=START_TIMEOUT_S),
     )
 
 
 class Ranks:
-    """This rank's place among the degrees, and its groups. Made by all ranks at the same time."""
+    """This rank's position among the degrees, and its groups. Constructed by all ranks at the same time."""
 
     def __init__(self, degrees: Degrees, rank: int, device: str, timeout_s: float) -> None:
         self.degrees = degrees
         self.rank = rank
-        self.data_index, self.tensor_index = divmod(rank, degrees.tensor)
+        self.group_index, self.tensor_index = divmod(rank, degrees.tensor)
+        self.data_index, self.context_index = divmod(self.group_index, degrees.context)
         self.device = torch.device("cuda", rank) if device.startswith("cuda") else torch.device("cpu")
-        patience = timedelta(seconds=timeout_s)
-        everyone = list(range(degrees.devices))
-        self._all = _group(everyone, patience)
-        tensor_groups = [_group(degrees.tensor_group(d), patience) for d in range(degrees.data)]
-        data_groups = [_group(degrees.data_group(t), patience) for t in range(degrees.tensor)]
-        self._tensor = tensor_groups[self.data_index]
-        self._data = data_groups[self.tensor_index]
+        timeout = timedelta(seconds=timeout_s)
+        all_ranks = list(range(degrees.devices))
+        self._all = _group(all_ranks, timeout)
+        tensor_groups = [_group(degrees.tensor_group(index), timeout) for index in range(degrees.groups)]
+        replica_groups = [_group(degrees.replica_group(t), timeout) for t in range(degrees.tensor)]
+        self._tensor = tensor_groups[self.group_index]
+        self._replicas = self._context = replica_groups[self.tensor_index]
+        if degrees.context > 1 and degrees.data > 1:
+            places = [(d, t) for d in range(degrees.data) for t in range(degrees.tensor)]
+            groups = {place: _group(degrees.context_group(*place), timeout) for place in places}
+            self._context = groups[self.data_index, self.tensor_index]
 
     @property
-    def data_mesh(self) -> DeviceMesh:
-        return DeviceMesh.from_group(self._data, self.device.type)
+    def replica_mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self._replicas, self.device.type)
 
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._all, self.degrees.devices)
 
-    def sum_data(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sum(x, self._data, self.degrees.data)
+    def sum_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, self._replicas, self.degrees.groups)
+
+    def sum_context(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, self._context, self.degrees.context)
+
+    def exchange_context(self, x_CnW: torch.Tensor) -> torch.Tensor:
+        """[C, n, W]: part c goes to context rank c; returns the parts that came from each. Its own inverse."""
+        received = torch.empty_like(x_CnW)
+        with self._naming("an exchange"):
+            dist.all_to_all_single(received, x_CnW, group=self._context)
+        return received
 
     def sum_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        """Of bfloat16, too, in float32 where that costs little: on a CPU."""
+        """Sums bfloat16 in float32 where that is cheap, on a CPU."""
         if x.dtype == torch.bfloat16 and not x.is_cuda:
             return self._sum(x.float(), self._tensor, self.degrees.tensor).to(x.dtype)
         return self._sum(x, self._tensor, self.degrees.tensor)
 
-    def beside(self, x: torch.Tensor) -> torch.Tensor:
-        """Every tensor rank's last dimension, one after the other."""
+    def gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensor ranks' last dimensions."""
         if self.degrees.tensor == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.degrees.tensor)]
@@ -79,20 +94,21 @@ class Ranks:
             dist.all_gather(parts, x.contiguous(), group=self._tensor)
         return torch.cat(parts, -1)
 
-    def first_of_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        """The first tensor rank's, on all of them."""
-        if self.degrees.tensor == 1:
-            return x
-        shared = x.contiguous()
-        with self._naming("a broadcast"):
-            dist.broadcast(shared, self.degrees.tensor_group(self.data_index)[0], group=self._tensor)
-        return shared
+    def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The first tensor rank's value, on all of them."""
+        return self._broadcast(x, self.degrees.tensor_group(self.group_index), self._tensor)
 
-    def any_of_tensor(self, flag: bool) -> bool:
-        return bool(self.sum_tensor(torch.tensor(float(flag), device=self.device)))
+    def broadcast_context(self, x: torch.Tensor) -> torch.Tensor:
+        """The first context rank's value, on all of them."""
+        group = self.degrees.context_group(self.data_index, self.tensor_index)
+        return self._broadcast(x, group, self._context)
+
+    def any_of_forward(self, flag: bool) -> bool:
+        """Whether the flag is set on any of the tensor and context ranks, which run each forward together."""
+        return bool(self.sum_context(self.sum_tensor(torch.tensor(float(flag), device=self.device))))
 
     def gather(self, value: object) -> list[object]:
-        """Every rank's plain value, in the order of ranks."""
+        """Every rank's plain value, in rank order."""
         content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degrees.devices)]
         with self._naming("an agreement"):
@@ -104,8 +120,16 @@ class Ranks:
             dist.all_gather(parts, padded, group=self._all)
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
+    def _broadcast(self, x: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        if len(ranks) == 1:
+            return x
+        shared = x.contiguous()
+        with self._naming("a broadcast"):
+            dist.broadcast(shared, ranks[0], group=group)
+        return shared
+
     def _sum(self, x: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-        """The argument itself where that is possible; it is used up."""
+        """Reduces in place where possible; the argument must not be used again."""
         if size == 1:
             return x
         x = x.contiguous()
@@ -122,6 +146,6 @@ class Ranks:
             raise RanksLostError(f"rank {self.rank}: {what} with other ranks failed: {first_line}") from error
 
 
-def _group(ranks: list[int], patience: timedelta) -> dist.ProcessGroup:
-    """All processes make all groups, those that they are in and those that they are not."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=patience))
+def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """All processes must create all groups, including those that they are not in."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout))

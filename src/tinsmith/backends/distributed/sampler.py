@@ -1,23 +1,23 @@
-"""Sampling by ranks: requests are distributed to data ranks, and the ranks of a tensor group decode together.
+"""Sampling by ranks: requests are distributed to tensor groups, whose ranks decode together.
 
 `RankSampler` is one rank's `LocalSampler`. Ranks of a tensor group hold different heads of the same KV cache and must
-do the same in every step: they get the same requests in the same order, caches of one size, and the tokens that the
-first of them has drawn. Where layers are sharded over data ranks, a rank without rows takes part in every forward.
+run identical steps: they get the same requests in the same order, caches of one size, and the tokens drawn by the first
+of them. Where layers are sharded over groups, a rank without rows takes part in every forward.
 
-`GroupSampler` is what the engine sees, on rank 0. Every request lives on one data rank; requests that share a prefix go
-to the rank that has it cached, unless that rank has much more to do than another.
+`GroupSampler` is what the engine sees, on rank 0. Every request runs on one group; requests with a common prefix go to
+the one that has it cached, unless that has much more work than another.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
-from tinsmith.backends.distributed.model import PartedBase
+from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
@@ -27,18 +27,18 @@ from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
 from tinsmith.samplers.local.request import Sequence as Running
-from tinsmith.samplers.local.sampling import Chosen, Top
+from tinsmith.samplers.local.sampling import Chosen
 from tinsmith.samplers.local.scheduler import SamplerStep
 from tinsmith.types import Partial, Sample, SampleResult
 
-BEGINNING = 64
-"""Tokens of a prompt that decide which rank has its prefix cached."""
+PREFIX_TOKENS = 64
+"""First tokens of a prompt, by which requests with a common prefix are recognised."""
 
-REMEMBERED = 4096
-"""Prefixes whose data rank is remembered."""
+MAX_PREFIXES = 4096
+"""Prefixes whose group is remembered."""
 
-MOST_MORE = 2048
-"""A rank with this many more tokens to do than the least loaded one gets no request for the sake of its cache."""
+MAX_IMBALANCE_TOKENS = 2048
+"""A group with this many more pending tokens than the least loaded one gets no requests for its cache."""
 
 ANSWER_TOKENS = 256
 """The assumed length of an answer without max_tokens."""
@@ -47,21 +47,22 @@ Finished = list[tuple[str, SampleResult | UserError]]
 
 
 class RankSampler(LocalSampler):
-    def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks) -> None:
+    def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks, options: SamplerOptions) -> None:
         token_bytes = sum(shape.num_bytes for shape in layer_shapes(base).values())
-        # Free memory differs from device to device; the schedule must not.
-        budget = min(cast("list[int]", ranks.gather(default_bytes(base, token_bytes))))
-        super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget))
+        # Free memory differs between devices; the schedule must not.
+        own = options.kv_cache_bytes or default_bytes(base, token_bytes)
+        budget = min(cast("list[int]", ranks.gather(own)))
+        super().__init__(base, versions, options=replace(options, kv_cache_bytes=budget))
         self._ranks = ranks
         self._ran = False
-        # Where ranks compute together, a rank that repeats a step would be alone in it.
+        # A rank that repeated a collective step would be alone in it.
         self._can_retry = ranks.degrees.tensor == 1 and not ranks.degrees.shard_base
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
         finished = super().step(scopes)
         if self._ranks.degrees.shard_base and not self._ran:
-            assert isinstance(self._base, PartedBase)
+            assert isinstance(self._base, ShardedBase)
             self._base.idle(train=False)
         return finished
 
@@ -70,43 +71,46 @@ class RankSampler(LocalSampler):
         if not self._ranks.degrees.shard_base:
             super()._run(step)
             return
-        # Weights that are gathered here are used in training, too.
+        # Weights gathered here are used in training, too.
         with torch.inference_mode(False), torch.no_grad():
             super()._run(step)
 
-    def _append(self, sequences: Sequence[Running], chosen: Chosen) -> None:
+    def _hold(self, sequences: Sequence[Running], chosen: Chosen) -> None:
         if self._ranks.degrees.tensor > 1:
-            agreed = self._ranks.first_of_tensor
+            agreed = self._ranks.broadcast_tensor
             top = chosen.top
             if top is not None:
-                top = Top(top.rows, agreed(top.ids_Rk), agreed(top.logprobs_Rk))
-            chosen = Chosen(agreed(chosen.token_ids_B), agreed(chosen.logprobs_B), top)
-        super()._append(sequences, chosen)
+                top = top._replace(ids_Rk=agreed(top.ids_Rk), logprobs_Rk=agreed(top.logprobs_Rk))
+            chosen = chosen._replace(
+                token_ids_B=agreed(chosen.token_ids_B), logprobs_B=agreed(chosen.logprobs_B), top=top
+            )
+        super()._hold(sequences, chosen)
 
 
 @dataclass(slots=True)
 class _Place:
-    """The data rank of a request, and about how many tokens it takes."""
+    """A request's group and its approximate number of tokens."""
 
-    data_index: int
+    group_index: int
     num_tokens: int
 
 
 Call = Callable[..., dict[int, object]]
-"""A command and its arguments, for some ranks; returns each rank's answer."""
+"""Sends a command with its arguments to some ranks; returns each rank's answer."""
 
 
 class GroupSampler:
-    """Implements the Sampler protocol. `call` has ranks carry out a command."""
+    """Implements the Sampler protocol. `call` makes ranks execute a command."""
 
     runs_by_itself = False
+    inference_server = None
 
     def __init__(self, degrees: Degrees, call: Call) -> None:
         self._degrees = degrees
         self._call = call
         self._places: dict[str, _Place] = {}
-        self._loads = [0] * degrees.data
-        self._homes: OrderedDict[tuple[str | None, str, bytes], int] = OrderedDict()
+        self._loads = [0] * degrees.groups
+        self._prefix_groups: OrderedDict[tuple[str | None, str, bytes], int] = OrderedDict()
         self._partials: list[Partial] = []
         self._uses: dict[int, CacheUse] = {}
 
@@ -115,28 +119,28 @@ class GroupSampler:
         return bool(self._places)
 
     def submit(self, sample: Sample) -> None:
-        data_index = self._home(sample)
-        self._call("submit", sample, ranks=self._degrees.tensor_group(data_index))
+        group_index = self._group_of(sample)
+        self._call("submit", sample, ranks=self._degrees.tensor_group(group_index))
         answer = ANSWER_TOKENS if sample.params.max_tokens is None else sample.params.max_tokens
-        place = _Place(data_index, len(sample.prompt_T) + answer * sample.num_samples)
+        place = _Place(group_index, len(sample.prompt_T) + answer * sample.num_samples)
         self._places[sample.request_id] = place
-        self._loads[data_index] += place.num_tokens
+        self._loads[group_index] += place.num_tokens
 
     def cancel(self, request_id: str) -> bool:
         place = self._places.get(request_id)
         if place is None:
             return False
         self._forget(request_id)
-        group = self._degrees.tensor_group(place.data_index)
+        group = self._degrees.tensor_group(place.group_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         if not self._places:
             return []
-        # Where layers are shared, all ranks step, whether they have work or not.
-        busy = {place.data_index for place in self._places.values()}
-        chosen = range(self._degrees.data) if self._degrees.shard_base else sorted(busy)
-        groups = [self._degrees.tensor_group(data_index) for data_index in chosen]
+        # Where layers are sharded, all ranks step, with or without work.
+        busy = {place.group_index for place in self._places.values()}
+        chosen = range(self._degrees.groups) if self._degrees.shard_base else sorted(busy)
+        groups = [self._degrees.tensor_group(index) for index in chosen]
         only = None if scopes is None else sorted(scopes)
         answers = self._call("step", only, ranks=[rank for group in groups for rank in group])
         finished: Finished = []
@@ -154,7 +158,7 @@ class GroupSampler:
         return partials
 
     def cache_use(self) -> CacheUse:
-        """Of all data ranks together, as of their last steps."""
+        """The sum over all groups after their last steps."""
         uses = list(self._uses.values())
         return CacheUse(
             sum(use.live_blocks for use in uses),
@@ -163,17 +167,17 @@ class GroupSampler:
             sum(use.waiting_sequences for use in uses),
         )
 
-    def _home(self, sample: Sample) -> int:
-        key = (sample.version_id, sample.cache_scope, sample.prompt_T[:BEGINNING].tobytes())
+    def _group_of(self, sample: Sample) -> int:
+        key = (sample.version_id, sample.cache_scope, sample.prompt_T[:PREFIX_TOKENS].tobytes())
         least = min(self._loads)
-        home = self._homes.pop(key, None)
-        if home is None or self._loads[home] > least + MOST_MORE:
+        home = self._prefix_groups.pop(key, None)
+        if home is None or self._loads[home] > least + MAX_IMBALANCE_TOKENS:
             home = self._loads.index(least)
-        self._homes[key] = home
-        if len(self._homes) > REMEMBERED:
-            self._homes.popitem(last=False)
+        self._prefix_groups[key] = home
+        if len(self._prefix_groups) > MAX_PREFIXES:
+            self._prefix_groups.popitem(last=False)
         return home
 
     def _forget(self, request_id: str) -> None:
         if (place := self._places.pop(request_id, None)) is not None:
-            self._loads[place.data_index] -= place.num_tokens
+            self._loads[place.group_index] -= place.num_tokens

@@ -1,14 +1,14 @@
-"""What one tensor rank holds of a linear and of its adapters, and how the parts make up the whole.
+"""One tensor rank's shard of a linear and of its adapters, and how shards combine to the whole.
 
-A linear is divided by its outputs (column-parallel: queries, keys, values, gate, up, the unembedding) or by its inputs
-(row-parallel: the projections that follow them). An adapter is whole on every rank, with its optimizer state, so that
-checkpoints and updates know nothing of ranks; `PartedAdapter` has beside it the part that this rank multiplies with.
-The gradient of a part is put into zeros of the whole, and the sum over all ranks is the gradient of the whole, in each
-of three cases: a number belongs to one rank (B of a column, A of a row); all ranks hold addends of it (A of a column, B
-of a row); or all ranks compute the same (a linear that is not divided), and then only the first rank's counts.
+A linear is sharded by its outputs (column-parallel: queries, keys, values, gate, up, the unembedding) or by its inputs
+(row-parallel: the projections that follow them). Adapters are complete on every rank, with their optimizer state, so
+that checkpoints and updates are independent of ranks; `ShardedAdapter` also holds the shard that this rank multiplies
+with. A shard's gradient is copied into zeros of the full shape, and the sum over all ranks is the full gradient, in
+each of three cases: a number belongs to one rank (B of a column, A of a row); all ranks hold addends of it (A of a
+column, B of a row); or all ranks compute the same (an unsharded linear), and then only the first rank's counts.
 
-Which linears are divided is transformers' own plan for the family. A family without a plan is refused, as are heads and
-widths that do not divide, and experts. A linear whose style of division is unknown here stays whole on every rank: that
+transformers' plan for the family says which linears are sharded. Families without a plan, heads and widths that the
+degree does not divide, and experts are refused. A linear with an unsupported style stays whole on every rank: that
 costs memory and is exact.
 
 Shapes: T rows, I inputs, O outputs of the whole linear.
@@ -29,19 +29,18 @@ from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
-from tinsmith.backends.torch.lora_ops import Run
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Run
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
 
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
-"""As transformers' plans for tensor parallelism call them; the latter two where what lies between is whole: a fused
-linear whose output is cut apart, a norm over all heads.
+"""Names in transformers' plans for tensor parallelism; the last two apply where the tensor in between must be whole: a
+fused linear whose output is split, a norm over all heads.
 """
 
 
-class Entrance:
+class SharedInput:
     """The input of column-parallel linears that read the same rows: its gradient is summed over ranks once."""
 
     def __init__(self, num_readers: int, ranks: Ranks) -> None:
@@ -63,10 +62,10 @@ class Entrance:
         return taken
 
 
-class PartedLinear(MultiLoRALinear):
-    """A part of a linear. `whole` is the target that it is a part of, `part` where in it this lies."""
+class ShardedLinear(MultiLoRALinear):
+    """A shard of a linear: `full_target` is the target of the whole linear, `part` the range of it in this shard."""
 
-    def __init__(self, own: MultiLoRALinear, switchboard: Switchboard, ranks: Ranks, kind: str) -> None:
+    def __init__(self, own: MultiLoRALinear, context: ForwardContext, ranks: Ranks, kind: str) -> None:
         self.part = _share(own.out_features if kind == COLUMN else own.in_features, ranks)
         inputs, outputs = (
             (own.in_features, _length(self.part)) if kind == COLUMN else (_length(self.part), own.out_features)
@@ -76,30 +75,30 @@ class PartedLinear(MultiLoRALinear):
         linear.weight = _frozen(own.weight[rows, columns])
         if own.bias is not None:
             linear.bias = _frozen(own.bias[rows] if kind == COLUMN else own.bias)
-        super().__init__(own.name, own.group, linear, switchboard)
+        super().__init__(own.name, own.group, linear, context)
         self.kind = kind
-        self.whole = own.target
+        self.full_target = own.target
         self.ranks = ranks
 
 
-class ColumnLinear(PartedLinear):
-    """This rank's outputs."""
+class ColumnLinear(ShardedLinear):
+    """Computes this rank's outputs."""
 
-    def __init__(self, own: MultiLoRALinear, switchboard: Switchboard, ranks: Ranks, entrance: Entrance) -> None:
-        super().__init__(own, switchboard, ranks, COLUMN)
-        self._entrance = entrance
+    def __init__(self, own: MultiLoRALinear, context: ForwardContext, ranks: Ranks, shared_input: SharedInput) -> None:
+        super().__init__(own, context, ranks, COLUMN)
+        self._shared_input = shared_input
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self._entrance(x))
+        return super().forward(self._shared_input(x))
 
 
-class RowLinear(PartedLinear):
-    """All outputs, summed over what each rank makes of its inputs."""
+class RowLinear(ShardedLinear):
+    """All outputs, summed over the ranks' inputs."""
 
-    def __init__(self, own: MultiLoRALinear, switchboard: Switchboard, ranks: Ranks) -> None:
-        super().__init__(own, switchboard, ranks, ROW)
+    def __init__(self, own: MultiLoRALinear, context: ForwardContext, ranks: Ranks) -> None:
+        super().__init__(own, context, ranks, ROW)
         self._bias = self.bias
-        self.bias = None  # it is added once, to the sum
+        self.bias = None  # added once, to the sum
 
     def forward(self, x: Tensor) -> Tensor:
         y = _SumForward.apply(super().forward(x), self.ranks)
@@ -107,30 +106,30 @@ class RowLinear(PartedLinear):
 
 
 class GatheredColumnLinear(ColumnLinear):
-    """All outputs, of which each rank computes its own."""
+    """All outputs, gathered from the ranks that compute them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _Beside.apply(super().forward(x), self.part, self.ranks))
+        return cast(Tensor, _GatherOutputs.apply(super().forward(x), self.part, self.ranks))
 
 
 class SplitRowLinear(RowLinear):
-    """As `RowLinear`, given all inputs."""
+    """A `RowLinear` that receives all inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(cast(Tensor, _Take.apply(x, self.part, self.ranks)))
+        return super().forward(cast(Tensor, _SplitInputs.apply(x, self.part, self.ranks)))
 
 
-class GatheredLinear(PartedLinear):
-    """The unembedding: every rank computes its share of the vocabulary, and has all logits."""
+class GatheredLinear(ShardedLinear):
+    """The unembedding: every rank computes its share of the vocabulary and gathers all logits."""
 
-    def __init__(self, own: MultiLoRALinear, switchboard: Switchboard, ranks: Ranks) -> None:
-        super().__init__(own, switchboard, ranks, COLUMN)
+    def __init__(self, own: MultiLoRALinear, context: ForwardContext, ranks: Ranks) -> None:
+        super().__init__(own, context, ranks, COLUMN)
 
     def forward_rows(
         self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         y_TO, inner = super().forward_rows(x_TI, work, out_dtype)
-        return self.ranks.beside(y_TO), inner
+        return self.ranks.gather_tensor(y_TO), inner
 
     def backward_rows(
         self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
@@ -142,8 +141,8 @@ class GatheredLinear(PartedLinear):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where one matrix of the parted layout lies in its whole one. `counted`: whether its gradient is this rank's to
-    tell.
+    """Where one matrix of the sharded layout is in the full one. `counted`: whether this rank
+    contributes its gradient.
     """
 
     name: str
@@ -152,21 +151,21 @@ class _Piece:
     counted: bool
 
 
-class Parting:
-    """From layouts to what this rank holds of them."""
+class Sharding:
+    """Maps layouts to this rank's shard of them."""
 
     def __init__(self, linears: Mapping[str, MultiLoRALinear], ranks: Ranks) -> None:
-        self._parted = {name: own for name, own in linears.items() if isinstance(own, PartedLinear)}
+        self._sharded = {name: own for name, own in linears.items() if isinstance(own, ShardedLinear)}
         self._first = ranks.tensor_index == 0
 
-    def layout(self, whole: Layout) -> Layout:
-        return Layout.of(whole.rank, (self._target(target) for target in whole.targets))
+    def layout(self, full: Layout) -> Layout:
+        return Layout.of(full.rank, (self._target(target) for target in full.targets))
 
     def pieces(self, layout: Layout) -> list[_Piece]:
         found = []
         for target in layout.targets:
             for matrix in (0, 1):
-                own = self._parted.get(target.name)
+                own = self._sharded.get(target.name)
                 place = None
                 if own is not None and (own.kind == ROW) == (matrix == 0):
                     place = (slice(None), own.part) if matrix == 0 else (own.part, slice(None))
@@ -174,20 +173,20 @@ class Parting:
         return found
 
     def _target(self, target: Target) -> Target:
-        own = self._parted.get(target.name)
+        own = self._sharded.get(target.name)
         return target if own is None else own.target
 
 
-class PartedAdapter(Adapter):
-    """`compute`, and `gradients` while there are any, are this rank's part; everything else is whole."""
+class ShardedAdapter(Adapter):
+    """`compute` and `gradients` are this rank's shard; everything else is complete."""
 
-    __slots__ = ("compute_layout", "parting", "pieces")
+    __slots__ = ("compute_layout", "pieces", "sharding")
 
-    def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype, parting: Parting) -> None:
+    def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype, sharding: Sharding) -> None:
         super().__init__(spec, layout, flat_P, torch.float32)
-        self.parting = parting
-        self.pieces = parting.pieces(layout)
-        self.compute_layout = parting.layout(layout)
+        self.sharding = sharding
+        self.pieces = sharding.pieces(layout)
+        self.compute_layout = sharding.layout(layout)
         self.compute_P = torch.zeros(self.compute_layout.numel, dtype=dtype, device=flat_P.device)
         self.compute = self.compute_layout.views(self.compute_P)
         self.refresh()
@@ -204,20 +203,20 @@ class PartedAdapter(Adapter):
         return gradient_P
 
     def clone(self) -> Adapter:
-        return PartedAdapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype, self.parting)
+        return ShardedAdapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype, self.sharding)
 
-    def whole_gradient(self, gradient_P: Tensor) -> Tensor:
-        """What this rank knows of the whole gradient; the sum over the ranks is the gradient."""
-        whole_P = torch.zeros_like(self.flat_P)
-        own, whole = self.compute_layout.views(gradient_P), self.layout.views(whole_P)
+    def full_gradient(self, gradient_P: Tensor) -> Tensor:
+        """This rank's contribution to the full gradient, which is the sum over ranks."""
+        full_P = torch.zeros_like(self.flat_P)
+        own, full = self.compute_layout.views(gradient_P), self.layout.views(full_P)
         for piece in self.pieces:
             if piece.counted:
-                _at(whole[piece.name][piece.matrix], piece).copy_(own[piece.name][piece.matrix])
-        return whole_P
+                _at(full[piece.name][piece.matrix], piece).copy_(own[piece.name][piece.matrix])
+        return full_P
 
 
-def whole_gradient(adapter: Adapter, gradient_P: Tensor) -> Tensor:
-    return adapter.whole_gradient(gradient_P) if isinstance(adapter, PartedAdapter) else gradient_P
+def full_gradient(adapter: Adapter, gradient_P: Tensor) -> Tensor:
+    return adapter.full_gradient(gradient_P) if isinstance(adapter, ShardedAdapter) else gradient_P
 
 
 class _SumForward(torch.autograd.Function):
@@ -243,11 +242,11 @@ class _SumBackward(torch.autograd.Function):
         return ctx.ranks.sum_tensor(grad.clone()), None
 
 
-class _Beside(torch.autograd.Function):
+class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, part: slice, ranks: Ranks) -> Tensor:
         ctx.part = part
-        return ranks.beside(y)
+        return ranks.gather_tensor(y)
 
     @staticmethod
     @once_differentiable
@@ -255,7 +254,7 @@ class _Beside(torch.autograd.Function):
         return grad[..., ctx.part].contiguous(), None, None
 
 
-class _Take(torch.autograd.Function):
+class _SplitInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, part: slice, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
@@ -264,7 +263,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.ranks.beside(grad), None, None
+        return ctx.ranks.gather_tensor(grad), None, None
 
 
 def _at(matrix: Tensor, piece: _Piece) -> Tensor:
@@ -288,7 +287,7 @@ log = structlog.get_logger()
 
 
 def check_heads(name: str, config: PreTrainedConfig, degree: int) -> None:
-    """Raises SettingsError if a rank's share of the heads would not be whole heads."""
+    """Raises SettingsError if the degree does not divide the number of heads."""
     for what, field in (("attention heads", "num_attention_heads"), ("key and value heads", "num_key_value_heads")):
         count = getattr(config, field, None)
         if isinstance(count, int) and count % degree:
@@ -300,7 +299,7 @@ def check_heads(name: str, config: PreTrainedConfig, degree: int) -> None:
 
 
 def divided(name: str, config: PreTrainedConfig, decoder: nn.Module, degree: int) -> dict[str, str]:
-    """Path within the decoder -> how it is divided. Raises SettingsError if the model cannot be divided."""
+    """Path within the decoder -> style of sharding. Raises SettingsError if the model cannot be sharded."""
     plan = cast("Mapping[str, str] | None", getattr(config, "base_model_tp_plan", None))
     if not plan:
         raise SettingsError(
@@ -327,11 +326,11 @@ def divided(name: str, config: PreTrainedConfig, decoder: nn.Module, degree: int
             left.add(re.sub(r"\d+", "*", path))
     if not found:
         raise SettingsError(
-            f"tensor_parallel is {degree}, and no linear of {config.model_type!r} models can be divided here; use "
+            f"tensor_parallel is {degree}, and no linear of {config.model_type!r} models can be split; use "
             "data_parallel, with shard_base where one device cannot hold the model"
         )
     if left:
-        log.warning("linears that are whole on every rank", linears=sorted(left))
+        log.warning("linears replicated on every rank", linears=sorted(left))
     return found
 
 

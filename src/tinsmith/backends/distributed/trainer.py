@@ -1,9 +1,10 @@
-"""A packed step over ranks: each data rank runs its share of the sequences, and all ranks end with the same gradients.
+"""A packed step over ranks: each data rank runs its share of the sequences, each context rank its share of the rows of
+those sequences, and all ranks end with the same gradients.
 
-Every rank is given all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
-so that all have about as many tokens; a rank that has fewer micro-batches than another still takes part in collectives.
-Losses are sums, so gradients are summed, in float32, once per step; log probabilities of other ranks are exchanged.
-What may differ between ranks is agreed upon: memory that ran out, and why a custom loss failed.
+Every rank receives all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
+so that all have about as many tokens; a rank with fewer micro-batches than another still takes part in collectives.
+Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log probabilities. Ranks agree
+on outcomes that may differ: memory that ran out, and why a custom loss failed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.distributed.model import PartedBase
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
+from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.distributed.tensor_parallel import whole_gradient
+from tinsmith.backends.distributed.tensor_parallel import full_gradient
 from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
@@ -27,11 +30,11 @@ from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.types import F32
 
-NOTHING = MicroBatch(())
+EMPTY = MicroBatch(())
 
 
 class _Shortage(NamedTuple):
-    """Memory ran out over a micro-batch; `alone` is its pass, if it was a single sequence."""
+    """Memory ran out over a micro-batch; `alone` is its pass if it was a single sequence."""
 
     alone: int | None
     num_tokens: int
@@ -45,11 +48,12 @@ class RankedTrainer(Trainer):
         self._ranks = ranks
         self._shortage = _Shortage(None, 0, "")
 
-    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        shares = share_out(examples, self._ranks.degrees.data)
-        batches = [pack(share, self._limit) for share in shares]
+    def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        degrees = self._ranks.degrees
+        shares = share_out(examples, degrees.data)
+        batches = [pack(share, self._limit * degrees.context) for share in shares]
         own = batches[self._ranks.data_index]
-        return own + [NOTHING] * (max(map(len, batches)) - len(own))
+        return own + [EMPTY] * (max(map(len, batches)) - len(own))
 
     def _run_all(
         self,
@@ -72,7 +76,7 @@ class RankedTrainer(Trainer):
         self._agree(shortage)
         self._exchange(checked)
         self._finish_custom(checked)
-        return {key: self._ranks.sum_all(whole_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
+        return {key: self._ranks.sum_all(full_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
 
     def _try(
         self,
@@ -85,12 +89,12 @@ class RankedTrainer(Trainer):
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
-                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
+                    self._store_logprobs(batch, self._run_one(batch, specs, train=train), checked)
                 elif self._ranks.degrees.shard_base:
-                    assert isinstance(self._base, PartedBase)
+                    assert isinstance(self._base, ShardedBase)
                     self._base.idle(train=train)
         except MemoryError as error:
-            if self._ranks.degrees.parted:
+            if self._ranks.degrees.sharded or self._ranks.degrees.context > 1:
                 # The other ranks wait for this one in the middle of a layer.
                 raise RanksLostError(
                     f"rank {self._ranks.rank} ran out of memory over {sum(batch.lengths)} tokens: {error}"
@@ -99,21 +103,33 @@ class RankedTrainer(Trainer):
             return _Shortage(alone, sum(batch.lengths), str(error))
         return None
 
+    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
+        """[P] log probabilities: zeros where another context rank has the row."""
+        if self._ranks.degrees.context == 1:
+            return super()._run_one(batch, specs, train=train)
+        share = RowShare.of(batch, self._ranks)
+        logprob_P = np.zeros(len(batch.row_P), np.float32)
+        logprob_P[share.pairs] = super()._run_one(share, specs, train=train)
+        return logprob_P
+
+    def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
+        return ContextParallel(batch, self._ranks) if isinstance(batch, RowShare) else super()._attention_plan(batch)
+
     def _agree(self, shortage: _Shortage | None) -> None:
-        """Raise MemoryError on all ranks if it ran out on one."""
+        """Raise MemoryError on all ranks if memory ran out on one."""
         self._running = None
         found = next((each for each in self._ranks.gather(shortage and tuple(shortage)) if each is not None), None)
         if found is not None:
             self._shortage = _Shortage(*cast("tuple[int | None, int, str]", found))
-            self._running = NOTHING
+            self._running = EMPTY
             raise MemoryError(self._shortage.problem)
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
 
     def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Give all data ranks the log probabilities of each: a rank adds zeros for sequences of others."""
-        if self._ranks.degrees.data == 1:
+        """Exchange log probabilities between data and context ranks, as a sum with zeros for other ranks' rows."""
+        if self._ranks.degrees.groups == 1:
             return
         examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
@@ -122,13 +138,13 @@ class RankedTrainer(Trainer):
         for example, start, stop in places:
             if (own := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
                 all_P[start:stop] = torch.from_numpy(own.reshape(-1)).to(all_P.device)
-        found_P = self._ranks.sum_data(all_P).cpu().numpy()
+        found_P = self._ranks.sum_replicas(all_P).cpu().numpy()
         for example, start, stop in places:
             logprobs = found_P[start:stop].reshape(example.target_shape)
             _pass_of(example, checked).logprobs[example.datum_index] = logprobs
 
     def _finish_custom(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Whether a custom loss fails may depend on one rank's clock: the failure of the lowest rank counts for all."""
+        """Whether a custom loss fails may depend on a rank's clock: the failure on the lowest rank counts for all."""
         runs = [(entry, entry.spec.custom) for entry in checked if isinstance(entry, CheckedPass) and entry.spec.custom]
         if not runs:
             return
@@ -136,8 +152,8 @@ class RankedTrainer(Trainer):
         for entry, custom in runs:
             outcome = custom.finish([array for array in entry.logprobs if array is not None])
             failures.append(str(outcome) if isinstance(outcome, UserError) else None)
-        everyones = cast("list[list[str | None]]", self._ranks.gather(failures))
-        for (_, custom), found in zip(runs, zip(*everyones, strict=True), strict=True):
+        all_failures = cast("list[list[str | None]]", self._ranks.gather(failures))
+        for (_, custom), found in zip(runs, zip(*all_failures, strict=True), strict=True):
             reason = next((text for text in found if text is not None), None)
             custom.failure = None if reason is None else UserError(reason)
 
@@ -151,12 +167,19 @@ class _RankedHead(Head):
         weight_P = super()._weights(batch, hidden_TD, specs)
         if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
-        # They decide which rows are differentiated.
-        return self._ranks.first_of_tensor(self._device(weight_P)).cpu().numpy()
+        # The weights decide which rows are differentiated.
+        agreed_P = self._ranks.broadcast_tensor(self._device(weight_P))
+        return self._ranks.broadcast_context(agreed_P).cpu().numpy()
+
+    def _scored(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
+        own_P = super()._scored(batch, hidden_TD, chosen)
+        all_P = own_P.new_zeros(len(batch.whole.row_P))
+        all_P[batch.pairs] = own_P
+        return self._ranks.sum_context(all_P)
 
 
 def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
-    """The longest first, each to the share with the fewest tokens so far."""
+    """Longest first, each to the share with the fewest tokens so far."""
     shares: list[list[Example]] = [[] for _ in range(num_shares)]
     filled = [0] * num_shares
     for example in sorted(examples, key=lambda example: -example.num_tokens):
@@ -167,7 +190,7 @@ def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example
 
 
 def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
-    """The adapters that any rank's sequences have a gradient for, by id."""
+    """By id, the adapters for which any rank's sequences have a gradient."""
     return {
         id(entry.trained.adapter): entry.trained.adapter
         for entry in checked

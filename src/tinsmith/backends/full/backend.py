@@ -1,8 +1,8 @@
 """`FullBackend`: the Backend protocol where a model is a copy of all weights of its base, and all of them are trained.
 
-A model takes 16 bytes a weight (weights, gradient, two moments), where an adapter takes a thousandth of that: it is
-meant for one run at a time. Other runs wait on disk while one needs the memory, as cold adapters do, and a version is a
-whole model, so that sampling goes from version to version. Training and sampling are in float32.
+A model takes 16 bytes per weight (weights, gradient, two moments), a thousand times as much as an adapter, so this
+backend is meant for one run at a time. Other runs wait on disk while one needs the memory, as cold adapters do. A
+version is a complete model, so sampling serves one version at a time. Training and sampling are in float32.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class FullBackend(TorchBackend):
         quantize: str = "off",
         **options: str,
     ) -> None:
-        """Raises SettingsError on options that are for adapters over a frozen base."""
+        """Raises SettingsError on options that only suit adapters over a frozen base."""
         if dtype not in ("auto", "float32"):
             raise SettingsError(f"dtype is {dtype!r}; backend 'full' trains in float32 only")
         for name, value in (("deterministic", deterministic), ("quantize", quantize)):
             if value != "off":
-                raise SettingsError(f"{name} is {value!r}; backend 'full' has it off only")
+                raise SettingsError(f"{name} is {value!r}; backend 'full' only supports 'off'")
         super().__init__(shape, device=device, dtype="float32", **options)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
@@ -47,7 +47,7 @@ class FullBackend(TorchBackend):
         return FullTrainer(self._base, max_tokens, chunk_rows)
 
     def _make_sampler(self) -> FullSampler:
-        return FullSampler(self._base, self._versions)
+        return FullSampler(self._base, self._versions, self._sampler_options())
 
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         self._check(spec, optimizer_type)
@@ -74,7 +74,7 @@ class FullBackend(TorchBackend):
         checkpoint.save_gradient(trained, directory, base.named)
 
     def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`stacked`: for this server alone, without the files that other software needs."""
+        """`stacked`: for this server only, without the files that other software needs."""
         base.save_weights(adapter, directory)
         if not stacked:
             base.save_config_and_tokenizer(self._base, directory)

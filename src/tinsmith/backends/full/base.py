@@ -1,17 +1,17 @@
 """Training of all weights: the model's weights as one flat float32 buffer, and the base, sampler and trainer for them.
 
-`FullWeights` take the place of an adapter (`Trained`, the trainer, the sampler), but adapt nothing: `FullBase` binds
-them to the parameters of the model before rows run, so `compute` is empty. On disk such a model is a directory that
+`FullWeights` takes the place of an adapter (`Trained`, the trainer, the sampler) but adapts nothing: `FullBase` binds
+it to the model's parameters before rows run, so `compute` is empty. On disk such a model is a directory that
 `transformers` loads: `model.safetensors` holds float32 under the model's own names, tied weights once;
 `optimizer.safetensors` and `gradient.safetensors` name each tensor after its parameter.
 
-`FullSampler` is continuous batching where each version is a whole model: requests of one version at a time. A request
-waits, in order of arrival, until the versions of earlier requests have been sampled; a request of the running version
-joins it only if no other waits before it.
+`FullSampler` is continuous batching where each version is a complete model: it runs requests of one version at a time.
+A request waits, in order of arrival, until the versions of earlier requests have been sampled; a request for the
+running version joins only if no other waits before it.
 
 `FullTrainer` is the packed step of `backends.torch.trainer` with three differences: a micro-batch belongs to one model,
-whose weights are bound for it; backward adds to the gradients of the parameters; and the unembedding, whose logits
-never exist whole, gets its own gradient chunk by chunk.
+whose weights are bound for it; backward adds to the gradients of the parameters; and the unembedding, whose logits are
+computed in chunks, gets its own gradient chunk by chunk.
 
 Shapes: P all numbers of a model, C rows of a chunk, V vocabulary, D hidden size.
 """
@@ -36,23 +36,23 @@ from tinsmith.backends.torch.adapters import ALIGN, Adapter, Trained
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
-from tinsmith.backends.torch.lora_ops import Routing, Run, Segment
+from tinsmith.backends.torch.lora import Routing, Run, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
 
 FULL = LoraSpec(rank=0)
-"""The spec of such a model: no adapter has this rank."""
+"""The spec of such a model: adapters never have rank 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class FullLayout:
-    """Where each parameter is in the flat buffer. Gaps are always zero. A tied weight is there once."""
+    """Where each parameter is in the flat buffer. Gaps are always zero. A tied weight is stored once."""
 
     shapes: dict[str, tuple[int, ...]]
     starts: tuple[int, ...]
@@ -72,7 +72,7 @@ class FullLayout:
         }
 
     def filled(self, tensors: dict[str, Tensor], device: torch.device) -> Tensor:
-        """A flat buffer of these tensors, which must be those of the layout."""
+        """A flat buffer with these tensors, which must be those of the layout."""
         flat_P = torch.zeros(self.numel, device=device)
         for name, view in self.views(flat_P).items():
             view.copy_(tensors[name])
@@ -93,10 +93,10 @@ class FullWeights(Adapter):
         self.weights = layout.views(flat_P)
         self.compute = {}
         self.version = 0
-        self.shares = {}
+        self.delta_matrices = {}
         self.gradients = None
 
-    def numbers(self) -> FullWeights:
+    def snapshot(self) -> FullWeights:
         return self.clone()
 
     def clone(self) -> FullWeights:
@@ -104,7 +104,7 @@ class FullWeights(Adapter):
 
 
 TOLERANCE = 1e-3
-"""The largest relative error between gradients under packed attention and those of the model's own."""
+"""The largest relative error between gradients under packed attention and the model's own."""
 
 
 class FullBase(BaseModel):
@@ -118,7 +118,7 @@ class FullBase(BaseModel):
         vision: Vision | None = None,
     ) -> None:
         super().__init__(model, tokenizer, shape, recompute, quantize, vision)
-        self._written_out = None
+        self._fused = None
         if self.experts:
             raise SettingsError(f"{shape.name} is a mixture of experts; backend 'full' trains dense models only")
         self._parameters = dict(model.named_parameters())
@@ -129,7 +129,7 @@ class FullBase(BaseModel):
         self.bind(self.original)
 
     def bind(self, weights: FullWeights) -> None:
-        """Have the model compute with these weights."""
+        """Make the model compute with these weights."""
         if self._bound is weights:
             return
         for name, parameter in self._parameters.items():
@@ -150,18 +150,18 @@ class FullBase(BaseModel):
                 parameter.requires_grad_(False)
 
     def _check_training(self) -> None:
-        """Raises SettingsError unless packed rows lead to the gradients of the model's own forward."""
+        """Raises SettingsError unless packed rows give the gradients of the model's own forward."""
         buffers = [torch.zeros(self.layout.numel, device=self.device) for _ in range(2)]
         tokens_T = torch.arange(9, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.arange(9, device=self.device)
         with self.training(self.layout.views(buffers[0])), torch.enable_grad():
             plan = PackedCausal([9], self.device)
             hidden_TD = self.hidden(tokens_T, positions_T, plan, Routing([Segment(0, 9, None)]))
-            slope_TD = torch.cos(torch.arange(hidden_TD.numel(), device=self.device)).view_as(hidden_TD)
-            hidden_TD.backward(slope_TD)
+            grad_TD = torch.cos(torch.arange(hidden_TD.numel(), device=self.device)).view_as(hidden_TD)
+            hidden_TD.backward(grad_TD)
         self.model.set_attn_implementation("eager")
         with self.training(self.layout.views(buffers[1])), torch.enable_grad():
-            self.model.get_decoder()(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0].backward(slope_TD)
+            self.model.get_decoder()(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0].backward(grad_TD)
         self.model.set_attn_implementation(ATTENTION_NAME)
         error = float((buffers[0] - buffers[1]).norm() / buffers[1].norm().clamp_min(1e-12))
         if not error < TOLERANCE:
@@ -179,7 +179,7 @@ def save_weights(weights: FullWeights, directory: Path) -> None:
 
 
 def save_config_and_tokenizer(base: BaseModel, directory: Path) -> None:
-    """Configuration and tokenizer, which make the weights a model for other software."""
+    """Write the configuration and tokenizer, so that other software can load the directory as a model."""
     config = copy.deepcopy(base.model.config)
     config.dtype = torch.float32
     config.save_pretrained(directory)
@@ -194,7 +194,7 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
         )
     tensors = read_tensors(path)
     if wrong := sorted(tensors.keys() ^ layout.shapes.keys()):
-        raise UserError(f"{WEIGHTS_FILE} is of another model: {wrong[0]!r} is in one of them alone")
+        raise UserError(f"{WEIGHTS_FILE} is for another model: {wrong[0]!r} is in only one of the two")
     _check_shapes(layout, tensors, path)
     return FullWeights(layout, layout.filled(tensors, device))
 
@@ -223,8 +223,8 @@ def _check_shapes(layout: FullLayout, tensors: dict[str, Tensor], path: Path) ->
 class FullSampler(LocalSampler):
     _base: FullBase
 
-    def __init__(self, base: FullBase, versions: Mapping[str, Adapter]) -> None:
-        super().__init__(base, versions)
+    def __init__(self, base: FullBase, versions: Mapping[str, Adapter], options: SamplerOptions) -> None:
+        super().__init__(base, versions, options=options)
         self._held: deque[Running] = deque()
         self._active: Adapter | None = None
 
@@ -262,7 +262,7 @@ class FullTrainer(Trainer):
         super().__init__(base, max_tokens, chunk_rows)
         self._head = FullHead(base, chunk_rows)
 
-    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
         own: dict[int, list[Example]] = {}
         for example in examples:
             own.setdefault(id(example.adapter), []).append(example)

@@ -1,10 +1,8 @@
-"""Attention over rows that belong to different sequences: what a model's layers call instead of their own
-kernel.
+"""Attention over rows of different sequences: what a model's layers call instead of their own kernel.
 
-`register` teaches transformers one attention function, which hands the rows of every layer to the
-`AttentionPlan` of the call in progress. Training uses `PackedCausal`; a sampler brings a plan with its own
-cache. No plan may mix rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the
-sequences may be two tenants'.
+`register` adds an attention function to transformers that passes the rows of every layer to the `AttentionPlan` of the
+current call. Training uses `PackedCausal`; a sampler provides a plan with its own cache. No plan may mix rows of two
+sequences, not even under a mask of zeros: 0 * NaN is NaN, and the sequences may belong to different tenants.
 
 Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L; N = n * G, and R the H / G
 query heads of a key head with their L rows each.
@@ -12,16 +10,20 @@ query heads of a key head with their L rows each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol, Required, TypedDict, Unpack, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError
+from tinsmith.types import I64
 
 ATTENTION_NAME = "tinsmith"
 PLAN_KEY = "tinsmith_plan"
@@ -36,14 +38,17 @@ _UNDERSTOOD = frozenset(
         "is_causal",
     }
 )
-"""Keywords that a layer passes on and that do not change what a causal plan computes."""
+"""Keywords that layers pass on and that do not change what a causal plan computes."""
+
+INDEXED = frozenset({"DeepseekV32Attention", "GlmMoeDsaAttention"})
+"""Attention over the tokens that an indexer selects."""
 
 MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
 class AttentionOptions(TypedDict, total=False):
-    """`softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum."""
+    """`softcap` c maps scores s to c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum."""
 
     scale: Required[float]
     window: int | None
@@ -55,17 +60,19 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window)."""
+        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window). A plan may also show rows
+        some later rows of their sequence.
+        """
         ...
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        """[T, D]: a layer that keeps a state instead of keys and values, over each sequence by itself."""
+        """[T, D]: a layer with a recurrent state instead of keys and values, applied to each sequence separately."""
         ...
 
 
 class MixerState(NamedTuple):
-    """What a layer keeps of n sequences: the last inputs of its convolution [n, C, K], and its recurrent state
-    [n, ...]. None: the layer has no such part.
+    """A layer's state of n sequences: the last inputs of its convolution [n, C, K], and its recurrent state [n, ...].
+    None: the layer has no such part.
     """
 
     conv: Tensor | None
@@ -73,21 +80,21 @@ class MixerState(NamedTuple):
 
 
 class Mixer(Protocol):
-    """A layer with a state; `recurrent.SequenceMixer` is what implements it."""
+    """A stateful layer, implemented by `recurrent.SequenceMixer`."""
 
     layer: int
 
     def __call__(
         self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
     ) -> tuple[Tensor, MixerState | None]:
-        """[n, L, D], and the state behind the last of the L rows if `keep`. `starts`: the row of the call in progress
-        at which each sequence begins, which says whose adapter is applied. `state` None: sequences begin here.
+        """[n, L, D], and the state after the last of the L rows if `keep`. `starts`: the row of the current call at
+        which each sequence begins, which selects its adapter. `state` None: the sequences begin here.
         """
         ...
 
 
 class ProbedAttention(NamedTuple):
-    """What a layer asks of attention: the sizes and dtype of what it would cache for a row, and how to attend."""
+    """Arguments of one attention call: sizes and dtype of what the layer would cache per row, and its options."""
 
     num_keys: int
     key_dim: int
@@ -97,47 +104,49 @@ class ProbedAttention(NamedTuple):
 
 
 class AttentionProbe:
-    """An AttentionPlan of one sequence that attends to nothing and notes, by layer, what is asked each time and which
-    states are kept.
+    """An AttentionPlan of one sequence that computes nothing and records, by layer, the calls and the states that
+    layers keep.
     """
 
     def __init__(self) -> None:
-        self.asked: dict[int, list[ProbedAttention]] = {}
-        self.kept: dict[int, list[MixerState]] = {}
+        self.calls: dict[int, list[ProbedAttention]] = {}
+        self.states: dict[int, list[MixerState]] = {}
 
     @property
     def windows(self) -> dict[int, list[int | None]]:
-        return {layer: [each.options.get("window") for each in asked] for layer, asked in self.asked.items()}
+        return {layer: [each.options.get("window") for each in calls] for layer, calls in self.calls.items()}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        asked = ProbedAttention(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
-        self.asked.setdefault(layer, []).append(asked)
+        call = ProbedAttention(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
+        self.calls.setdefault(layer, []).append(call)
         return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         y_1LD, state = mixer(x_TD[None], (0,), keep=True)
         assert state is not None
-        self.kept.setdefault(mixer.layer, []).append(state)
+        self.states.setdefault(mixer.layer, []).append(state)
         return y_1LD[0]
 
 
 class PackedCausal:
-    """Whole sequences one after the other in one row, each causal within itself.
+    """Sequences packed into one row, each causal within itself. `seen` gives, for a sequence whose rows see later rows,
+    how many rows each one sees from the first on; None for a causal sequence.
 
-    Sequences of similar length share one batched kernel call, padded on the right with rows of their own,
-    whose results and gradients are dropped.
+    Sequences of similar length share one batched kernel call, padded on the right with copies of their own rows, whose
+    results and gradients are dropped.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._groups = _grouped(lengths, torch.device(device))
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", seen: Sequence[I64 | None] = ()
+    ) -> None:
+        self._groups = _grouped(lengths, torch.device(device), seen)
         self._order = None
-        if len(self._groups) > 1 or self._groups[0].rows is not None:
-            kept = torch.cat([_own_rows(group, torch.device(device)) for group in self._groups])
-            if not torch.equal(kept, torch.arange(len(kept), device=device)):
-                self._order = torch.argsort(kept)
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        source_T = np.concatenate([group.source for group in self._groups])
+        if not np.array_equal(source_T, np.arange(len(source_T))):
+            self._order = upload(np.argsort(source_T), torch.device(device))
+        self._masks: dict[tuple[int | tuple[int, ...], int | None], Tensor] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -145,8 +154,12 @@ class PackedCausal:
         outputs = []
         for group in self._groups:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
-            mask = self._mask(group.length, options.get("window"), q_THD)
-            outputs.append(_unpadded(prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options), group))
+            window = options.get("window")
+            if window is not None and group.length > 2 * window and group.seen_nL is None:
+                out_nHLD = _windowed(q_nHLD, k_nGLD, v_nGLD, window, **options)
+            else:
+                out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, self._mask(group, window, q_THD), **options)
+            outputs.append(_unpadded(out_nHLD, group))
         return self._in_order(outputs)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
@@ -161,9 +174,19 @@ class PackedCausal:
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
         return out_THD if self._order is None else _Select.apply(out_THD, self._order)
 
-    def _mask(self, length: int, window: int | None, q_THD: Tensor) -> Tensor | None:
-        """[L, L] 0 where a row may look, -inf elsewhere; None if it is causal alone. Made once for all layers."""
-        if window is None or length <= window:
+    def _mask(self, group: _Group, window: int | None, q_THD: Tensor) -> Tensor | None:
+        """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Made once for all
+        layers.
+        """
+        length = group.length
+        if window is not None and length <= window:
+            window = None
+        if group.seen_nL is not None:
+            if (group.starts, window) not in self._masks:
+                cell_1L = torch.arange(length, device=q_THD.device)[None]
+                self._masks[group.starts, window] = visible(cell_1L, length, window, q_THD.dtype, group.seen_nL)
+            return self._masks[group.starts, window]
+        if window is None:
             return None
         if (length, window) not in self._masks:
             self._masks[length, window] = causal_mask(length, window, q_THD)
@@ -171,14 +194,16 @@ class PackedCausal:
 
 
 class _Group(NamedTuple):
-    """Sequences that share a kernel call. `rows` None: rows from the first start on are n sequences of L already side
-    by side.
+    """Sequences that share a kernel call. `rows` None: the rows from the first start on are n adjacent sequences of L
+    rows.
     """
 
     starts: tuple[int, ...]
     length: int
     rows: Tensor | None  # [n * L] source row of each padded cell
     kept: Tensor | None  # [rows of the group] padded cell of each real row
+    source: I64  # [rows of the group] source row of each real row, on the host
+    seen_nL: Tensor | None = None  # how many cells each one sees; None: those up to itself
 
     @property
     def num_sequences(self) -> int:
@@ -189,7 +214,7 @@ class _Group(NamedTuple):
         return self.starts[0]
 
 
-def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
+def _grouped(lengths: Sequence[int], device: torch.device, seen: Sequence[I64 | None] = ()) -> list[_Group]:
     starts = [0, *accumulate(lengths)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
@@ -202,34 +227,36 @@ def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
     groups = []
     for bucket in buckets:
         bucket.sort()
-        count, length = len(bucket), lengths[bucket[0]]
-        own = tuple(starts[i] for i in bucket)
-        side_by_side = bucket[-1] - bucket[0] == count - 1
-        if side_by_side and all(lengths[i] == length for i in bucket):
-            groups.append(_Group(own, length, None, None))
-            continue
-        length = max(lengths[i] for i in bucket)
-        start_n = torch.tensor(own)[:, None]
-        size_n = torch.tensor([lengths[i] for i in bucket])[:, None]
-        cell_L = torch.arange(length)[None, :]
-        rows_nL = start_n + torch.minimum(cell_L, size_n - 1)
-        kept = (cell_L < size_n).flatten().nonzero().flatten()
-        groups.append(_Group(own, length, rows_nL.flatten().to(device), kept.to(device)))
+        own, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
+        seen_nL = _seen([(lengths[i], seen[i]) for i in bucket], device) if seen else None
+        size_n1 = np.array([lengths[i] for i in bucket])[:, None]
+        cell_L = np.arange(length)
+        rows = (np.array(own)[:, None] + np.minimum(cell_L, size_n1 - 1)).ravel()
+        kept = np.flatnonzero(cell_L < size_n1)
+        if rows[-1] - rows[0] == len(rows) - 1 and len(kept) == len(rows):
+            groups.append(_Group(own, length, None, None, rows, seen_nL))
+        else:
+            groups.append(_Group(own, length, upload(rows, device), upload(kept, device), rows[kept], seen_nL))
     return groups
 
 
-def _own_rows(group: _Group, device: torch.device) -> Tensor:
-    if group.rows is None:
-        return torch.arange(group.start, group.start + group.num_sequences * group.length, device=device)
-    assert group.kept is not None
-    return group.rows[group.kept]
+def _seen(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Tensor | None:
+    """[n, L] for sequences of these lengths; None if all are causal."""
+    if all(own is None for _, own in members):
+        return None
+    longest = max(length for length, _ in members)
+    seen_nL = np.tile(np.arange(longest) + 1, (len(members), 1))
+    for row, (length, own) in zip(seen_nL, members, strict=True):
+        if own is not None:
+            row[:length] = own
+    return upload(seen_nL, device)
 
 
 def _padded(x_THD: Tensor, group: _Group) -> Tensor:
     """[n, H, L, D]"""
     num_cells = group.num_sequences * group.length
     if group.rows is None:
-        # Of a slice, even of all rows, the gradient is a copy among zeros.
+        # Backward through a slice, even of all rows, copies the gradient into zeros.
         rows = x_THD if num_cells == len(x_THD) else x_THD[group.start : group.start + num_cells]
     else:
         rows = _Pad.apply(x_THD, group.rows, group.kept)
@@ -242,9 +269,7 @@ def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
 
 
 class _Pad(torch.autograd.Function):
-    """Rows to padded cells; the cells that pad get no gradient, so backward is a plain scatter of the
-    others.
-    """
+    """Rows to padded cells. Padding gets no gradient, so backward is a plain scatter of the other cells."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
@@ -274,7 +299,7 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """A permutation of rows; its backward copies where autograd's own would add atomically."""
+    """A permutation of rows; its backward copies where autograd's own would use atomic adds."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
@@ -295,14 +320,29 @@ def causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
     return mask_LL
 
 
+def visible(
+    position_nL: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, seen_nL: Tensor | None = None
+) -> Tensor:
+    """[n, 1, L, K]: 0 where a row sees one of K positions, else -inf. `seen_nL`: how many positions each row sees from
+    the first on, if not those up to its own.
+    """
+    key_K = torch.arange(num_keys, device=position_nL.device)
+    row_nL1 = position_nL[..., None]
+    hidden_nLK = key_K > row_nL1 if seen_nL is None else key_K >= seen_nL[..., None]
+    if window is not None:
+        hidden_nLK |= key_K <= row_nL1 - window
+    mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=position_nL.device)
+    return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
+
+
 def prefill(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """[n, H, L, D]. The mask, [.., L, K], is added to scores, and windows are in it; None: causal, L = K."""
+    """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
         return reference(q_nHLD, k_nGKD, v_nGKD, mask, **options)
     if mask is not None and q_nHLD.is_cuda:
-        # With a mask, CUDA's fused kernels want as many key heads as query heads.
+        # With a mask, CUDA's fused kernels need as many key heads as query heads.
         k_nGKD, v_nGKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
     return nn.functional.scaled_dot_product_attention(
         q_nHLD, k_nGKD, v_nGKD, mask, is_causal=mask is None, scale=options["scale"],
@@ -310,11 +350,29 @@ def prefill(
     )  # fmt: skip
 
 
+def _windowed(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, size: int, **options: Unpack[AttentionOptions]) -> Tensor:
+    """[n, H, L, D]: causal with a window of `size`, in L / size blocks of which each sees itself and the one before, so
+    that masks and scores take 2 * size numbers a row instead of L.
+    """
+    missing = -q_nHLD.shape[2] % size
+    q_nHBSD, k_nGBSD, v_nGBSD = (
+        nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q_nHLD, k_nGLD, v_nGLD)
+    )
+    first_nHSD = prefill(q_nHBSD[:, :, 0], k_nGBSD[:, :, 0], v_nGBSD[:, :, 0], None, **options)
+    # The keys before a block's are those that its rows no longer see, one more for each row.
+    keys, values = (torch.cat([x[:, :, :-1], x[:, :, 1:]], 3).transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
+    mask = torch.full((size, 2 * size), float("-inf"), dtype=q_nHLD.dtype, device=q_nHLD.device)
+    mask = mask.triu_(size + 1) + torch.full_like(mask, float("-inf")).tril_(0)
+    rest = prefill(q_nHBSD[:, :, 1:].transpose(1, 2).flatten(0, 1), keys, values, mask, **options)
+    rest_nHLD = rest.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first_nHSD, rest_nHLD], 2)[:, :, : q_nHLD.shape[2]]
+
+
 def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
-    """[n, H, D]: one row a sequence."""
+    """[n, H, D]: one row per sequence."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
         return reference(q_nHD[:, :, None], k_nGKD, v_nGKD, mask, **options)[:, :, 0]
-    # Query heads of one key head act as its rows: keys are read once for all of them, and never repeated.
+    # Query heads of one key head act as rows: keys are read once for all of them, and never repeated.
     q_nGRD = q_nHD.unflatten(1, (k_nGKD.shape[1], -1))
     return nn.functional.scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=options["scale"]).flatten(
         1, 2
@@ -324,7 +382,7 @@ def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **option
 def reference(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """The same in plain arithmetic: the oracle, and what is used for capped scores and sinks."""
+    """The same in plain arithmetic: the oracle, and the path for capped scores and sinks."""
     k_nHKD, v_nHKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
     scores_nHLK = (q_nHLD @ k_nHKD.transpose(2, 3)).float() * options["scale"]
     if (softcap := options.get("softcap")) is not None:
@@ -338,15 +396,45 @@ def reference(
 
 
 def _repeated(q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of each query head."""
+    """Keys and values repeated for each query head."""
     repeat = q_nHLD.shape[1] // k_nGKD.shape[1]
     return k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
 
 
-def register() -> None:
-    """Make the name `tinsmith` an attention implementation. It has no mask function: masks are the plan's
-    affair.
+class _AllTokens:
+    """Passed to an indexer in place of a mask, and returned as its selection."""
+
+    def __getitem__(self, key: object) -> _AllTokens:
+        return self
+
+
+ALL_TOKENS = _AllTokens()
+
+
+def select_all_tokens(decoder: nn.Module) -> None:
+    """Let the plan decide what rows see in sparse attention (DeepSeek-V3.2, GLM-5). The indexer selects the
+    `index_topk` best earlier tokens, which are all tokens in sequences up to that length. With a mask, as in the
+    model's own forward, indexers are unchanged.
     """
+    for module in decoder.modules():
+        if type(module).__name__ in INDEXED:
+            module.forward = partial(_without_mask, module.forward)
+            if isinstance(module.indexer, nn.Module):
+                module.indexer.forward = partial(_selected, module.indexer.forward)
+
+
+def _without_mask(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    if kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = ALL_TOKENS
+    return forward(*args, **kwargs)
+
+
+def _selected(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return ALL_TOKENS if any(arg is ALL_TOKENS for arg in args) else forward(*args, **kwargs)
+
+
+def register() -> None:
+    """Register the attention implementation `tinsmith`, without a mask function: the plan makes the masks."""
     AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 
@@ -361,9 +449,11 @@ def _dispatch(
     """transformers' calling convention: [1, H, T, D] in, [1, T, H, D] out."""
     plan = cast("AttentionPlan | None", kwargs.pop(PLAN_KEY, None))
     if getattr(module, "is_causal", True) is False:
-        raise SettingsError(f"{type(module).__name__} attends to later tokens, too; only causal models are served")
+        raise SettingsError(f"{type(module).__name__} attends to later tokens; only causal models are supported")
+    if kwargs.get("indices") is ALL_TOKENS:
+        attention_mask = kwargs["indices"] = None
     if plan is None or attention_mask is not None:
-        raise SettingsError(f"{type(module).__name__} does not hand on the attention plan or builds its own mask")
+        raise SettingsError(f"{type(module).__name__} does not pass on the attention plan or builds its own mask")
     options = _options(module, query, kwargs)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
@@ -383,5 +473,5 @@ def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> Att
     kwargs.pop("dropout", None)
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
     if unknown:
-        raise SettingsError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is unknown here")
+        raise SettingsError(f"{type(module).__name__} passes unsupported options to attention: {', '.join(unknown)}")
     return options

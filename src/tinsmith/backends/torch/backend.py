@@ -1,8 +1,8 @@
 """`TorchBackend`: the Backend protocol over one base model in this process.
 
-Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A
-version never changes; publishing other weights puts another object in its place, and running samples keep the old one.
-Called from one thread. Knows no SQL and no HTTP.
+Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A version is
+immutable; publishing new weights replaces the object, and running samples keep the old one. Called from one thread.
+Knows no SQL and no HTTP.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
 from tinsmith.backends import Capture, MicroBatches
-from tinsmith.backends.torch import checkpoint, optim
+from tinsmith.backends.torch import checkpoint, moe, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, Trained, initialise, layout_for
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
@@ -33,6 +36,7 @@ from tinsmith.backends.torch.memory import (
     memory_errors,
 )
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.products import set_precision
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -40,20 +44,25 @@ from tinsmith.plan.memory import BLOCKS_SHARE, STATES_EACH, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
-    from tinsmith.samplers.local.engine import LocalSampler
+    from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+
+log = structlog.get_logger()
+
+MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
+"""Libraries that transformers uses for stateful layers, if installed."""
 
 MAX_RANK = 256
 
 MAX_TOKENS = {False: 1024, True: 8192}
-"""Tokens of a micro-batch without and with CUDA. A CPU is as fast at 1024, with activations of half the size, and
-decoding waits for a shorter time.
+"""Tokens of a micro-batch without and with CUDA. A CPU is as fast at 1024, with half the activations and shorter waits
+for decoding.
 """
 
 CHUNK_NUMBERS = {False: 2**22, True: 2**26}
-"""Logits that exist at once, without and with CUDA, in float32. A CPU goes over them several times, in its cache."""
+"""Float32 logits that exist at once, without and with CUDA. A CPU reads them several times, from its cache."""
 
-LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
-"""Fewer rows than this make no efficient product, more gain nothing."""
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
+"""Smaller chunks make inefficient products, larger ones gain nothing."""
 
 LEAST_RANK, LEAST_TOKENS = 8, 256
 """What a memory budget must have room for, in training or in sampling."""
@@ -62,15 +71,15 @@ LEAST_RANK, LEAST_TOKENS = 8, 256
 class TorchBackend:
     """Options come as text from settings.
 
-    `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk`
-    bounds logits: at most that many rows of the vocabulary exist at once ('auto': as many as suit the device).
-    `recompute` ('auto', 'on', 'off') trades a third more compute for activations that need not be kept.
-    `deterministic` ('on', 'off') makes every bit of a result independent of what is computed beside it. `quantize`
-    ('off', 'int8', 'nf4') keeps the base in fewer bits. `memory_budget` is how many bytes of the device all of it may
-    take together; 0 leaves everyone to bounds of their own.
+    `max_tokens_per_microbatch` bounds activations: more packs better and needs more memory. `logits_chunk` bounds the
+    rows whose logits exist at once ('auto': suited to the device). `recompute` ('auto', 'on', 'off') saves activations
+    for a third more compute. `deterministic` ('on', 'off') makes every bit of a result independent of the other
+    requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the total
+    of device memory in bytes; 0 leaves each part to bounds of its own. `kv_cache_bytes`, `sampler_sequences` and
+    `sampler_step_tokens` limit the sampler; 0 selects a default for the device.
     """
 
-    def __init__(  # noqa: PLR0913 - one parameter an option
+    def __init__(  # noqa: PLR0913 - one parameter per option
         self,
         shape: ModelShape,
         *,
@@ -82,11 +91,16 @@ class TorchBackend:
         deterministic: str = "off",
         quantize: str = "off",
         memory_budget: int | str = 0,
+        kv_cache_bytes: int | str = 0,
+        sampler_sequences: int | str = 0,
+        sampler_step_tokens: int | str = 0,
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
         if logits_chunk != "auto":
             logits_chunk = positive("logits_chunk", logits_chunk)
+        set_precision()
+        self._sampler_limits = int(kv_cache_bytes), int(sampler_sequences), int(sampler_step_tokens)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
@@ -95,13 +109,14 @@ class TorchBackend:
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
-            logits_chunk = min(max(fitting, LEAST_CHUNK), LARGEST_CHUNK)
+            logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
         self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
         self._memory = self._open_memory(int(memory_budget), logits_chunk)
+        log.info("kernels", base_model=shape.name, **self.kernels())
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -109,30 +124,62 @@ class TorchBackend:
     def _make_trainer(self, max_tokens: int, chunk_rows: int) -> Trainer:
         return (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
 
-    def _make_sampler(self) -> LocalSampler:
-        from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+    def _sampler_options(self) -> SamplerOptions:
+        from tinsmith.samplers.local.engine import SamplerOptions
 
-        options = SamplerOptions(deterministic=self._deterministic)
-        return LocalSampler(self._base, self._versions, options=options, memory=self._memory)
+        kv_cache_bytes, sequences, tokens = (limit or None for limit in self._sampler_limits)
+        return SamplerOptions(
+            kv_cache_bytes=kv_cache_bytes,
+            max_sequences=sequences,
+            max_tokens_per_step=tokens,
+            deterministic=self._deterministic,
+        )
+
+    def _make_sampler(self) -> LocalSampler:
+        from tinsmith.samplers.local.engine import LocalSampler
+
+        return LocalSampler(self._base, self._versions, options=self._sampler_options(), memory=self._memory)
+
+    def kernels(self) -> dict[str, str]:
+        """The kernels in use on this device, for the log."""
+        from tinsmith.samplers.local.paged_attention import described, reads_pages
+
+        base = self._base
+        found = {
+            "device": f"{base.device}, {base.dtype}, no TF32",
+            "layers": "fused" if base.has_fused_layers else "transformers' modules",
+            "attention": "SDPA with FlashAttention 3" if reads_pages(base.device) else "SDPA",
+            "decode": described(base.device),
+            "lora": "batched products of short segments of one layout, else a product for each segment",
+            "optimizer": "fused AdamW; Dimuon by matrix shape",
+        }
+        if base.experts:
+            found["experts"] = moe.kernel_of(base.device, base.dtype)
+        if base.mixers:
+            libraries = [name for name in MIXER_LIBRARIES if find_spec(name)]
+            found["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
+        return found
 
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
-        """Raises SettingsError if the budget is too small for anything."""
+        """Raises SettingsError if the budget is too small for any work."""
         memory = MemoryManager(budget_bytes)
-        step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows)
+        step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
         self._base_bytes, self._least_bytes = self._base.num_bytes, 0
         memory.register(BASE, lambda: self._base_bytes)
         memory.register(SAMPLING, lambda: step.sampling_bytes)
         if self._base.vision is not None:
             self._share(memory, self._base.vision)
-        memory.register(MODELS, self._models_bytes, Evictable(self._parkable_bytes, self._parkable_bytes, self._park))
+        memory.register(
+            MODELS, self._models_bytes, Evictable(self._offloadable_bytes, self._offloadable_bytes, self._offload)
+        )
         memory.register(VERSIONS, self._versions_bytes)
         if memory.is_limited:
-            self._refuse_too_little(memory, step)
+            self._check_budget(memory, step)
         return memory
 
     @staticmethod
     def _share(memory: MemoryManager, vision: Vision) -> None:
-        """Features of images are kept in what others leave, and are the first to go."""
+        """Image features use memory that others leave, and are evicted first."""
 
         def held() -> int:
             return vision.feature_bytes
@@ -140,23 +187,23 @@ class TorchBackend:
         memory.register(IMAGES, held, Evictable(held, held, lambda missing: vision.keep_within(held() - missing)))
         vision.limit_bytes = lambda: memory.limit_of(IMAGES)
 
-    def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
-        """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
-        from tinsmith.samplers.local.kv_cache import layer_shapes, noted_layers
+    def _check_budget(self, memory: MemoryManager, step: StepMemory) -> None:
+        """One small adapter plus a short sequence, in training or in sampling, must fit."""
+        from tinsmith.samplers.local.kv_cache import layer_shapes, probe_layers
         from tinsmith.samplers.local.states import state_bytes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
         training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
-        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_EACH * state_bytes(noted_layers(self._base))
+        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_EACH * state_bytes(probe_layers(self._base))
         self._least_bytes = max(training, sampling)
         held = memory.use()
         needed = sum(held.values()) + adapter + self._least_bytes
         if needed > memory.budget_bytes:
             raise SettingsError(
                 f"memory_budget is {in_words(memory.budget_bytes)}, and {self._base.shape.name} needs "
-                f"{in_words(needed)} to do anything: base {in_words(held[BASE])}, a sampler's step "
+                f"at least {in_words(needed)}: base {in_words(held[BASE])}, a sampler's step "
                 f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
                 f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys, values and states of "
                 f"{in_words(sampling)}"
@@ -170,30 +217,30 @@ class TorchBackend:
         return sum(trained.num_bytes for trained in self._models.values())
 
     def _versions_bytes(self) -> int:
-        """What a version shares with the model that it was published from is the model's."""
+        """Weights that a version shares with its model are counted with the model."""
         own = {id(trained.adapter.flat_P) for trained in self._models.values()}
         counted = {id(adapter.flat_P): adapter for adapter in self._versions.values() if id(adapter.flat_P) not in own}
         return sum(adapter.num_bytes for adapter in counted.values())
 
-    def _parkable_bytes(self) -> int:
-        return sum(trained.parkable_bytes for trained in self._models.values())
+    def _offloadable_bytes(self) -> int:
+        return sum(trained.offloadable_bytes for trained in self._models.values())
 
-    def _park(self, num_bytes: int) -> None:
-        """Optimizer state goes to the host until its next step; on a CPU it is there already."""
+    def _offload(self, num_bytes: int) -> None:
+        """Move optimizer state to the host until its next step; a no-op on CPUs."""
         for trained in self._models.values():
             if num_bytes <= 0:
                 return
-            num_bytes -= trained.park()
+            num_bytes -= trained.offload()
 
-    def _enter(self, model_id: str, trained: Trained) -> None:
-        """Raises UserError if the model is larger than what a budget leaves for any."""
+    def _add_model(self, model_id: str, trained: Trained) -> None:
+        """Raises UserError if the budget cannot hold the model."""
         memory = self._memory
         if memory.is_limited and not self.has_model(model_id):
             room = memory.budget_bytes - self._base_bytes - self._least_bytes
             if trained.num_bytes > room:
                 raise UserError(
                     f"a model of rank {trained.adapter.spec.rank} takes {in_words(trained.num_bytes)} in training, and "
-                    f"the engine's memory budget leaves {in_words(max(0, room))} beside the base model"
+                    f"the engine's memory budget leaves {in_words(max(0, room))} besides the base model"
                 )
             memory.evict_for(trained.num_bytes, MODELS)
         self._models[model_id] = trained
@@ -212,7 +259,7 @@ class TorchBackend:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
         adapter = self._adapter(spec, layout, initialise(layout, seed, self._base.device))
-        self._enter(model_id, Trained(adapter, optimizer_type=optim.check_family(optimizer_type)))
+        self._add_model(model_id, Trained(adapter, optimizer_type=optim.check_family(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -224,7 +271,7 @@ class TorchBackend:
     def model_budget_bytes(self) -> int:
         if not self._memory.is_limited or self._trainer.memory is None:
             return self._model_budget_bytes
-        # A step that did not fit has others leave; they come back with their next request.
+        # If a step did not fit, other models are moved out; they return with their next request.
         room = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
         return max(1, int(room) - self._trainer.memory.shortage_bytes)
 
@@ -290,30 +337,30 @@ class TorchBackend:
                 f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
                 f"rank {spec.rank} on {len(layout.targets)}"
             )
-        pairs = dict(saved.pairs)
+        pairs, factor = dict(saved.pairs), saved.alpha / spec.alpha  # 1 for a checkpoint of its own
         if missing:
-            # It comes from elsewhere, where not every linear of a group was adapted: these begin as in a new adapter.
+            # The file was written by other software that adapted only some linears of a group: the rest start fresh.
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
             fresh = layout.views(initialise(layout, seed, self._base.device).cpu())
             pairs |= {name: fresh[name] for name in missing}
-        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._base.device))
+        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._base.device, factor))
         trained = Trained(adapter, optimizer_type=optim.check_family(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
             checkpoint.load_gradient(trained, directory)
-        self._enter(model_id, trained)
+        self._add_model(model_id, trained)
 
     def publish(self, model_id: str, version_id: str) -> None:
         version = self._model(model_id).publish()
         self._memory.evict_for(version.num_bytes, VERSIONS)
         self._versions[version_id] = version
-        self._let_go()
+        self._collect()
 
     def load_version(self, version_id: str, directory: Path) -> None:
         saved = self._read_adapter(directory)
         targets = [target for target in self._base.adaptable() if target.name in saved.pairs]
         groups = {target.group for target in targets}
-        spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
+        spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups, saved.alpha)
         layout = Layout.of(saved.rank, targets)
         self._memory.evict_for(4 * layout.numel, VERSIONS)
         self._versions[version_id] = self._adapter(
@@ -327,12 +374,12 @@ class TorchBackend:
         return version_id in self._versions
 
     def drop_version(self, version_id: str) -> None:
-        # A running sample holds the adapter itself, so the entry can go at once.
+        # Running samples hold the adapter itself, so the entry can be dropped at once.
         self._versions.pop(version_id, None)
-        self._let_go()
+        self._collect()
 
-    def _let_go(self) -> None:
-        """Free what the sampler kept of replaced and dropped versions: their cached prefixes above all."""
+    def _collect(self) -> None:
+        """Free what the sampler kept of replaced and dropped versions, mainly cached prefixes."""
         if self._sampler is not None:
             self._sampler.collect()
 

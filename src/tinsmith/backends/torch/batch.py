@@ -1,12 +1,10 @@
-"""Passes of many tenants to packed batches: which sequences run together, and every array they need.
+"""Passes of many tenants as packed batches: which sequences run together, and every array they need.
 
-An `Example` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's
-rows are one segment and each pass's pairs one run, and cuts the list into micro-batches of a token budget; a
-sequence is never cut and nothing is padded. numpy only up to the tensors that a device needs; knows no model
-and no formula.
+An `Example` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's rows are
+one segment and each pass's pairs are contiguous, and cuts the list into micro-batches of a token budget; a sequence is
+never cut and nothing is padded. Uses numpy up to the tensors that a device needs; knows no model and no formula.
 
-Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K
-targets.
+Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K targets.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ import numpy.typing as npt
 
 from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.vision import Placed, PlacedSpan
+from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.vision import ImageInput, InputSpan
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
 Columns32 = Mapping[str, F32]
 
 COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
-"""What a loss may read of a pair, one float32 each; a loss that does not know one never looks at it."""
+"""What a loss may read of a pair, one float32 each; a loss ignores columns that it does not use."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One datum on its way to the device. `columns` hold one number per pair."""
+    """One datum, prepared for the device. `columns` hold one number per pair."""
 
     pass_index: int
     datum_index: int
@@ -41,7 +39,7 @@ class Example:
     target_shape: tuple[int, ...]
     targets_P: I64
     columns: Columns32
-    placed: Placed | None = None  # of a datum with images
+    placed: ImageInput | None = None  # of a datum with images
 
     @property
     def num_tokens(self) -> int:
@@ -54,9 +52,19 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one packed forward needs. Rows of one adapter, and pairs of one pass, lie side by side."""
+    """What one packed forward needs. Rows of one adapter, and pairs of one pass, are contiguous."""
 
     examples: tuple[Example, ...]
+
+    @property
+    def whole(self) -> MicroBatch:
+        """The micro-batch that this is a part of, if its rows are split over ranks."""
+        return self
+
+    @cached_property
+    def pairs(self) -> slice:
+        """Which pairs of the whole micro-batch these are."""
+        return slice(None)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -71,12 +79,23 @@ class MicroBatch:
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     @cached_property
-    def pieces(self) -> list[PlacedSpan]:
-        return [PlacedSpan(example.placed, 0, example.num_tokens) for example in self.examples]
+    def pieces(self) -> list[InputSpan]:
+        return [InputSpan(example.placed, 0, example.num_tokens) for example in self.examples]
+
+    @cached_property
+    def seen(self) -> list[I64 | None]:
+        """The `seen` argument of `PackedCausal`."""
+        return [example.placed.seen(0, example.num_tokens) if example.placed else None for example in self.examples]
 
     @cached_property
     def has_images(self) -> bool:
         return any(example.placed for example in self.examples)
+
+    @cached_property
+    def largest_image(self) -> int:
+        """Tokens of the largest image; 0 without one."""
+        placed = (example.placed for example in self.examples if example.placed)
+        return max((image.num_tokens for each in placed for image in each.images), default=0)
 
     @cached_property
     def routing(self) -> Routing:
@@ -93,7 +112,7 @@ class MicroBatch:
 
     @cached_property
     def row_P(self) -> I64:
-        """The row of each pair, rising."""
+        """The row of each pair, ascending."""
         counts = [len(example.targets_P) // example.num_tokens for example in self.examples]
         return np.repeat(np.arange(len(self.tokens_T)), np.repeat(counts, self.lengths))
 
@@ -120,9 +139,9 @@ class MicroBatch:
 
 
 def examples_of(
-    request: Pass, pass_index: int, adapter: Adapter, placed: Sequence[Placed | None] | None = None
+    request: Pass, pass_index: int, adapter: Adapter, placed: Sequence[ImageInput | None] | None = None
 ) -> list[Example]:
-    """A checked pass's data. Raises what `losses.check_pass` would have raised earlier. `placed`: of each datum."""
+    """The examples of a checked pass. Raises the errors of `losses.check_pass`. `placed`: one entry per datum."""
     config = losses.resolve_config(request)
     examples = []
     for datum_index, datum in enumerate(request.data):
@@ -145,8 +164,8 @@ def examples_of(
 def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
     loss = losses.LOSSES[request.loss_fn]
     sources = {
-        # 1 where cross_entropy has no weights. A custom loss's are only known once its log probabilities are: until
-        # then every position may count.
+        # 1 where cross_entropy has no weights. A custom loss's weights are known only after its log probabilities:
+        # until then every position may count.
         "weight": ("weights" if "weights" in loss.optional else "advantages", 1.0),
         "old_logprob": ("logprobs", 0.0),
         "low": (losses.CLIP_LOW, config.get(losses.CLIP_LOW, 0.0)),
@@ -159,11 +178,13 @@ def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs
             columns[column] = losses.floats(datum.inputs[name]).reshape(-1)
         else:
             columns[column] = np.full(num_pairs, default, np.float32)
+    if losses.ROLLOUT_LOGPROBS in loss.optional and losses.ROLLOUT_LOGPROBS in datum.inputs:
+        columns["weight"] = columns["weight"] * losses.rollout_weights(datum, config)
     return columns
 
 
 def pack(examples: Sequence[Example], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens`; an example longer than that goes alone."""
+    """Micro-batches of at most `max_tokens`; a longer example gets its own."""
     order: dict[int, int] = {}
     for example in examples:
         order.setdefault(id(example.adapter), len(order))

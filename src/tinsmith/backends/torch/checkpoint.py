@@ -1,19 +1,17 @@
-"""Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
+"""Adapters as files: PEFT's format for the weights, our own safetensors files for the optimizer.
 
-An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang
-read them, or, for experts if `stacked` is set, in the form of Tinker's exports;
-`optimizer.safetensors` beside them makes training continue bit for bit, and `gradient.safetensors`, of a snapshot
-only, holds what has accumulated and was not stepped. Files are fsynced one by one; making the directory appear at
-once is the caller's responsibility.
+An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang read them,
+or, if `stacked` is set, with experts in the format of Tinker's exports. `optimizer.safetensors` makes training continue
+bit for bit; `gradient.safetensors`, only in a snapshot, holds the accumulated gradient. Files are fsynced one by one;
+publishing the directory atomically is up to the caller.
 
-Experts' adapters in files: as Tinker's exports hold them, and as PEFT does.
-
-Tinker's form is ours in memory: `{experts}.w1`, `.w3` and `.w2`, with A or B of all experts stacked, and one where
-they share it. PEFT adapts the two parameters that transformers keeps, `gate_up_proj` and `down_proj`
-(`target_parameters`): gate and up become one adapter of twice the rank, whose B is zero across the halves, and what
-experts share is repeated for each. Both forms hold the same numbers, and either is read back exactly; an adapter of
-PEFT's own whose experts share nothing is refused. Linears that carry an adapter for each of several parts are one
-adapter to PEFT, too: of the ranks together, with a B that is zero across the parts. Knows no directory.
+Tinker's format is ours in memory: `{experts}.w1`, `.w3` and `.w2`, with A or B of all experts stacked, and a single one
+where they share it. PEFT adapts the two parameters of transformers, `gate_up_proj` and `down_proj`
+(`target_parameters`): gate and up become one adapter of twice the rank, whose B is zero across the halves, and shared
+matrices are repeated for each expert. Experts without a gate have `.w1` and `up_proj` instead. Both formats hold the
+same numbers, and either is read back exactly; a PEFT adapter whose experts share nothing is refused. A linear with an
+adapter for each of several parts is one adapter to PEFT, too: of the sum of their ranks, with a B that is zero across
+the parts.
 
 Shapes: E experts, r rank, D hidden size, I inner size.
 """
@@ -35,53 +33,60 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import WRAPPED, Adapter, Layout, Pair, Target, Trained, text_name, wrapped_name
 from tinsmith.errors import UserError
-from tinsmith.types import LORA_ALPHA, OPTIMIZERS
+from tinsmith.types import OPTIMIZERS
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 RANK_KEY = "experts.gate_up_proj"
-"""Where PEFT's rank_pattern and alpha_pattern say that gate and up are one adapter of twice the rank."""
+"""The key in PEFT's rank_pattern and alpha_pattern for gate and up as one adapter of twice the rank."""
 
 SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
 RESERVED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-"""Last names of linears that PEFT takes for experts of an older layout: beside experts it wants them as parameters."""
+"""Last names of linears that PEFT takes for experts of an older layout: next to experts it wants them as parameters."""
 
 
 class _Experts(NamedTuple):
-    """One module of experts: its path, and the targets w1, w3 and w2 of it."""
+    """One module of experts: its path, the targets that read hidden states (w1 and w3, or w1 alone), and w2."""
 
     path: str
-    gate: Target
-    up: Target
+    outer: tuple[Target, ...]
     down: Target
 
     @property
     def num_experts(self) -> int:
-        assert self.gate.bank is not None
-        return self.gate.bank.num_experts
+        assert self.down.experts is not None
+        return self.down.experts.num_experts
 
-    def halves(self) -> tuple[slice, slice]:
-        """Where gate and up are among the outputs of `gate_up_proj`."""
-        assert self.gate.bank is not None
-        if self.gate.bank.interleaved:
+    @property
+    def outer_parameter(self) -> str:
+        return GATE_UP if len(self.outer) == 2 else UP
+
+    def outer_rows(self) -> tuple[slice, ...]:
+        """The output rows of each of `outer` in their parameter."""
+        gate = self.outer[0]
+        assert gate.experts is not None
+        if len(self.outer) == 1:
+            return (slice(None),)
+        if gate.experts.interleaved:
             return slice(0, None, 2), slice(1, None, 2)
-        return slice(0, self.gate.out_features), slice(self.gate.out_features, None)
+        return slice(0, gate.out_features), slice(gate.out_features, None)
 
 
 def names(targets: Iterable[Target]) -> set[str]:
-    """What tensors of PEFT's form are called, beside the targets themselves."""
+    """Names of tensors in PEFT's format that are not targets themselves."""
     targets = list(targets)
-    return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)} | _parted(
+    return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)} | _split_linears(
         targets
     ).keys()
 
 
 def understood_options(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
-    """Those of SETTINGS that say what `adapter_settings` writes of some of these targets; they need no refusal."""
+    """The SETTINGS whose values are those that `adapter_settings` writes for some of these targets."""
     rank, alpha, ranks = config["r"], config["lora_alpha"], config.get("rank_pattern")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not isinstance(ranks, dict):
         return frozenset()
-    if (RANK_KEY in ranks) != bool(config.get("target_parameters")):
+    targets = list(targets)
+    if (RANK_KEY in ranks) != (_has_gates(targets) and bool(config.get("target_parameters"))):
         return frozenset()
     times = {name: each for name, each in _multiples(targets).items() if name in ranks}
     patterns = {"rank_pattern": rank, "alpha_pattern": alpha}
@@ -89,73 +94,78 @@ def understood_options(config: Mapping[str, object], targets: Iterable[Target]) 
     return frozenset(SETTINGS) if all(config.get(name) == value for name, value in expected.items()) else frozenset()
 
 
-def adapter_settings(targets: Iterable[Target], rank: int, alpha: int) -> dict[str, object]:
-    """What PEFT's configuration says of an adapter of these targets; nothing if it has no experts and no parts."""
+def adapter_settings(targets: Iterable[Target], rank: int, alpha: float) -> dict[str, object]:
+    """PEFT's extra settings for an adapter with these targets; empty without experts and parts."""
     targets = list(targets)
-    if not (times := _multiples(targets)):
+    times, modules = _multiples(targets), list(_modules(targets))
+    if not times and not modules:
         return {}
     patterns: dict[str, object] = {
         "rank_pattern": {name: each * rank for name, each in times.items()},
         "alpha_pattern": {name: each * alpha for name, each in times.items()},
     }
-    if paths := [experts.path for experts in _modules(targets)]:
+    if modules:
         linears = [f"{target.name}.weight" for target in targets if is_parameter(target)]
-        patterns["target_parameters"] = [f"{path}.{name}" for path in paths for name in (GATE_UP, DOWN)] + linears
+        own = [f"{experts.path}.{name}" for experts in modules for name in (experts.outer_parameter, DOWN)]
+        patterns["target_parameters"] = own + linears
     return patterns
 
 
 def peft_linears(targets: Iterable[Target]) -> list[str]:
     """The paths of the linears that PEFT adapts as modules."""
     targets = list(targets)
-    has_experts = any(target.bank for target in targets)
-    plain = [t for t in targets if not (t.bank or (has_experts and is_parameter(t)))]
-    return list(dict.fromkeys(t.part.whole if t.part else t.name for t in plain))
+    has_experts = any(target.experts for target in targets)
+    plain = [t for t in targets if not (t.experts or (has_experts and is_parameter(t)))]
+    return list(dict.fromkeys(t.part.linear_name if t.part else t.name for t in plain))
 
 
 def _multiples(targets: Iterable[Target]) -> dict[str, int]:
-    """Where PEFT's rank is a multiple of ours: by the end of a path, as its patterns are."""
+    """Path suffixes, as in PEFT's patterns, for which PEFT's rank is a multiple of ours."""
     targets = list(targets)
     times = {
-        whole.rpartition(".")[2]: parts[0].part.num_parts for whole, parts in _parted(targets).items() if parts[0].part
+        linear_name.rpartition(".")[2]: parts[0].part.num_parts
+        for linear_name, parts in _split_linears(targets).items()
+        if parts[0].part
     }
-    return times | ({RANK_KEY: 2} if any(target.bank for target in targets) else {})
+    return times | ({RANK_KEY: 2} if _has_gates(targets) else {})
 
 
-def _parted(targets: Iterable[Target]) -> dict[str, list[Target]]:
-    """Path of a linear -> the parts of it that carry adapters, in their order."""
+def _has_gates(targets: Iterable[Target]) -> bool:
+    return any(len(experts.outer) == 2 for experts in _modules(targets))
+
+
+def _split_linears(targets: Iterable[Target]) -> dict[str, list[Target]]:
+    """Path of a linear -> the parts of it that carry adapters, in order."""
     found: dict[str, list[Target]] = {}
     for target in targets:
         if target.part is not None:
-            found.setdefault(target.part.whole, []).append(target)
+            found.setdefault(target.part.linear_name, []).append(target)
     return found
 
 
 def is_parameter(target: Target) -> bool:
-    """Whether PEFT wants this linear as a parameter, where there are experts."""
-    return target.bank is None and target.name.rpartition(".")[2] in RESERVED
+    """Whether PEFT wants this linear as a parameter if there are experts."""
+    return target.experts is None and target.name.rpartition(".")[2] in RESERVED
 
 
 def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, Pair]:
-    """PEFT's form of the same adapter."""
+    """The same adapter in PEFT's format."""
     out = dict(weights)
-    for whole, parts in _parted(targets).items():
+    for linear_name, parts in _split_linears(targets).items():
         pairs = [out.pop(target.name) for target in parts]
         assert parts[0].part is not None
         rank = len(pairs[0][0])
         b_OR = pairs[0][1].new_zeros(parts[0].part.num_rows, rank * len(parts))
         for number, (rows, (_, b_Or)) in enumerate(zip(_rows(parts), pairs, strict=True)):
             b_OR[rows, number * rank : (number + 1) * rank] = b_Or
-        out[whole] = torch.cat([a_rI for a_rI, _ in pairs]), b_OR
+        out[linear_name] = torch.cat([a_rI for a_rI, _ in pairs]), b_OR
     for experts in _modules(targets):
-        (gate_a, gate_b), (up_a, up_b), (down_a, down_b) = (
-            out.pop(target.name) for target in (experts.gate, experts.up, experts.down)
-        )
-        num_experts, (gate_rows, up_rows) = experts.num_experts, experts.halves()
-        rank = down_a.shape[1]
-        a_RD = torch.cat((gate_a[0], up_a[0]))
-        b_GRE = a_RD.new_zeros(2 * experts.gate.out_features, 2 * rank, num_experts)
-        b_GRE[gate_rows, :rank] = gate_b.permute(1, 2, 0)
-        b_GRE[up_rows, rank:] = up_b.permute(1, 2, 0)
+        outer, (down_a, down_b) = [out.pop(target.name) for target in experts.outer], out.pop(experts.down.name)
+        num_experts, num_outer, rank = experts.num_experts, len(experts.outer), down_a.shape[1]
+        a_RD = torch.cat([a_1rD[0] for a_1rD, _ in outer])
+        b_GRE = a_RD.new_zeros(num_outer * experts.down.in_features, num_outer * rank, num_experts)
+        for number, (rows, (_, b_EIr)) in enumerate(zip(experts.outer_rows(), outer, strict=True)):
+            b_GRE[rows, number * rank : (number + 1) * rank] = b_EIr.permute(1, 2, 0)
         out[_outer(experts.path)] = a_RD.repeat(num_experts, 1), b_GRE.flatten(1)
         out[experts.path] = down_a.flatten(0, 1), down_b[0].repeat_interleave(num_experts, 1)
     return out
@@ -164,58 +174,60 @@ def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, 
 def unpacked(
     pairs: Mapping[str, Sequence[Tensor | None]], targets: Iterable[Target], rank: int
 ) -> dict[str, Sequence[Tensor | None]]:
-    """Our form of what may be in PEFT's; a matrix that the file lacks is None. Raises UserError on adapters whose
-    experts do not share what ours do, or that change outputs which carry none.
+    """The adapter in our format; `pairs` may be in PEFT's. A matrix missing from the file is None. Raises UserError if
+    experts do not share the matrices that ours share, or if outputs change that carry no adapter.
     """
     out = dict(pairs)
-    for whole, parts in _parted(targets).items():
-        if (pair := out.pop(whole, None)) is not None:
-            out |= _parts_of(whole, parts, pair, rank)
+    for linear_name, parts in _split_linears(targets).items():
+        if (pair := out.pop(linear_name, None)) is not None:
+            out |= _parts_of(linear_name, parts, pair, rank)
     for experts in _modules(targets):
         outer, inner = (out.pop(name, None) for name in (_outer(experts.path), experts.path))
         if outer is None and inner is None:
             continue
-        num_experts, (gate_rows, up_rows) = experts.num_experts, experts.halves()
-        width, hidden = experts.gate.out_features, experts.gate.in_features
-        outer_sizes = (num_experts * 2 * rank, hidden), (2 * width, 2 * rank * num_experts)
-        outer_a, outer_b = _checked(f"{experts.path}.{GATE_UP}", outer, outer_sizes)
+        num_experts, num_outer = experts.num_experts, len(experts.outer)
+        width, hidden = experts.down.in_features, experts.down.out_features
+        outer_sizes = (num_experts * num_outer * rank, hidden), (num_outer * width, num_outer * rank * num_experts)
+        outer_a, outer_b = _checked(f"{experts.path}.{experts.outer_parameter}", outer, outer_sizes)
         inner_sizes = (num_experts * rank, width), (hidden, rank * num_experts)
         inner_a, inner_b = _checked(f"{experts.path}.{DOWN}", inner, inner_sizes)
-        a_ERD = outer_a.view(num_experts, 2 * rank, hidden)
-        b_EGR = outer_b.view(2 * width, 2 * rank, num_experts).permute(2, 0, 1)
+        a_ERD = outer_a.view(num_experts, num_outer * rank, hidden)
+        b_EGR = outer_b.view(num_outer * width, num_outer * rank, num_experts).permute(2, 0, 1)
+        rest_EGR = b_EGR.clone()
+        for number, (target, rows) in enumerate(zip(experts.outer, experts.outer_rows(), strict=True)):
+            ranks = slice(number * rank, (number + 1) * rank)
+            out[target.name] = a_ERD[:1, ranks], b_EGR[:, rows, ranks]
+            rest_EGR[:, rows, ranks] = 0
         b_EDr = inner_b.view(hidden, rank, num_experts).permute(2, 0, 1)
         if not (
             torch.equal(a_ERD, a_ERD[:1].expand_as(a_ERD))
             and torch.equal(b_EDr, b_EDr[:1].expand_as(b_EDr))
-            and not b_EGR[:, gate_rows, rank:].any()
-            and not b_EGR[:, up_rows, :rank].any()
+            and not rest_EGR.any()
         ):
             raise UserError(
                 f"{experts.path}: here all experts share A of gate and of up, and B of {DOWN} (docs/decisions.md); "
-                "this adapter's have their own"
+                "this adapter's experts have their own"
             )
-        out[experts.gate.name] = a_ERD[:1, :rank], b_EGR[:, gate_rows, :rank]
-        out[experts.up.name] = a_ERD[:1, rank:], b_EGR[:, up_rows, rank:]
         out[experts.down.name] = inner_a.view(num_experts, rank, width), b_EDr[:1]
     return out
 
 
-def _parts_of(whole: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int) -> dict[str, Pair]:
-    """The adapter of each part, from one of the ranks together, or of a single rank, whose A they share then."""
+def _parts_of(linear_name: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int) -> dict[str, Pair]:
+    """The adapter of each part, from one of the summed ranks, or of a single rank, whose A the parts then share."""
     assert parts[0].part is not None
     num_rows, inputs, num_parts = parts[0].part.num_rows, parts[0].in_features, len(parts)
     shares = pair[0] is not None and len(pair[0]) == rank
     width = rank if shares else rank * num_parts
-    a_RI, b_OR = _checked(whole, pair, ((width, inputs), (num_rows, width)))
+    a_RI, b_OR = _checked(linear_name, pair, ((width, inputs), (num_rows, width)))
     found, rest_OR = {}, b_OR.clone()
     for number, (target, rows) in enumerate(zip(parts, _rows(parts), strict=True)):
         ranks = slice(None) if shares else slice(number * rank, (number + 1) * rank)
         found[target.name] = a_RI[ranks], b_OR[rows, ranks]
         rest_OR[rows, ranks] = 0
     if rest_OR.any():
-        apart = ", ".join(target.name.rpartition(".")[2] for target in parts)
+        own_names = ", ".join(target.name.rpartition(".")[2] for target in parts)
         raise UserError(
-            f"{whole}: here {apart} carry an adapter each (docs/decisions.md); this one is not made of these"
+            f"{linear_name}: here {own_names} carry one adapter each (docs/decisions.md); this one cannot be split"
         )
     return found
 
@@ -227,15 +239,15 @@ def _rows(parts: Iterable[Target]) -> list[slice]:
 def _modules(targets: Iterable[Target]) -> Iterator[_Experts]:
     found: dict[str, dict[str, Target]] = {}
     for target in targets:
-        if target.bank is not None:
+        if target.experts is not None:
             path, _, last = target.name.rpartition(".")
             found.setdefault(path, {})[last] = target
     for path, own in found.items():
-        yield _Experts(path, own["w1"], own["w3"], own["w2"])
+        yield _Experts(path, tuple(own[name] for name in ("w1", "w3") if name in own), own["w2"])
 
 
 def _outer(path: str) -> str:
-    """PEFT wraps a module once for each parameter; the first one it meets is innermost."""
+    """PEFT wraps a module once per parameter; the first parameter is innermost."""
     return f"{path}.base_layer"
 
 
@@ -257,12 +269,12 @@ MAX_ALPHA = 1e30  # weights are float32
 
 UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
                "trainable_token_indices", "target_parameters", "layer_replication")  # fmt: skip
-"""PEFT settings that change what an adapter computes in ways that we do not have."""
+"""PEFT settings that change an adapter's computation in ways that we do not implement."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A saved adapter: name -> (A, B), scaled so that our alpha fits."""
+    """A saved adapter: name -> (A, B). The scale of their product is `alpha / rank`."""
 
     rank: int
     alpha: float
@@ -272,12 +284,13 @@ class AdapterFile:
 def save_adapter(
     adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path, *, stacked: bool = False
 ) -> None:
-    """`module_names` are the paths of all modules of the base model: target_modules must select ours
-    exactly. `stacked`: as Tinker's exports have it, experts (see expert_files.py) and names, which are those of the
-    text model by itself; otherwise PEFT loads it into the model, whatever wraps the text model.
+    """`module_names` are the paths of all modules of the base model: target_modules must select ours exactly.
+    `stacked`: experts and names as in Tinker's exports, with the names of the standalone text model; otherwise PEFT can
+    load it into the model, including a model with a wrapper around its text model.
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
-    settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, int(LORA_ALPHA))
+    alpha = written_alpha(adapter.spec.alpha)
+    settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, alpha)
     adapted = [target.name for target in targets] if not settings else peft_linears(targets)
     path_of = text_name
     if stacked:
@@ -295,7 +308,7 @@ def save_adapter(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.layout.rank,
-        "lora_alpha": int(LORA_ALPHA),
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": _target_modules([path_of(name) for name in adapted], module_names),
@@ -314,20 +327,27 @@ def save_adapter(
     _fsync(path)
 
 
-def fill(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """A flat buffer that holds these matrices, which must be the layout's."""
+def written_alpha(alpha: float) -> int | float:
+    """The alpha of adapter_config.json: PEFT and inference engines declare an integer, and accept a fraction."""
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def fill(layout: Layout, pairs: Mapping[str, Pair], device: torch.device, factor: float = 1.0) -> Tensor:
+    """A flat buffer with these matrices, which must be the layout's; each B is multiplied by `factor`."""
     flat_P = torch.zeros(layout.numel)
     for name, (a_rI, b_Or) in layout.views(flat_P).items():
         a_rI.copy_(pairs[name][0])
         b_Or.copy_(pairs[name][1])
+        if factor != 1.0:
+            b_Or.mul_(factor)
     return flat_P.to(device)
 
 
 Named = Callable[["Trained", Tensor, str], dict[str, Tensor]]
-"""A flat buffer [P] of a model as tensors of a file, whose names end in the kind of number."""
+"""Maps a model's flat buffer [P] to tensors of a file, whose names end in `kind`."""
 
 Flat = Callable[["Trained", Mapping[str, Tensor], str, Path], Tensor]
-"""The reverse. Raises UserError unless every tensor of the model is there, in its shape."""
+"""The inverse. Raises UserError unless every tensor of the model is present, in its shape."""
 
 
 def named_pairs(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
@@ -348,7 +368,7 @@ def _flat_pairs(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path
     except KeyError as error:
         raise UserError(f"{path.name} has no {error}") from None
     for target in layout.targets:
-        # A smaller tensor would be repeated until it fits.
+        # copy_ would broadcast a smaller tensor.
         sizes = target.shapes(layout.rank)
         if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
             raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
@@ -365,20 +385,19 @@ def save_optimizer(trained: Trained, directory: Path, named: Named = named_pairs
 
 
 def save_gradient(trained: Trained, directory: Path, named: Named = named_pairs) -> None:
-    """Nothing is written where nothing has accumulated."""
+    """Writes nothing if no gradient has accumulated."""
     if trained.gradient_P is not None:
         write_tensors(named(trained, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
 
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
-    """Raises UserError unless every tensor has its place in the base model whose `targets` these are."""
+    """Raises UserError unless every tensor belongs to one of `targets`, those of the base model."""
     config = _read_config(directory, targets.values())
     rank, alpha = config["r"], config["lora_alpha"]
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
     if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     known = targets.keys() | names(targets.values())
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
@@ -393,16 +412,14 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
         sizes = targets[name].shapes(rank)
         if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
             raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
-        # Exact when the file is ours: the factor is 1.
-        factor = scale / (LORA_ALPHA / rank)
-        complete[name] = (a_rI, b_Or if factor == 1.0 else b_Or * factor)
+        complete[name] = (a_rI, b_Or)
     if not complete:
         raise UserError(f"{WEIGHTS_FILE} holds no adapter")
-    return AdapterFile(rank, float(alpha), complete)
+    return AdapterFile(rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha), complete)
 
 
 def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
-    """Raises UserError if there is no optimizer state, or one of another adapter or optimizer family."""
+    """Raises UserError without optimizer state, or if it belongs to another adapter or optimizer."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
@@ -410,7 +427,7 @@ def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) 
     family = trained.optimizer_type
     held = {name.rpartition(".")[2] for name in tensors} - {"step"}
     if "step" not in tensors or tensors["step"].numel() != 1:
-        raise UserError(f"{path.name} does not say at which step the optimizer is")
+        raise UserError(f"{path.name} has no optimizer step")
     if held != set(OPTIMIZERS[family].state):
         raise UserError(
             f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
@@ -421,14 +438,14 @@ def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) 
 
 
 def load_gradient(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
-    """What had accumulated when a snapshot was taken, if anything had."""
+    """Load the gradient that had accumulated at the snapshot, if any."""
     path = directory / GRADIENT_FILE
     if path.is_file():
         trained.gradient_P = flat(trained, read_tensors(path), "gradient", path)
 
 
 def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:
-    """Last names if they select exactly the adapted modules, as most readers expect; full paths otherwise."""
+    """Last names if they select exactly the adapted modules, as most readers expect; otherwise full paths."""
     short = {name.rpartition(".")[2] for name in adapted}
     selected = {name for name in module_names if name.rpartition(".")[2] in short}
     return sorted(short if selected == set(adapted) else adapted)

@@ -1,11 +1,11 @@
-"""Runs a custom loss: node by node, on the host, from a table of what may be called.
+"""Runs a custom loss: node by node, on the host, restricted to a table of allowed functions.
 
-A `CustomRun` is one pass's loss at work. It takes each datum's log probabilities once, differentiates the loss by
-autograd, and keeps the datum's loss and metrics; the gradient goes on into the packed step's ordinary backward. The
-host is where the log probabilities go anyway, has no kernels to launch for a few numbers, and a loss that needs too
-much memory takes none of the device's. A failure ends the pass that it belongs to and never leaves as an exception. The
-sizes of results are bounded before they are computed (`_Bounds`), time between nodes. Knows `loss_graphs`' tables,
-which check what the client sent, and looks up nothing that is not in them.
+A `CustomRun` evaluates one pass's loss. It takes each datum's log probabilities once, differentiates the loss by
+autograd, and stores the datum's loss and metrics; the gradient continues into the packed step's ordinary backward. It
+runs on the host because the log probabilities go there anyway, a few numbers need no kernel launches, and a loss that
+needs too much memory cannot use the device's. A failure fails its pass and is never raised. The sizes of results are
+bounded before they are computed (`_Bounds`), and time is checked between nodes. Uses the tables of `losses.graphs`,
+which validate what the client sent, and looks up nothing else.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from tinsmith.types import F32, CustomLoss, Datum, LossArgument, LossNode, NodeR
 MAX_INTEGER = 2**63
 MAX_EXPONENT = 64
 MAX_SEQUENCE = 64
-"""Sizes and the like; dimensions are at most 64."""
+"""Longest list or tuple, of sizes and the like; dimensions are at most 64."""
 
 ROOTS = {"torch": torch, "operator": operator, "math": math}
 DTYPES = {name: getattr(torch, name) for name in CONSTANTS["dtype"]}
 TENSOR_DTYPES = frozenset(DTYPES.values())
 
 SIZED_BY_NUMBERS = frozenset(("repeat", "tile", "new_zeros", "new_ones", "new_full"))
-"""What makes its result as large as a number says, rather than as large as its tensors."""
+"""Operations whose result is as large as a number argument says, not as large as their tensors."""
 
 PRODUCTS = frozenset(("matmul", "mm", "dot", "outer"))
 MULTIPLYING = PRODUCTS | {"getitem", "index_select"}
-"""What may give more elements than its tensors have, though they are of one shape."""
+"""Operations that may give more elements than their tensors have, even for tensors of one shape."""
 
 OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-"""What an operation raises that does not fit its arguments."""
+"""Exceptions of an operation whose arguments do not fit."""
 
 
 def _named(path: str) -> Callable[..., object]:
@@ -76,10 +76,10 @@ _METHODS = {name: getattr(Tensor, name) for name in METHODS}
 
 
 class CustomRun:
-    """One pass's loss; `failure` says why it ended early, and from then on every gradient is zero."""
+    """One pass's loss; `failure` says why it stopped early, and from then on every gradient is zero."""
 
     def __init__(self, loss: CustomLoss, data: Sequence[Datum], *, max_seconds: float = MAX_SECONDS) -> None:
-        """Raises UserError if the graph is not one that may run."""
+        """Raises UserError if the graph is not allowed."""
         check_graph(loss)
         self._loss = loss
         self._data = data
@@ -94,12 +94,12 @@ class CustomRun:
         leaf = logprobs.detach().clone().requires_grad_()
         if self._run(index, leaf):
             assert leaf.grad is not None
-            # From zeros, since autograd may answer a zero that has no memory.
+            # From zeros, since autograd may return a zero tensor without storage.
             return (torch.zeros(leaf.shape) - leaf.grad).numpy()
         return np.zeros(tuple(leaf.shape), np.float32)
 
     def finish(self, logprobs: Sequence[F32]) -> dict[str, float] | UserError:
-        """The metrics of the pass; data that have not been differentiated are evaluated now."""
+        """The metrics of the pass; evaluates data that were not differentiated."""
         for index, array in enumerate(logprobs):
             if index not in self._values and self.failure is None:
                 self._run(index, torch.from_numpy(array).clone())
@@ -113,7 +113,7 @@ class CustomRun:
         return metrics
 
     def _run(self, index: int, logprobs: Tensor) -> bool:
-        """Evaluate one datum, with its gradient if `logprobs` asks for one; False if the pass has failed."""
+        """Evaluate one datum, with its gradient if `logprobs` requires one; False if the pass has failed."""
         if self.failure is not None:
             return False
         try:
@@ -144,21 +144,21 @@ class CustomRun:
         arrays = self._data[index].inputs
         inputs = [logprobs]
         for each in self._loss.inputs[1:]:
-            # A copy: a loss may write to its inputs, which view the body of the request.
+            # A copy, since a loss may write to its inputs, which are views of the request body.
             array = np.array(losses.dense(arrays[each.name]))
             inputs.append(torch.from_numpy(array.reshape(()) if each.rank == 0 else array))
         return inputs
 
     def _check_time(self, started: float, where: str) -> None:
-        # The time of this thread: what other work on the machine takes is not the loss's fault.
+        # This thread's CPU time, which excludes other work on the machine.
         if self._seconds + time.thread_time() - started > self._max_seconds:
             raise UserError(
-                f"it took more than {self._max_seconds:g} s in all, now at {where}; simplify it, or send less"
+                f"it took more than {self._max_seconds:g} s in all, stopped at {where}; simplify it, or send less data"
             )
 
 
 class _Bounds:
-    """Memory, counted before it is taken."""
+    """Bounds memory before it is allocated."""
 
     def __init__(self) -> None:
         self._total = 0
@@ -174,12 +174,12 @@ class _Bounds:
         if name not in SIZED_BY_NUMBERS:
             alike = len({tensor.shape for tensor in tensors if tensor.numel() != 1}) <= 1
             if alike and name not in MULTIPLYING and sum(sizes) <= MAX_ELEMENTS:
-                return  # element by element, a reduction, or joined
+                return  # elementwise, a reduction, or a concatenation
             if max(math.prod(sizes), sum(sizes)) <= MAX_ELEMENTS:
-                return  # whatever broadcasts or multiplies out: no result of these is larger
+                return  # no broadcast or product of these is larger
         if name == "masked_select" or (name == "getitem" and any(tensor.dtype == torch.bool for tensor in tensors[1:])):
             if len(tensors) == 2 and tensors[1].numel() <= tensors[0].numel():
-                return  # a choice from the first
+                return  # a selection from the first
             raise UserError(f"{node.name}: {node.target} with this mask could give more than {MAX_ELEMENTS} elements")
         self._check(node, call())
 
@@ -255,7 +255,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _without_memory(function: Callable[..., object], args: list[object], kwargs: dict[str, object]) -> object:
-    """The call with tensors that have a shape and no memory."""
+    """Call with meta tensors, which have a shape and no storage."""
     return function(*(_shape_of(arg) for arg in args), **{name: _shape_of(arg) for name, arg in kwargs.items()})
 
 
@@ -270,7 +270,7 @@ def _shape_of(value: object) -> object:
 
 
 def _check_plain(node: LossNode, args: Sequence[object]) -> None:
-    """Python's own numbers and sequences grow without bound, so what may be done with them is little."""
+    """Python's own numbers and sequences are unbounded, so few operations on them are allowed."""
     name = node.target
     if name in ("getattr", "operator.getitem"):
         return
@@ -287,7 +287,7 @@ def _check_plain(node: LossNode, args: Sequence[object]) -> None:
 
 
 def _check_result(node: LossNode, result: object) -> None:
-    """What a node may hand on: numbers, sizes, constants, and tensors of plain dtypes on the host."""
+    """Allowed results: numbers, sizes, constants, and plain dense tensors on the host."""
     items = result if isinstance(result, list | tuple) else [result]
     if len(items) > MAX_SEQUENCE:
         raise UserError(f"{node.name}: {node.target} gives {len(items)} values; at most {MAX_SEQUENCE} are allowed")

@@ -1,34 +1,431 @@
-"""Many LoRA adapters over one frozen linear: rows of a packed batch, each segment with its own adapter.
+"""LoRA adapters over frozen linears: rows of a packed batch, each segment with its own adapter.
 
-Owns: an adapter's weights (one flat float32 buffer with a view per matrix, so that the optimizer, a publish
-and a clone are a few calls whatever the number of layers), the routing of rows to adapters, and the linear
-that applies it. A row only ever meets its own segment's adapter (`sites`), so what is not finite in one never reaches
-another. Gradients of A and B are added straight into the adapter's own float32 buffers during backward;
-nothing is a leaf of autograd. Knows no loss, no optimizer, no file and no tenant.
+A `Routing` says which rows have which adapter. A `LoRADelta` computes the low-rank products of one linear, or of
+several that read the same rows and whose outputs are concatenated, such as queries, keys and values: their A's are one
+matrix where an adapter's layout has them adjacent. A `LoRAProduct` is such a linear with its deltas, forward and
+backward; `MultiLoRALinear` replaces a module.
 
-Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, r rank, P all
-numbers of an adapter.
+Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: short
+segments of equal length are one batched product, whose batch entries are independent; all others are products of their
+own. Gradients of A and B are added directly to the adapter's float32 buffers during backward; adapters are no autograd
+leaves. Knows no loss, optimizer, file or tenant.
+
+Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, r rank, R inner rows of
+a LoRADelta (r for each of its linears that the adapter has).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate
-from typing import Protocol, cast
+from itertools import accumulate, pairwise
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.adapters import LinearPart, Target
+from tinsmith.backends.torch.adapters import (
+    Adapter,
+    DeltaMatrices,
+    LinearB,
+    LinearPart,
+    StackedA,
+    Target,
+    rows_from,
+)
 from tinsmith.backends.torch.attention import AttentionPlan
-from tinsmith.backends.torch.lora_ops import Routing, Run, Site
-from tinsmith.backends.torch.products import product
+from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
+
+BATCHED_ROWS = 64
+"""Neighbouring segments of at most this many rows are batched if their lengths and layouts are equal."""
+
+BATCHED_NUMBERS = 1 << 15
+"""In float32 only if no matrix has more numbers: larger products are fast enough one by one, and a batched one needs
+copies of all matrices in one stack. In bfloat16 a batched product is twice as fast at any size.
+"""
 
 
-class Switchboard:
-    """Holds the routing and the plan of the call in progress; every linear and mixer of one model share one."""
+MAX_STACKS, MAX_STACK_BYTES = 4, 2**28
+"""Stacks that sampling keeps from step to step for each LoRADelta, and the most adapter bytes of a stack."""
+
+
+class Segment(NamedTuple):
+    """Rows start..stop of a packed batch and their adapter; None is the base model."""
+
+    start: int
+    stop: int
+    adapter: Adapter | None
+
+
+class Run:
+    """Adjacent segments of `length` rows each, from row `start` on, with adapters of one layout and scale.
+
+    `stacks` caches the stacked matrices of each LoRADelta for the duration of the micro-batch.
+    """
+
+    __slots__ = ("adapters", "length", "stacks", "start")
+
+    def __init__(self, start: int, length: int, adapters: list[Adapter]) -> None:
+        self.start = start
+        self.length = length
+        self.adapters = adapters
+        self.stacks: dict[LoRADelta, Stacks] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the adapters' weights."""
+        return tuple(adapter.version for adapter in self.adapters)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * len(self.adapters)
+
+    def takes(self, start: int, length: int, adapter: Adapter) -> bool:
+        first = self.adapters[0]
+        alike = adapter.layout is first.layout and adapter.scale == first.scale
+        return start == self.stop and length == self.length and alike
+
+    def rows(self, x_TI: Tensor) -> Tensor:
+        """[S, n, I]"""
+        own = x_TI if self.stop - self.start == len(x_TI) else x_TI[self.start : self.stop]
+        return own.view(len(self.adapters), self.length, -1)
+
+    def split(self) -> list[Run]:
+        starts = range(self.start, self.stop, self.length)
+        return [Run(start, self.length, [adapter]) for start, adapter in zip(starts, self.adapters, strict=True)]
+
+
+class Routing:
+    """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
+
+    `runs` are the segments with an adapter, joined with equal neighbours. `work` caches the runs of each LoRADelta.
+    """
+
+    __slots__ = ("_by_sequence", "_runs", "num_rows", "segments", "work")
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        end = 0
+        for segment in segments:
+            if segment.start != end or segment.stop <= segment.start:
+                raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
+            end = segment.stop
+        self.segments = tuple(segments)
+        self._runs: list[Run] | None = None
+        self._by_sequence: dict[tuple[tuple[int, ...], int], Routing] = {}
+        self.work: dict[LoRADelta, list[Run]] = {}
+        self.num_rows = end
+
+    @property
+    def runs(self) -> list[Run]:
+        if self._runs is None:
+            self._runs = _runs(self.segments)
+        return self._runs
+
+    @classmethod
+    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
+        """Rows of consecutive sequences; neighbours with the same adapter become one segment."""
+        segments: list[Segment] = []
+        end = 0
+        for adapter, length in zip(adapters, lengths, strict=True):
+            if segments and segments[-1].adapter is adapter:
+                segments[-1] = Segment(segments[-1].start, end + length, adapter)
+            else:
+                segments.append(Segment(end, end + length, adapter))
+            end += length
+        return cls(segments)
+
+    def only(self, rows: Sequence[int]) -> Routing:
+        """The routing of these rows only, in ascending order, numbered from 0."""
+        bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
+        counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
+        kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
+        return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
+
+    def for_sequences(self, starts: tuple[int, ...], length: int) -> Routing:
+        """The routing of concatenated sequences of `length` rows each, which begin at these rows."""
+        if (found := self._by_sequence.get((starts, length))) is None:
+            stops = [segment.stop for segment in self.segments]
+            adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
+            found = self._by_sequence[starts, length] = Routing.of(adapters, [length] * len(starts))
+        return found
+
+    def slice(self, start: int, stop: int) -> Routing:
+        """The routing of rows start..stop only, numbered from 0."""
+        return Routing(
+            [
+                Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.adapter)
+                for segment in self.segments
+                if segment.start < stop and segment.stop > start
+            ]
+        )
+
+
+def _runs(segments: Iterable[Segment]) -> list[Run]:
+    """Join neighbours of equal length, layout and scale."""
+    runs: list[Run] = []
+    for start, stop, adapter in segments:
+        if adapter is None:
+            continue
+        if runs and runs[-1].takes(start, stop - start, adapter):
+            runs[-1].adapters.append(adapter)
+        else:
+            runs.append(Run(start, stop - start, [adapter]))
+    return runs
+
+
+Stacks = tuple[list[tuple[StackedA, Tensor]], list[tuple[LinearB, Tensor]]]
+
+
+class LoRADelta:
+    """The low-rank outputs of linears that read the same rows and whose outputs are concatenated."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._names = tuple(target.name for target in targets)
+        ends = accumulate((target.out_features for target in targets), initial=0)
+        self._columns = [slice(*span) for span in pairwise(ends)]
+        self._stack_cache: OrderedDict[tuple[int, ...], Stacks | None] = OrderedDict()
+
+    def work(self, routing: Routing) -> list[Run]:
+        """The runs whose adapters have any of these linears; short segments stay batched where that is faster."""
+        if (known := routing.work.get(self)) is not None:
+            return known
+        work = routing.work[self] = []
+        for run in routing.runs:
+            if run.adapters[0].compute.keys().isdisjoint(self._names):
+                continue
+            work += [run] if self._is_batched(run) else run.split()
+        return work
+
+    def reference_(self, y_TO: Tensor, x_TI: Tensor, routing: Routing) -> None:
+        """Add each segment's delta to y, one product after another: the oracle of `forward_`."""
+        for start, stop, adapter in routing.segments:
+            for name, columns in zip(self._names, self._columns, strict=True):
+                if adapter is not None and name in adapter.compute:
+                    a_rI, b_Or = adapter.compute[name]
+                    y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
+
+    def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
+        """Add to y; returns each run's scale * x A^T, [n, R] or [S, n, R], which backward needs."""
+        inner = []
+        for run in work:
+            own = self._single_forward_ if len(run.adapters) == 1 else self._batched_forward_
+            inner.append(own(y_TO, x_TI, run))
+        return inner
+
+    def backward_(
+        self,
+        grad_TI: Tensor | None,
+        grad_TO: Tensor,
+        x_TI: Tensor,
+        work: Sequence[Run],
+        inner: Sequence[Tensor],
+    ) -> None:
+        """Add to the gradient of x, if given, and to the adapters' gradients where these exist."""
+        for run, u in zip(work, inner, strict=True):
+            own = self._single_backward_ if len(run.adapters) == 1 else self._batched_backward_
+            own(grad_TI, grad_TO, x_TI, run, u)
+
+    def _single_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
+        (adapter,), rows = run.adapters, slice(run.start, run.stop)
+        matrices = self._matrices(adapter)
+        u_nR = _concat([product(x_TI[rows], each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)
+        for _, columns, ranks, b_Or in matrices.linears_b:
+            add_product_(y_TO[rows, columns], u_nR[:, ranks], b_Or.t(), 1.0)
+        return u_nR
+
+    def _single_backward_(self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, u_nR: Tensor) -> None:
+        (adapter,), rows = run.adapters, slice(run.start, run.stop)
+        matrices, grad_nO = self._matrices(adapter), grad_TO[rows]
+        grads = [product(grad_nO[:, m.columns], m.b_Or, grad_nO.dtype) for m in matrices.linears_b]
+        grad_nR = _concat(grads, adapter.scale)
+        if adapter.gradients is not None:
+            # All inner rows times all outputs: a few large products are faster than only the needed blocks.
+            found_OR = column_product(grad_nO, u_nR)
+            for name, columns, ranks, _ in matrices.linears_b:
+                adapter.gradients[name][1].add_(found_OR[columns, ranks])
+            for each in matrices.stacked_a:
+                add_product_(each.gradient(adapter), grad_nR[:, each.ranks].t(), x_TI[rows], 1.0)
+        if grad_TI is not None:
+            for _, ranks, a_RI in matrices.stacked_a:
+                add_product_(grad_TI[rows], grad_nR[:, ranks], a_RI, 1.0)
+
+    def _batched_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
+        stacked_a, linears_b = self._stacks(run)
+        x_SnI, y_SnO = run.rows(x_TI), run.rows(y_TO)
+        u_SnR = _concat([torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in stacked_a], run.adapters[0].scale)
+        for first, b_SOr in linears_b:
+            add_products_(y_SnO[..., first.columns], u_SnR[..., first.ranks], b_SOr.mT)
+        return u_SnR
+
+    def _batched_backward_(
+        self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, u_SnR: Tensor
+    ) -> None:
+        stacked_a, linears_b = self._stacks(run)
+        x_SnI, grad_SnO = run.rows(x_TI), run.rows(grad_TO)
+        grads_SnO = [_contiguous(grad_SnO[..., first.columns]) for first, _ in linears_b]
+        grads = [torch.bmm(own_SnO, b_SOr) for own_SnO, (_, b_SOr) in zip(grads_SnO, linears_b, strict=True)]
+        grad_SnR = _concat(grads, run.adapters[0].scale)
+        for own_SnO, (first, _) in zip(grads_SnO, linears_b, strict=True):
+            found_SOr = column_products(own_SnO, _contiguous(u_SnR[..., first.ranks]))
+            for adapter, found_Or in zip(run.adapters, found_SOr.unbind(), strict=True):
+                if adapter.gradients is not None:
+                    adapter.gradients[first.name][1].add_(found_Or)
+        for first, a_SRI in stacked_a:
+            found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
+            for adapter, found_RI in zip(run.adapters, found_SRI.unbind(), strict=True):
+                if adapter.gradients is not None:
+                    first.gradient(adapter).add_(found_RI)
+            if grad_TI is not None:
+                add_products_(run.rows(grad_TI), grad_SnR[..., first.ranks], a_SRI)
+
+    def _stacks(self, run: Run) -> Stacks:
+        """The A's and B's of a run's adapters, stacked; all adapters of a run have the same layout."""
+        if (found := run.stacks.get(self)) is None:
+            found = run.stacks[self] = (
+                self._stack_cache.get(run.versions) if _is_sampling() else None
+            ) or self._stacked(run)
+            if _is_sampling():
+                self._stack_cache[run.versions] = found
+        return found
+
+    def _stacked(self, run: Run) -> Stacks:
+        matrices = [self._matrices(adapter) for adapter in run.adapters]
+        stacked_a = zip(*(share.stacked_a for share in matrices), strict=True)
+        linears_b = zip(*(share.linears_b for share in matrices), strict=True)
+        return (
+            [(some[0], torch.stack([each.a_RI for each in some])) for some in stacked_a],
+            [(some[0], torch.stack([linear_b.b_Or for linear_b in some])) for some in linears_b],
+        )
+
+    def _is_worth_stacking(self, run: Run) -> bool:
+        """In sampling: whether the same adapters ran together recently, so that their stack serves many steps."""
+        if sum(adapter.compute_P.nbytes for adapter in run.adapters) > MAX_STACK_BYTES:
+            return False
+        known = run.versions in self._stack_cache
+        self._stack_cache.setdefault(run.versions, None)
+        self._stack_cache.move_to_end(run.versions)
+        while len(self._stack_cache) > MAX_STACKS:
+            self._stack_cache.popitem(last=False)
+        return known
+
+    def _is_batched(self, run: Run) -> bool:
+        if len(run.adapters) == 1 or run.length > BATCHED_ROWS:
+            return False
+        if _is_sampling() and not self._is_worth_stacking(run):
+            return False
+        stacked_a, linears_b = self._matrices(run.adapters[0])
+        largest = max(*(each.a_RI.numel() for each in stacked_a), *(linear_b.b_Or.numel() for linear_b in linears_b))
+        return largest <= BATCHED_NUMBERS or stacked_a[0].a_RI.dtype == torch.bfloat16
+
+    def _matrices(self, adapter: Adapter) -> DeltaMatrices:
+        if self not in adapter.delta_matrices:
+            adapter.delta_matrices[self] = self._matrices_of(adapter)
+        return adapter.delta_matrices[self]
+
+    def _matrices_of(self, adapter: Adapter) -> DeltaMatrices:
+        stacked_a: list[StackedA] = []
+        linears_b: list[LinearB] = []
+        end = 0
+        for name, columns in zip(self._names, self._columns, strict=True):
+            if name not in adapter.compute:
+                continue
+            a_rI, b_Or = adapter.compute[name]
+            ranks = slice(end, end := end + len(a_rI))
+            linears_b.append(LinearB(name, columns, ranks, b_Or))
+            if stacked_a and stacked_a[-1].a_RI.storage_offset() + stacked_a[-1].a_RI.numel() == a_rI.storage_offset():
+                names, before, above_RI = stacked_a.pop()
+                joined_RI = rows_from(above_RI, len(above_RI) + len(a_rI))
+                stacked_a.append(StackedA((*names, name), slice(before.start, end), joined_RI))
+            else:
+                stacked_a.append(StackedA((name,), ranks, a_rI))
+        return DeltaMatrices(tuple(stacked_a), tuple(linears_b))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Batched products of matrices with gaps take four times as long in bfloat16, and no longer in float32."""
+    return x.contiguous() if x.dtype == torch.bfloat16 else x
+
+
+def _concat(parts: Sequence[Tensor], scale: float) -> Tensor:
+    joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), -1)
+    return joined if scale == 1.0 else joined.mul_(scale)
+
+
+def _is_sampling() -> bool:
+    return torch.is_inference_mode_enabled()
+
+
+class LoRAProduct:
+    """The frozen product y = x W^T + b of one or more linears, plus scale * x A^T B^T for each segment's adapter."""
+
+    weight: Tensor
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    delta: LoRADelta
+
+    def work(self, routing: Routing) -> list[Run]:
+        """The runs whose adapters have any of these linears."""
+        return self.delta.work(routing)
+
+    def forward_rows(
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """y [T, O], and each run's scale * x A^T, which backward needs."""
+        y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
+        if self.bias is not None:
+            y_TO += self.bias
+        return y_TO, self.delta.forward_(y_TO, x_TI, work)
+
+    def backward_rows(
+        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
+    ) -> Tensor | None:
+        """The gradient of x, if needed; adds the gradients of A and B to their adapters' buffers where these exist."""
+        grad_TI = product(grad_TO, self.weight, grad_TO.dtype) if need_input else None
+        self.delta.backward_(grad_TI, grad_TO, x_TI, work, inner)
+        return grad_TI
+
+    def with_gradient(self, x: Tensor, work: Sequence[Run]) -> Tensor:
+        """y for x [.., I]; backward returns x's gradient and adds the adapters' to their buffers."""
+        return cast(Tensor, _LoRAProductFunction.apply(x, anchor(x.device) if work else None, self, work))
+
+
+@cache
+def anchor(device: torch.device) -> Tensor:
+    """An empty input that requires a gradient. The embeddings are frozen, so the first layer's input requires none and
+    autograd would not record the adapters; this makes it record them without computing that input's gradient.
+    """
+    return torch.zeros(0, device=device, requires_grad=True)
+
+
+class _LoRAProductFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor | None, linear: LoRAProduct, work: list[Run]) -> Tensor:
+        x_TI = x.reshape(-1, linear.in_features)
+        y_TO, ctx.inner = linear.forward_rows(x_TI, work)
+        ctx.save_for_backward(x)
+        ctx.linear, ctx.work = linear, work
+        return y_TO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        grad_x = ctx.linear.backward_rows(
+            grad.reshape(-1, ctx.linear.out_features),
+            x.reshape(-1, ctx.linear.in_features),
+            ctx.work,
+            ctx.inner,
+            need_input=ctx.needs_input_grad[0],
+        )
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None
+
+
+class ForwardContext:
+    """The routing and the plan of the current call, shared by every linear and mixer of one model."""
 
     __slots__ = ("plan", "routing")
 
@@ -37,13 +434,12 @@ class Switchboard:
         self.plan: AttentionPlan | None = None
 
 
-class MultiLoRALinear(nn.Module):
-    """Stands in for a frozen nn.Linear: y = x W^T + b, plus scale * x A^T B^T for each segment's adapter.
-
-    Keeps the linear's own parameters under the same names, so tied weights and state dicts stay as they were.
+class MultiLoRALinear(LoRAProduct, nn.Module):
+    """Replaces a frozen nn.Linear. Keeps its parameters under the same names: tied weights and state dicts are
+    unchanged.
     """
 
-    def __init__(self, name: str, group: str, linear: nn.Linear, switchboard: Switchboard) -> None:
+    def __init__(self, name: str, group: str, linear: nn.Linear, context: ForwardContext) -> None:
         super().__init__()
         self.name = name
         self.group = group
@@ -52,15 +448,15 @@ class MultiLoRALinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.adapted: tuple[Target, ...] = (self.target,)
-        self._site = Site(self.adapted)
-        self._switchboard = switchboard
+        self.delta = LoRADelta(self.adapted)
+        self._context = context
 
     @property
     def target(self) -> Target:
         return Target(self.name, self.group, self.in_features, self.out_features)
 
     def divide(self, parts: Sequence[tuple[str, int]]) -> None:
-        """Carry an adapter for each of these last names, on so many of the outputs each, from the first on."""
+        """Give each part its own adapter: (last name, number of outputs) for consecutive ranges of outputs."""
         starts = accumulate((num_rows for _, num_rows in parts), initial=0)
         parent = self.name.rpartition(".")[0]
         self.adapted = tuple(
@@ -68,96 +464,16 @@ class MultiLoRALinear(nn.Module):
                    part=LinearPart(self.name, start, len(parts), self.out_features))
             for (last, num_rows), start in zip(parts, starts, strict=False)
         )  # fmt: skip
-        self._site = Site(self.adapted)
+        self.delta = LoRADelta(self.adapted)
 
     def forward(self, x: Tensor) -> Tensor:
-        routing = self._switchboard.routing
+        routing = self._context.routing
         if routing is None:
             return nn.functional.linear(x, self.weight, self.bias)
         work = self.work(routing)
         if not work:
             return nn.functional.linear(x, self.weight, self.bias)
         if torch.is_grad_enabled():
-            return apply_with_gradient(x, self, work)
+            return self.with_gradient(x, work)
         x_TI = x.reshape(-1, self.in_features)
         return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
-
-    def work(self, routing: Routing) -> list[Run]:
-        """The runs whose adapters have this linear."""
-        return self._site.work(routing)
-
-    def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """y [T, O], and each run's scale * x A^T, which backward needs again."""
-        y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
-        if self.bias is not None:
-            y_TO += self.bias
-        return y_TO, self._site.forward_(y_TO, x_TI, work)
-
-    def backward_rows(
-        self,
-        grad_TO: Tensor,
-        x_TI: Tensor,
-        work: Sequence[Run],
-        inner: Sequence[Tensor],
-        *,
-        need_input: bool,
-    ) -> Tensor | None:
-        """The gradient of x, if needed; adds those of A and B to their adapters' buffers where these
-        exist.
-        """
-        grad_TI = product(grad_TO, self.weight, grad_TO.dtype) if need_input else None
-        self._site.backward_(grad_TI, grad_TO, x_TI, work, inner)
-        return grad_TI
-
-
-class Projection(Protocol):
-    """A frozen product with what adapters add, as `MultiLoRALinear` has it."""
-
-    in_features: int
-    out_features: int
-
-    def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, list[Tensor]]: ...
-
-    def backward_rows(
-        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
-    ) -> Tensor | None: ...
-
-
-def apply_with_gradient(x: Tensor, linear: Projection, work: Sequence[Run]) -> Tensor:
-    """What the linear makes of x [.., I]; backward gives x its gradient and adds the adapters' to their buffers."""
-    return cast(Tensor, _LoRALinearFunction.apply(x, anchor(x.device) if work else None, linear, work))
-
-
-@cache
-def anchor(device: torch.device) -> Tensor:
-    """An empty input that asks for a gradient. The embeddings are frozen, so the first layer's input asks for none and
-    autograd would not record what adapters do to it; this makes it, without computing the gradient of that input.
-    """
-    return torch.zeros(0, device=device, requires_grad=True)
-
-
-class _LoRALinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor | None, module: Projection, work: list[Run]) -> Tensor:
-        x_TI = x.reshape(-1, module.in_features)
-        y_TO, ctx.inner = module.forward_rows(x_TI, work)
-        ctx.save_for_backward(x)
-        ctx.module, ctx.work = module, work
-        return y_TO.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
-        grad_x = ctx.module.backward_rows(
-            grad.reshape(-1, ctx.module.out_features),
-            x.reshape(-1, ctx.module.in_features),
-            ctx.work,
-            ctx.inner,
-            need_input=ctx.needs_input_grad[0],
-        )
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None

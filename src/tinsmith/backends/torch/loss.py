@@ -1,13 +1,12 @@
-"""From hidden states to log probabilities and back, a chunk of rows at a time; and the metrics of a pass.
+"""From hidden states to log probabilities and back, one chunk of rows at a time; and the metrics of a pass.
 
-Logits of all rows never exist at once: a chunk's are made, read, turned into the gradient of the hidden
-states in place and dropped. Every pair's log probability is returned; only rows with a pair of non-zero
-weight are differentiated. The unembedding's adapters are served and trained here. `measure` computes metrics on the
-host from the log probabilities that the client gets, with the formulas that the gradient used, and sums in float64.
-Every key of a metric has one ':', whose right side tells the SDK how to combine chunks.
+Logits of all rows never exist at once: a chunk's logits are computed, read, turned into the gradient of the hidden
+states in place, and dropped. Every pair's log probability is returned; only rows with a pair of non-zero weight are
+differentiated. The unembedding's adapters are applied and trained here. `measure` computes metrics on the host from the
+log probabilities that the client gets, with the formulas of the gradient, and sums in float64. Every metric key has one
+':', whose right side tells the SDK how to combine chunks.
 
-Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V
-vocabulary.
+Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.lora_ops import Routing, Run
+from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.lora import Routing, Run
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.losses import Loss
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
@@ -30,7 +30,7 @@ from tinsmith.types import F32, I64
 
 
 class LossSpec(NamedTuple):
-    """A pass's loss: its entry in the registry and its complete configuration; `custom` runs the client's own."""
+    """A pass's loss: its registry entry and its complete configuration; `custom` runs a client's own loss."""
 
     loss: Loss
     config: Mapping[str, float]
@@ -38,7 +38,7 @@ class LossSpec(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Rows, their pairs, and each pair's place in the chunk's flattened logits and rows."""
+    """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows."""
 
     hidden_CD: Tensor
     rows: Tensor | slice
@@ -65,14 +65,14 @@ class Head:
     def differentiate(
         self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]
     ) -> tuple[Tensor, Tensor]:
-        """[P] log probabilities and [T, D] the loss's gradient; the unembedding's adapters get theirs."""
+        """[P] log probabilities and [T, D] the loss's gradient; adds the gradients of the unembedding's adapters."""
         logprob_P = torch.empty(len(batch.row_P), device=hidden_TD.device)
-        weight_P = self._weights(batch, hidden_TD, specs)
+        weight_P = self._weights(batch, hidden_TD, specs)[batch.pairs]
         active_T = batch.rows_with(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
         columns = {name: self._device(batch.column_P(name)) for name in COLUMNS}
         columns["weight"] = self._device(weight_P)
-        columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs, columns)
+        columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs)[batch.pairs]
         grad_TD = torch.zeros_like(hidden_TD)
         for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T)):
             grad_TD[chunk.rows] = self._differentiate(chunk, specs, columns, logprob_P)
@@ -92,8 +92,8 @@ class Head:
         raw_CV, inner = unembedding.forward_rows(chunk.hidden_CD, work, torch.float32)
         logits_CV = self._base.finish_logits_(raw_CV)
         probs_CV = torch.softmax(logits_CV, -1)
-        # The logarithm of a row's sum by way of its most probable token: log_softmax would take another exponential of
-        # every logit, and logsumexp is slower than both.
+        # The log-sum of a row from its most probable token: log_softmax would compute the exponential of every logit
+        # again, and logsumexp is slower than both.
         log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
         logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
         logprob_P[chunk.pairs_p] = logprob_p
@@ -107,7 +107,7 @@ class Head:
         return self._back(grad_CV, chunk.hidden_CD, work, inner)
 
     def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
-        """[C, D] the gradient of the hidden states; the unembedding's adapters get theirs."""
+        """[C, D]: the gradient of the hidden states; adds the gradients of the unembedding's adapters."""
         grad_CD = self._base.unembedding.backward_rows(grad_CV, hidden_CD, work, inner, need_input=True)
         assert grad_CD is not None
         return grad_CD
@@ -128,40 +128,41 @@ class Head:
         x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
         return spec.loss.formula(x, spec.config).dloss_dlogprob_P
 
-    def _log_ratios(
-        self,
-        batch: MicroBatch,
-        hidden_TD: Tensor,
-        specs: Mapping[int, LossSpec],
-        columns: Mapping[str, Tensor],
-    ) -> Tensor:
-        """[P] The mean log ratio of the pair's sequence, for losses that need it; elsewhere 0.
+    def _log_ratios(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> Tensor:
+        """[P] of the whole micro-batch: the mean log ratio of the pair's sequence, for losses that need it; 0
+        elsewhere.
 
-        Such a loss must know a whole sequence before it can differentiate a token: its rows are scored beforehand.
+        Such a loss needs a whole sequence before it can differentiate a token, so its rows are scored first.
         """
-        needed_P = batch.of_pairs([specs[example.pass_index].loss.sequence_ratio for example in batch.examples])
-        logprob_P = torch.zeros(len(needed_P), device=hidden_TD.device)
-        if not needed_P.any():
-            return logprob_P
-        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(needed_P)), logprob_P)
-        counted_P = (columns["ratio_mask"] != 0) & self._device(needed_P)
-        example_P = self._device(batch.example_P)
-        return sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(batch.examples))
+        whole, needed = batch.whole, [specs[example.pass_index].loss.sequence_ratio for example in batch.examples]
+        if not any(needed):
+            return torch.zeros(len(whole.row_P), device=hidden_TD.device)
+        logprob_P = self._scored(batch, hidden_TD, needed)
+        counted_P = self._device((whole.column_P("ratio_mask") != 0) & whole.of_pairs(needed))
+        old_P, example_P = self._device(whole.column_P("old_logprob")), self._device(whole.example_P)
+        return sequence_log_ratios(logprob_P, old_P, counted_P, example_P, len(whole.examples))
 
     def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
-        """[P] Each pair's weight. A custom loss gives its own: minus its gradient, at log probabilities scored here."""
-        weight_P = batch.column_P("weight")
-        custom_P = batch.of_pairs([specs[example.pass_index].custom is not None for example in batch.examples])
-        if not custom_P.any():
+        """[P] of the whole micro-batch: each pair's weight. For a custom loss, minus its gradient at log probabilities
+        that are scored here.
+        """
+        whole, is_custom = batch.whole, [specs[example.pass_index].custom is not None for example in batch.examples]
+        weight_P = whole.column_P("weight")
+        if not any(is_custom):
             return weight_P
-        scored_P = torch.zeros(len(weight_P), device=hidden_TD.device)
-        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(custom_P)), scored_P)
-        scored_P = scored_P.cpu()
-        for example, (start, stop) in zip(batch.examples, pairwise(batch.example_starts.tolist()), strict=True):
+        scored_P = torch.from_numpy(read(self._scored(batch, hidden_TD, is_custom))[0])
+        for example, (start, stop) in zip(whole.examples, pairwise(whole.example_starts.tolist()), strict=True):
             if (custom := specs[example.pass_index].custom) is not None:
                 logprobs = scored_P[start:stop].view(example.target_shape)
                 weight_P[start:stop] = custom.weights(example.datum_index, logprobs).reshape(-1)
         return weight_P
+
+    def _scored(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
+        """[P] of the whole micro-batch: log probabilities of the chosen examples; 0 elsewhere."""
+        chosen_P = batch.of_pairs(chosen)
+        logprob_P = torch.zeros(len(chosen_P), device=hidden_TD.device)
+        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(chosen_P)), logprob_P)
+        return logprob_P
 
     def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64) -> Iterator[_Chunk]:
         for first in range(0, len(rows_R), self._chunk_rows):
@@ -182,13 +183,13 @@ class Head:
             )
 
     def _places(self, rising: I64) -> Tensor | slice:
-        """A slice where they lie side by side: what it takes is no copy."""
+        """A slice if the indices are adjacent, which selects without a copy."""
         if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
             return slice(int(rising[0]), int(rising[-1]) + 1)
         return self._device(rising)
 
     def _device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._base.device, non_blocking=True)
+        return upload(array, self._base.device)
 
 
 def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:
@@ -203,7 +204,7 @@ def _part_of(places: Tensor | slice, start: int, stop: int) -> Tensor | slice:
 
 
 def _joined(runs: Sequence[tuple[int, int, int]], specs: Mapping[int, LossSpec]) -> list[tuple[LossSpec, int, int]]:
-    """Each loss with its pairs; neighbours of one loss and configuration are joined, also of different tenants."""
+    """Each loss with its pairs; neighbours with the same loss and configuration are joined, also across tenants."""
     found: list[tuple[LossSpec, int, int]] = []
     for index, start, stop in runs:
         spec = specs[index]
@@ -215,6 +216,8 @@ def _joined(runs: Sequence[tuple[int, int, int]], specs: Mapping[int, LossSpec])
 
 
 def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
+    if not len(pass_p):
+        return []  # rows that only pad
     starts = [0, *(np.flatnonzero(np.diff(pass_p)) + 1).tolist(), len(pass_p)]
     return [(int(pass_p[start]), start, stop) for start, stop in pairwise(starts)]
 
@@ -232,7 +235,7 @@ def measure(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]
         example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
         counted_P = columns["ratio_mask"] != 0
         log_ratio_P = sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(examples))
-    chosen = slice(None) if active_P.all() else active_P  # all, as a rule: nothing is copied then
+    chosen = slice(None) if active_P.all() else active_P  # usually all, and then nothing is copied
     x = Columns(
         *(
             column[chosen]

@@ -1,16 +1,16 @@
-"""The memory manager of a device: who holds how much of the memory budget, and what is evicted when another needs it.
+"""The memory manager of a device: who uses how much of the memory budget, and what is evicted for others.
 
-Holders report what they hold whenever they are asked; a step reserves memory for its activations while it runs. Nothing
-is measured: equal requests lead to equal decisions, on every rank and in every run. Without a budget the manager only
-counts. Holders are evicted in the order of cost: features of images, optimizer states of models in training, cached
-prefixes that are idle, cached prefixes of running samples, captured graphs.
+Holders report their bytes on request; a step reserves memory for its activations while it runs. Nothing is measured, so
+equal requests lead to equal decisions on every rank and in every run. Without a budget the manager only counts. Holders
+are evicted in the order of cost: image features, optimizer states of models in training, idle cached prefixes, cached
+prefixes of running samples, captured graphs.
 
-Under a budget `StepMemory` takes the cheapest way that fits: activations are kept if idle memory can be evicted for
-them, else recomputed, and only then running samples lose their cache. A step that does not fit even so raises
+Under a budget `StepMemory` takes the cheapest option that fits: activations are kept if evicting idle memory makes
+room, otherwise recomputed; only then do running samples lose their cache. If even that does not fit, it raises
 OverBudgetError, and the trainer tries smaller micro-batches.
 
-CUDA raises an error of its own when memory runs out, its libraries and the CPU's allocator a RuntimeError that is
-recognised by its text. `memory_errors` turns all of them into MemoryError, which the engine understands.
+CUDA raises its own error when memory runs out, CUDA libraries and the CPU allocator a RuntimeError that is recognised
+by its text. `memory_errors` turns all of them into MemoryError, which the engine handles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
-from tinsmith.plan.architecture import read_directory
+from tinsmith.plan.architecture import read_directory, tower_numbers
 from tinsmith.plan.degrees import gib
 from tinsmith.plan.memory import Activations
 
@@ -37,16 +38,16 @@ SIGNS = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough mem
 GIBIBYTE = 2**30
 
 MODELS_SHARE = 0.4
-"""Of what is free once the base model is there: the rest is for activations, the KV cache and published versions."""
+"""Share of the memory left by the base model; the rest is for activations, the KV cache and published versions."""
 
 
 class OverBudgetError(MemoryError):
-    """A budget has not so much: the device itself was not asked."""
+    """The budget is exhausted; nothing was allocated on the device."""
 
 
 @contextmanager
 def memory_errors(device: torch.device) -> Iterator[None]:
-    """Turn whatever means that memory ran out into MemoryError."""
+    """Turn all out-of-memory errors into MemoryError."""
     try:
         yield
     except OverBudgetError:
@@ -66,7 +67,7 @@ def _ran_out(error: Exception) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could be allocated now, as far as the system tells."""
+    """Bytes that could be allocated now, as reported by the system."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -77,13 +78,13 @@ ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
 MEBIBYTE = 2**20
 
 VERSIONS_SHARE = 0.1
-"""Of what the base model leaves: published versions, with what is derived from them to multiply faster."""
+"""Share of the memory left by the base model for published versions, with their derived copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evictable:
-    """What a holder can free. `idle_bytes` costs no running work, `most_bytes` is all that it could free. `evict` is
-    given the number of bytes that are missing, and frees what it can.
+    """What a holder can free: `idle_bytes` without cost for running work, `most_bytes` in all. `evict` receives the
+    number of missing bytes and frees what it can.
     """
 
     idle_bytes: Callable[[], int]
@@ -121,30 +122,30 @@ class MemoryManager:
         return {name: held() for name, held in self._holders.items()} | {ACTIVATIONS: self._reserved}
 
     def take_peak(self) -> int:
-        """The most that activations had since the last call: between steps they have nothing."""
+        """The most bytes of activations since the last call; there are none between steps."""
         peak, self._peak = self._peak, self._reserved
         return peak
 
     def free(self) -> float:
-        """What is held by no one; negative if holders hold too much."""
+        """Unused bytes of the budget; negative if holders exceed it."""
         return self.budget_bytes - sum(self.use().values()) if self.is_limited else math.inf
 
     def limit_of(self, name: str) -> float:
-        """How much a holder may hold now, without any eviction."""
+        """The bytes that a holder may use now without evictions."""
         return self.free() + self.use()[name]
 
     def steady_limit(self) -> float:
-        """What activations or the KV cache may count on at any time: what the base model and adapters leave."""
+        """The bytes that activations or the KV cache can always rely on: what the base model and adapters leave."""
         left = self.budget_bytes - self._holders[BASE]() if self.is_limited else math.inf
         return (1.0 - MODELS_SHARE - VERSIONS_SHARE) * left
 
     def available(self, name: str, *, idle_only: bool) -> float:
-        """How much a holder may hold once others were evicted: only what is idle, or all that can be."""
+        """The bytes that a holder may use after evicting others: only what is idle, or all that can be freed."""
         others = [evictable for other, evictable in self._evictable.items() if other != name]
         return self.limit_of(name) + sum(each.idle_bytes() if idle_only else each.most_bytes() for each in others)
 
     def evict_for(self, num_bytes: float, name: str) -> bool:
-        """Evict others until a holder may have this much more; False if that is impossible."""
+        """Evict others until a holder may use `num_bytes` more; False if that is impossible."""
         for other, evictable in self._evictable.items():
             missing = num_bytes - self.free()
             if missing <= 0:
@@ -155,7 +156,7 @@ class MemoryManager:
 
     @contextmanager
     def reserved(self, num_bytes: int) -> Iterator[None]:
-        """Memory for the activations of a step. Raises OverBudgetError, with the numbers, if it does not fit."""
+        """Reserve memory for a step's activations. Raises OverBudgetError, with the numbers, if it does not fit."""
         if self.is_limited and not self.evict_for(num_bytes, ACTIVATIONS):
             raise OverBudgetError(f"activations take {in_words(num_bytes)}; {self.described()}")
         self._reserved += num_bytes
@@ -166,7 +167,7 @@ class MemoryManager:
             self._reserved -= num_bytes
 
     def described(self) -> str:
-        """Who holds what, for an error message."""
+        """The current holders, for an error message."""
         parts = ", ".join(f"{name} {in_words(num_bytes)}" for name, num_bytes in self.use().items() if num_bytes)
         return f"of the memory budget of {in_words(self.budget_bytes)}, {parts or 'nothing'} is held"
 
@@ -175,36 +176,55 @@ def in_words(num_bytes: float) -> str:
     return gib(num_bytes) if num_bytes >= 2**30 else f"{num_bytes / MEBIBYTE:.1f} MiB"
 
 
-SAMPLED_ROWS = 512
-"""Rows of a sampler's step, which needs a layer's worth of each, and logits of some."""
+SAMPLED_ROWS = {False: 512, True: 2048}
+"""Rows of a sampler's step without and with CUDA, unless set. A step needs one layer's activations for each, and logits
+for some.
+"""
+
+
+class _Sizes(NamedTuple):
+    """Tokens of the largest micro-batches with and without gradients, and of the largest image."""
+
+    trained: int
+    scored: int
+    image: int
 
 
 class StepMemory:
-    """What a training step takes of the device while it runs."""
+    """Device memory of a training step while it runs."""
 
-    def __init__(self, base: BaseModel, memory: MemoryManager, chunk_rows: int) -> None:
+    def __init__(
+        self, base: BaseModel, memory: MemoryManager, chunk_rows: int, sampled_rows: int | None = None
+    ) -> None:
+        self._sampled_rows = sampled_rows or SAMPLED_ROWS[base.device.type == "cuda"]
         self._recompute = base.recompute
         self._memory = memory
         self.activations = replace(
             activations_of(base), logits_bytes=4.0 * plan_memory.LOGIT_COPIES * chunk_rows * base.vocab_size
         )
+        self._tower_numbers = tower_numbers(base.model.config) if base.vision else 0.0
+        vision = base.shape.vision
+        self._most_image_tokens = min(vision.most_tokens, base.max_context_length) if vision else 0
+        self._dtype = str(base.dtype).removeprefix("torch.")
         self.shortage_bytes = 0
-        """How much the last step that did not fit was short of; 0 once a whole one has."""
+        """The shortage of the last step that did not fit; 0 after a full-size step fitted."""
 
     @property
     def sampling_bytes(self) -> int:
-        """Activations of a sampler's step."""
-        return self.activations.num_bytes(SAMPLED_ROWS, recompute=True)
+        """Activations of a sampler's step, or of the vision tower for the largest image, whichever is more."""
+        rows = self.activations.num_bytes(self._sampled_rows, recompute=True)
+        return max(rows, self._tower_bytes(self._most_image_tokens))
 
     @contextmanager
     def reserved(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int, *, uncut: bool
     ) -> Iterator[None]:
-        """For steps of these micro-batches, one after the other, and the gradients of all of them. `uncut`: they are as
-        large as they ever are.
+        """Reserve memory for these micro-batches, one after the other, and all their gradients. `uncut`: their size is
+        not reduced.
         """
-        sizes = {train: max((sum(batch.lengths) for batch, kind in batches if kind == train), default=0)
-                 for train in (True, False)}  # fmt: skip
+        trained, scored = (max((sum(batch.lengths) for batch, kind in batches if kind == train), default=0)
+                           for train in (True, False))  # fmt: skip
+        sizes = _Sizes(trained, scored, max((batch.largest_image for batch, _ in batches), default=0))
         recompute = self._choose(sizes, gradient_bytes)
         if self._memory.is_limited:
             self._recompute.chosen = recompute
@@ -218,8 +238,8 @@ class StepMemory:
             self.shortage_bytes = max(0, int(needed - self._memory.available(ACTIVATIONS, idle_only=False)))
             raise
 
-    def _choose(self, sizes: dict[bool, int], gradient_bytes: int) -> bool:
-        """Whether activations are recomputed."""
+    def _choose(self, sizes: _Sizes, gradient_bytes: int) -> bool:
+        """Whether to recompute activations."""
         ways = {"on": (True,), "off": (False,), "auto": (False, True)}[self._recompute.mode]
         for idle_only in (True, False):
             limit = self._memory.available(ACTIVATIONS, idle_only=idle_only)
@@ -228,19 +248,23 @@ class StepMemory:
                     return recompute
         return ways[-1]
 
-    def _needed(self, sizes: dict[bool, int], *, recompute: bool) -> int:
-        trained = self.activations.num_bytes(sizes[True], recompute=recompute) if sizes[True] else 0
-        scored = replace(self.activations, inputs=0.0).num_bytes(sizes[False], recompute=True) if sizes[False] else 0
-        return max(trained, scored)
+    def _needed(self, sizes: _Sizes, *, recompute: bool) -> int:
+        trained = self.activations.num_bytes(sizes.trained, recompute=recompute) if sizes.trained else 0
+        scored = replace(self.activations, inputs=0.0).num_bytes(sizes.scored, recompute=True) if sizes.scored else 0
+        # Images go through the vision tower before the layers run.
+        return max(trained, scored, self._tower_bytes(sizes.image))
+
+    def _tower_bytes(self, num_tokens: int) -> int:
+        return plan_memory.tower_bytes(self._tower_numbers, num_tokens, dtype=self._dtype)
 
 
 def activations_of(base: BaseModel) -> Activations:
-    """By the plan's arithmetic, or, for a family that it does not count, by the linears that are there."""
+    """From the plan's arithmetic, or, for a family that the plan does not cover, from the model's linears."""
     dtype = str(base.dtype).removeprefix("torch.")
     cuda = base.device.type == "cuda"
     try:
         model = replace(
-            read_directory(Path(base.shape.path)), written_out=base.trains_written_out and base.vision is None
+            read_directory(Path(base.shape.path)), has_fused_layers=base.has_fused_layers and base.vision is None
         )
         return plan_memory.activations(model, dtype=dtype, cuda=cuda)
     except SettingsError:

@@ -1,11 +1,10 @@
-"""One frozen base model, shared by training and sampling, with every adaptable linear swapped for a
-MultiLoRALinear, and every module of experts for a MultiLoRAExperts.
+"""One frozen base model, shared by training and sampling, whose adaptable linears are replaced by MultiLoRALinear and
+whose expert modules by MultiLoRAExperts.
 
-Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model
-can be served from packed rows: at load a few tokens go through it under its own attention and under ours,
-alone and beside other rows, and any difference refuses the model. Every later call runs packed rows [1, T]
-without a cache; what a row may see is the plan's affair. Weights never ask for gradients. Knows no loss,
-optimizer, tenant or request.
+Owns loading, the choice of device and dtype, which linears may carry adapters, and the check that the model can be
+served from packed rows: at load a few tokens run under the model's own attention and under ours, alone and next to
+other rows; if the results differ, the model is refused. Every later call runs packed rows [1, T] without a cache; the
+plan decides what a row attends to. Weights never require gradients. Knows no loss, optimizer, tenant or request.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import Target, text_name
+from tinsmith.backends.torch.adapters import TEXT_KEYS, Target, text_name
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -40,9 +40,10 @@ from tinsmith.backends.torch.attention import (
     AttentionProbe,
     PackedCausal,
     register,
+    select_all_tokens,
 )
-from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
-from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
@@ -50,20 +51,18 @@ from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
-from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan, Vision
+from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import NOT_ADAPTED
+from tinsmith.plan.architecture import NOT_ADAPTED, read_config, stored_dtype
+from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
 
-TEXT_KEYS = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
-"""From the names of a wrapper's weights to those of its text model."""
-
 
 class BaseModel:
-    """Use `load`. `targets` maps a module's path to the linear that stands there."""
+    """Use `load`. `targets` maps a module's path to its linear."""
 
     def __init__(
         self,
@@ -80,18 +79,19 @@ class BaseModel:
         self.shape = shape
         self.device = model.device
         self.dtype = model.dtype
-        self._switchboard = Switchboard()
+        self._context = ForwardContext()
         self._decoder = model.get_decoder()
         num_parameters = model.num_parameters()
         quantization.refuse_experts(quantize, model)
-        self.targets = _swap_linears(model, self._decoder, self._switchboard, quantization.maker(quantize))
-        self.experts = _swap_experts(model, self._switchboard)
-        self.mixers = wrap_mixers(self._decoder, self._switchboard)
-        self.recompute = Recompute(recompute, self._switchboard)
+        self.targets = _swap_linears(model, self._decoder, self._context, quantization.maker(quantize))
+        self.experts = _swap_experts(model, self._context)
+        select_all_tokens(self._decoder)
+        self.mixers = wrap_mixers(self._decoder, self._context)
+        self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)
         self._threads = Threads(num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
-        self._written_out = Decoder.of(self._decoder, self.unembedding, self._threads)
+        self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -114,15 +114,17 @@ class BaseModel:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device.startswith("cuda") and not torch.cuda.is_available():
-            raise SettingsError(f"device {device!r} is not there for torch {torch.__version__}; use 'auto' or 'cpu'")
-        if dtype == "auto":
-            dtype = "bfloat16" if device.startswith("cuda") else "float32"
+            raise SettingsError(
+                f"device {device!r} is unavailable: PyTorch {torch.__version__} finds no GPU; use 'auto' or 'cpu'"
+            )
+        stored = stored_dtype(read_config(Path(shape.path) / "config.json"))
+        dtype = choose_dtype(dtype, cuda=device.startswith("cuda"), stored=stored)
         if dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
         register()
         if not any(Path(shape.path).glob("*.safetensors")):
-            raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; no other format is loaded")
-        # Neither code nor pickles, whatever the directory holds.
+            raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; other formats are not supported")
+        # Never load code or pickles from the directory.
         safe = {"trust_remote_code": False, "local_files_only": True}
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
@@ -140,35 +142,35 @@ class BaseModel:
         return base
 
     def pin(self) -> None:
-        """Compute the same way whatever the number of rows and the memory that is free."""
-        self._written_out = None
+        """Compute the same way for any number of rows and any amount of free memory."""
+        self._fused = None
         self.pin_threads()
 
     def pin_threads(self) -> None:
-        """As many threads whatever the number of rows: the sums of different ranks must come out alike."""
+        """Use the same number of threads for any number of rows: the sums of different ranks must be equal."""
         self._threads.pin()
 
     @property
-    def trains_written_out(self) -> bool:
-        """Whether training goes through layers that are written out, rather than through the modules."""
-        return self._written_out is not None
+    def has_fused_layers(self) -> bool:
+        """Whether training uses fused layers instead of the modules."""
+        return self._fused is not None
 
     @property
     def num_bytes(self) -> int:
-        """What the frozen weights take, with the copy that is laid out for decoding, if there is to be one."""
+        """Bytes of the frozen weights, including a packed copy for decoding if there is or will be one."""
         stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
         codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
-        packed = 0 if self._written_out is None else self._written_out.packed_bytes
+        packed = 0 if self._fused is None else self._fused.packed_bytes
         return sum(stores.values()) + codes + packed
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
         return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
 
-    def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> Placed | None:
-        """Where an input's tokens are, if it has images. Raises UserError if one cannot be decoded or is not taken.
-        Features are kept for others of the same `scope`.
+    def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> ImageInput | None:
+        """The positions of an input with images. Raises UserError if an image cannot be decoded or is not supported.
+        Features are cached for inputs of the same `scope`.
         """
         if not images:
             return None
@@ -176,8 +178,8 @@ class BaseModel:
             raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
         return self.vision.place(len(tokens_N), images, scope)
 
-    def positions(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
-        """Positions of a step's rows, [T], or [3, T] if some are of images; and those rows."""
+    def positions(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
+        """See `Vision.pack`."""
         assert self.vision is not None
         return self.vision.pack(pieces)
 
@@ -190,21 +192,21 @@ class BaseModel:
         wanted: Sequence[int] | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
-        which ascend. With `images`, positions are [3, T].
+        """[T, D]: hidden states after the final norm; without gradients, only of the `wanted` rows (ascending) if
+        given. With `images`, positions are [3, T] where the model has multimodal RoPE.
         """
         self._threads.fit(len(tokens_T), len(routing.segments))
         if images is not None:
             hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, images)
-            return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
-        decoder = self._written_out
+            return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
+        decoder = self._fused
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
-            decoder = self._written_out = self._compared(decoder)
+            decoder = self._fused = self._compared(decoder)
         if decoder is not None:
             recompute = self.recompute.active
             return decoder.hidden(tokens_T, positions_T, plan, routing, wanted, recompute=recompute)
         hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
-        return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
+        return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
 
     def _through_modules(
         self,
@@ -217,26 +219,25 @@ class BaseModel:
         inputs: dict[str, object] = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
         if images is not None:
             embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
-            inputs = {"position_ids": positions_T[:, None], **images.inputs(embed(tokens_T))}
+            positions = positions_T[:, None] if positions_T.dim() == 2 else positions_T[None]
+            inputs = {"position_ids": positions, **images.inputs(embed(tokens_T))}
         with self._routed(routing, plan, len(tokens_T)):
             output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
         return output.last_hidden_state[0]
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
-        """[T, V] float32, not to be differentiated. The routing covers exactly these rows."""
+        """[T, V] float32, without a gradient. The routing covers exactly these rows."""
         assert routing.num_rows == len(hidden_TD)
         work = self.unembedding.work(routing)
         return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
 
     def next_logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
-        """The same for rows whose next tokens are drawn: over weights that are laid out for few different numbers of
-        rows.
-        """
-        raw_TV = None if self._written_out is None else self._written_out.logits(hidden_TD, routing)
+        """The same for rows whose next tokens are sampled, with packed weights if available."""
+        raw_TV = None if self._fused is None else self._fused.logits(hidden_TD, routing)
         return self.logits(hidden_TD, routing) if raw_TV is None else self.finish_logits_(raw_TV)
 
     def finish_logits_(self, raw_TV: Tensor) -> Tensor:
-        """What some families do to the unembedding's output, in place: scale it, then cap it."""
+        """Scale and cap the unembedding's output in place, as some families do."""
         if self._multiplier != 1.0:
             raw_TV.mul_(self._multiplier)
         if self._softcap is not None:
@@ -252,14 +253,14 @@ class BaseModel:
     @contextmanager
     def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
         assert routing.num_rows == num_rows
-        self._switchboard.routing, self._switchboard.plan = routing, plan
+        self._context.routing, self._context.plan = routing, plan
         try:
             yield
         finally:
-            self._switchboard.routing = self._switchboard.plan = None
+            self._context.routing = self._context.plan = None
 
     def _compared(self, decoder: Decoder) -> Decoder | None:
-        """The decoder, if it does what the modules do, where gradients are asked for or where they are not."""
+        """The decoder if it agrees with the modules in the current gradient mode, else None."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
         given = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
@@ -267,57 +268,58 @@ class BaseModel:
         error = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
         if error < (1e-4 if self.dtype == torch.float32 else 0.05):
             return decoder
-        log.warning("layers that are written out differ from the model's own and are not used", error=error)
+        log.warning("fused layers differ from the model's own and are not used", error=error)
         return None
 
     def _check_training(self) -> None:
-        """Layers that are written out are used if they do what the modules do."""
-        if self._written_out is not None:
-            self._written_out.prepare()
-            self._written_out = self._compared(self._written_out)
+        """Use fused layers if they agree with the modules."""
+        if self._fused is not None:
+            self._fused.prepare()
+            self._fused = self._compared(self._fused)
 
     def _check_layers(self) -> None:
         seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
-        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.kept)
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
     @torch.no_grad()
     def check_servable(self) -> None:
-        """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
+        """Compare packed rows under our attention with the model's own forward; raises SettingsError if they differ."""
         self._check_layers()
         if self.vision is not None:
             self._check_images(self.vision)
         first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
-        ours = []
+        found = []
         for tokens in ([first, second], [second]):
             lengths = [len(t) for t in tokens]
             plan = PackedCausal(lengths, self.device)
             routing = Routing([Segment(0, sum(lengths), None)])
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self._through_modules(torch.cat(tokens), positions_T, plan, routing)
-            ours.append(self.logits(hidden_TD, routing))
+            found.append(self.logits(hidden_TD, routing))
         reference = self._own_logits(input_ids=second[None])
-        self._compare(ours[1], reference, "under packed attention")
-        self._compare(ours[0][len(first) :], reference, "beside another sequence")
+        self._compare(found[1], reference, "under packed attention")
+        self._compare(found[0][len(first) :], reference, "beside another sequence")
 
     def _check_images(self, vision: Vision) -> None:
-        """The same of an image beside text."""
-        image, own = vision.probe()
+        """The same with an image next to text."""
+        image = replace(vision.probe(), start=1)
         tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
-        images = (replace(image, start=1),)
-        positions, rows = vision.pack([PlacedSpan(vision.place(len(tokens_T), images), 0, len(tokens_T))])
-        routing = Routing([Segment(0, len(tokens_T), None)])
-        plan = PackedCausal([len(tokens_T)], self.device)
-        positions_3T = torch.from_numpy(positions).to(self.device)
-        hidden_TD = self._through_modules(tokens_T, positions_3T, plan, routing, rows)
-        kinds = (tokens_T == vision.image_token_id).int()
-        reference = self._own_logits(input_ids=tokens_T[None], mm_token_type_ids=kinds[None], **own)
+        length = len(tokens_T)
+        placed = vision.place(length, (image,))
+        assert placed is not None
+        positions, rows = vision.pack([InputSpan(placed, 0, length)])
+        routing = Routing([Segment(0, length, None)])
+        plan = PackedCausal([length], self.device, [placed.seen(0, length)])
+        positions_T = torch.from_numpy(positions).to(self.device)
+        hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, rows)
+        reference = self._own_logits(input_ids=tokens_T[None], **vision.own_inputs(image, tokens_T))
         self._compare(self.logits(hidden_TD, routing), reference, "with an image")
         vision.keep_within(0)
 
     def _own_logits(self, **inputs: Tensor) -> Tensor:
-        """[T, V]: what the model computes by itself."""
+        """[T, V]: the logits of the model's own forward."""
         self.model.set_attn_implementation("eager")
         logits_TV = self.model(**inputs, use_cache=False).logits[0].float()
         self.model.set_attn_implementation(_attention(self.model.config))
@@ -333,14 +335,16 @@ class BaseModel:
 
 
 def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
-    """The model; of one that wraps a text model and others, such as a vision tower, the text model where transformers
-    knows it and no images are taken. Raises SettingsError if a weight is not in the files: it would be random.
+    """The model. Of a wrapper around a text model, only the text model if transformers has a class for it and images
+    are not served. Raises SettingsError if a weight is missing from the files: it would be random.
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
     check_config(config, shape.max_context_length)
     own: dict[str, Any] = {}
     auto, text = AutoModelForCausalLM, config.get_text_config()
-    if type(config) not in AutoModelForCausalLM._model_mapping or shape.vision is not None:
+    # transformers lists the wrapper of Gemma 3 among the causal language models, too.
+    is_text_model = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in VISION_TYPES
+    if not is_text_model:
         if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
             own = {"config": text, "key_mapping": TEXT_KEYS}
         elif config.model_type in VISION_TYPES:
@@ -364,22 +368,22 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
             "not those of this architecture"
         )
     if auto is AutoModelForImageTextToText and shape.vision is None:
-        # The wrapper without its tower: checkpoints of both have the same names.
+        # Keep the wrapper without its tower, so that weight names stay the same.
         del model.model.visual
     return model
 
 
 def _attention(config: PreTrainedConfig) -> str | dict[str, str]:
-    """Our attention for the text model; a vision tower keeps one of transformers', since its is not causal."""
+    """Our attention for the text model; a vision tower keeps transformers' own, since it is not causal."""
     if "vision_config" not in config.sub_configs:
         return ATTENTION_NAME
     return {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def _swap_linears(
-    model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard, make: MakeLinear
+    model: PreTrainedModel, decoder: nn.Module, context: ForwardContext, make: MakeLinear
 ) -> dict[str, MultiLoRALinear]:
-    """`make` makes all but the unembedding, which is never quantised."""
+    """`make` makes every linear except the unembedding, which is never quantised."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
@@ -393,11 +397,11 @@ def _swap_linears(
         if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in mixed.excluded:
             continue
         if ".experts." in name:
-            # It would see rows in an order of its own, for which segments do not hold.
+            # Such a linear gets rows in its own order, to which segments do not apply.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
         own = text_name(name)
-        targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, switchboard)
+        targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, context)
         if module in mixed.parts:
             targets[own].divide(mixed.parts[module])
         setattr(model.get_submodule(parent_name), last, targets[own])
@@ -406,11 +410,11 @@ def _swap_linears(
     return targets
 
 
-def _swap_experts(model: PreTrainedModel, switchboard: Switchboard) -> list[MultiLoRAExperts]:
+def _swap_experts(model: PreTrainedModel, context: ForwardContext) -> list[MultiLoRAExperts]:
     swapped = []
     for name, module in list(model.named_modules()):
         if is_experts(module):
-            swapped.append(MultiLoRAExperts(text_name(name), module, switchboard))
+            swapped.append(MultiLoRAExperts(text_name(name), module, context))
             parent_name, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent_name), last, swapped[-1])
     return swapped

@@ -1,118 +1,216 @@
 """Adapters on the routed experts of a mixture: many adapters, many experts, one packed row.
 
-Stands in for a model's own module of fused experts (transformers' `use_experts_implementation` families). Each row
-has chosen k experts; its k pairs of (row, expert) are sorted by expert and, within one, by the segment of the row, so
-that an expert's weights are read once for all of its rows, and each adapter meets only rows of its own segments. The
-router is not adapted, and its probabilities carry gradients to the rows below.
+Replaces a model's own module of fused experts (transformers' `use_experts_implementation` families). Each row has
+chosen k experts. For the base model the k pairs of each row are sorted by expert, so that an expert's weights are read
+once for all of its rows; for adapters they are sorted by segment and then by expert, so that each adapter meets only
+rows of its own segments. The router is not adapted; its probabilities carry gradients to the rows below.
 
-An adapter's matrices are what Tinker's are (docs/decisions.md): on the side of the hidden states all experts share
-one. `w1` (gate) and `w3` (up) have one A and a B for each expert, `w2` (down) an A for each and one B. So A of w1 and
-w3 is applied before the rows are spread over the experts, and B of w2 after their results are summed.
+An adapter's matrices are Tinker's (docs/decisions.md): all experts share the matrix on the side of the hidden states.
+`w1` (gate) and `w3` (up) have one A and a B for each expert, `w2` (down) an A for each and one B. So A of w1 and w3 is
+applied before the rows are dispatched to experts, and B of w2 after their results are combined. Experts without a gate
+have only `w1` (up) and `w2`.
 
-Gradients go into the adapters' own buffers, as those of `lora.MultiLoRALinear` do. Knows no loss, optimizer, file or
-tenant.
+Sorted pairs are multiplied with experts' matrices in one of two ways. `grouped_mm` takes all experts in one kernel and
+leaves the sizes of groups on the device: on CUDA of compute capability 9.0 or 10.0, in bfloat16, where sizes and ranks
+are multiples of 8. Its output is bfloat16, so a micro-batch's gradients of experts' matrices are rounded once before
+they are added in float32. Elsewhere the reference, a loop over experts, reads the sizes from the device first.
 
-Shapes: T rows, k experts of each, N = T * k pairs, E experts, D hidden size, I inner size, G = 2 * I, r rank, n rows
-or pairs of a part.
+Gradients go into the adapters' own buffers, as in `lora.MultiLoRALinear`. Knows no loss, optimizer, file or tenant.
+
+Shapes: T rows, k experts of each, N = T * k pairs, E experts, D hidden size, I inner size, G = 2 * I (I without a
+gate), r rank, n rows and m = n * k pairs of a segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
 
-from tinsmith.backends.torch.adapters import Adapter, Bank, Target
-from tinsmith.backends.torch.lora import Switchboard, anchor
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Target
+from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.lora import ForwardContext, Routing, anchor
 from tinsmith.backends.torch.products import add_product_, product
 from tinsmith.errors import SettingsError
 
 GATE, UP, DOWN = "w1", "w3", "w2"
 
 
+@cache
+def has_grouped_products(device: torch.device) -> bool:
+    """Whether the device has a grouped kernel for bfloat16; elsewhere torch loops, and reads the sizes for that."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype) -> str:
+    """Names the kernel that multiplies experts, for the log."""
+    is_grouped = has_grouped_products(device) and dtype == torch.bfloat16
+    return "grouped_mm where sizes and ranks are multiples of 8" if is_grouped else "loop over experts"
+
+
+class _Groups(NamedTuple):
+    """Adjacent pairs of one expert. `bounds`: (expert, first, last + 1) for experts with pairs; None where a kernel
+    reads the ends on the device.
+    """
+
+    ends_E: Tensor
+    bounds: list[tuple[int, int, int]] | None
+
+    def products(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
+        """[N, O]: each pair times its expert's matrix."""
+        if self.bounds is None:
+            return grouped_mm(x_NC, weight_ECO, offs=self.ends_E)
+        return torch.cat([product(x_NC[first:end], weight_ECO[e], x_NC.dtype) for e, first, end in self.bounds])
+
+    def add_products_(self, out_NO: Tensor, x_NC: Tensor, weight_ECO: Tensor, scale: float) -> None:
+        """Add scale * products(x, weight)."""
+        if self.bounds is None:
+            out_NO.add_(grouped_mm(x_NC, weight_ECO, offs=self.ends_E), alpha=scale)
+            return
+        for expert, first, end in self.bounds:
+            add_product_(out_NO[first:end], x_NC[first:end], weight_ECO[expert], scale)
+
+    def add_outer_(self, out_ECO: Tensor, x_NC: Tensor, y_NO: Tensor, scale: float) -> None:
+        """Add scale * x^T y over each expert's own pairs."""
+        if self.bounds is None:
+            out_ECO.add_(grouped_mm(x_NC.t(), y_NO, offs=self.ends_E), alpha=scale)
+            return
+        for expert, first, end in self.bounds:
+            add_product_(out_ECO[expert], x_NC[first:end].t(), y_NO[first:end], scale)
+
+
+class _Order(NamedTuple):
+    """A permutation that sorts pairs."""
+
+    pair_N: Tensor  # the unsorted pair (row * k + choice) of each sorted one
+    place_N: Tensor  # the sorted index of each unsorted pair
+
+    @classmethod
+    def by(cls, key_N: Tensor) -> _Order:
+        pair_N = torch.argsort(key_N, stable=True)
+        numbers_N = torch.arange(len(pair_N), device=pair_N.device)
+        return cls(pair_N, torch.empty_like(pair_N).index_copy_(0, pair_N, numbers_N))
+
+    def to(self, other: _Order) -> Tensor | None:
+        """For each pair of the other order, its index in this one. None: the orders are the same."""
+        return None if self is other else self.place_N.index_select(0, other.pair_N)
+
+
 class _Part(NamedTuple):
-    """Pairs start..stop are of one expert and one segment; `rows_n` are their rows, counted within the segment."""
+    """A segment with an adapter: its rows, its pairs in the order by segment, and their groups."""
 
-    expert: int
-    segment: int
-    start: int
-    stop: int
-    rows_n: Tensor
+    adapter: Adapter
+    rows: slice
+    pairs: slice
+    row_m: Tensor  # row of each pair, relative to the segment
+    place_m: Tensor  # sorted index of each unsorted pair, relative to the segment
+    groups: _Groups
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def combine(self, x_mC: Tensor) -> Tensor:
+        """[n, C]: the sum over each row's pairs, in the order of its choices."""
+        return x_mC.index_select(0, self.place_m).view(self.num_rows, -1, x_mC.shape[-1]).sum(1)
 
 
-class _Spread(NamedTuple):
-    """How rows become pairs sorted by expert, and back."""
+class _Dispatch(NamedTuple):
+    """How rows become pairs: sorted by expert for the base model, by segment and then by expert for adapters."""
 
-    row_N: Tensor  # of each sorted pair
-    order_N: Tensor  # the unsorted pair (row * k + choice) of each sorted one
-    place_N: Tensor  # where each unsorted pair went
+    num_choices: int
+    experts: _Order
     expert_N: Tensor
-    experts: list[tuple[int, int, int]]  # expert, first and last + 1 of its pairs
-    parts: list[_Part]  # those whose segment has an adapter
+    groups: _Groups
+    segments: _Order
+    to_experts: Tensor | None
+    to_segments: Tensor | None
+    parts: list[_Part]
 
-    def gather(self, x_NC: Tensor, num_rows: int) -> Tensor:
-        """[T, C]: the sum of each row's pairs, in the order of its choices."""
-        return x_NC.index_select(0, self.place_N).view(num_rows, -1, x_NC.shape[-1]).sum(1)
+    def rows_by_expert(self, x_TC: Tensor) -> Tensor:
+        return x_TC.index_select(0, self.experts.pair_N // self.num_choices)
+
+    def combine(self, x_NC: Tensor) -> Tensor:
+        """[T, C]: the sum over each row's pairs, which are sorted by expert, in the order of its choices."""
+        return x_NC.index_select(0, self.experts.place_N).view(-1, self.num_choices, x_NC.shape[-1]).sum(1)
+
+    def by_segment(self, x_NC: Tensor) -> Tensor:
+        return x_NC if self.to_segments is None else x_NC.index_select(0, self.to_segments)
+
+    def by_expert(self, x_NC: Tensor) -> Tensor:
+        return x_NC if self.to_experts is None else x_NC.index_select(0, self.to_experts)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether this is a module of fused experts as transformers writes them."""
+    """Whether this is one of transformers' modules of fused experts."""
     return hasattr(module, "is_concatenated") and hasattr(module, "is_transposed")
 
 
 class MultiLoRAExperts(nn.Module):
-    """Keeps the module's own parameters under the same names. Without a routing the module itself is called."""
+    """Keeps the module's own parameters under the same names. Calls the module itself if there is no routing."""
 
-    gate_up_proj: Tensor
-    gate_up_proj_bias: Tensor
     down_proj: Tensor
     down_proj_bias: Tensor
 
-    def __init__(self, name: str, experts: nn.Module, switchboard: Switchboard) -> None:
+    def __init__(self, name: str, experts: nn.Module, context: ForwardContext) -> None:
         super().__init__()
-        if not experts.has_gate or experts.has_post_expert_norm:
-            kind = "a norm after each expert" if experts.has_gate else "experts without a gate"
-            raise SettingsError(f"{type(experts).__name__} has {kind}, which cannot carry adapters here")
+        if experts.has_post_expert_norm:
+            raise SettingsError(
+                f"{type(experts).__name__} has a norm after each expert, which cannot carry adapters here"
+            )
         self.name = name
         for parameter_name, parameter in experts.named_parameters(recurse=False):
             self.register_parameter(parameter_name, parameter)
-        self._experts = (experts,)  # no submodule: its parameters would have two names
+        self._experts = (experts,)  # not a submodule: its parameters would have two names
         self.has_bias = bool(experts.has_bias)
         self.transposed = bool(experts.is_transposed)
         self.num_experts, *sizes = self.down_proj.shape
         self.inner_features, self.hidden_features = sizes if self.transposed else reversed(sizes)
-        self._interleaved = not experts.is_concatenated
+        self.has_gate = bool(experts.has_gate)
+        self._interleaved = self.has_gate and not experts.is_concatenated
         gate, up = slice(0, self.inner_features), slice(self.inner_features, None)
         if self._interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
-        self.columns = {f"{name}.{GATE}": gate, f"{name}.{UP}": up}
+        self.columns = {f"{name}.{GATE}": gate}
+        if self.has_gate:
+            self.columns[f"{name}.{UP}"] = up
         self.down_name = f"{name}.{DOWN}"
         self._choices = 1
-        self._switchboard = switchboard
+        self._context = context
+
+    @property
+    def outer_proj(self) -> Tensor:
+        """The matrix that reads the hidden states: gate and up, or only up."""
+        return cast(Tensor, self.gate_up_proj if self.has_gate else self.up_proj)
+
+    @property
+    def outer_bias(self) -> Tensor:
+        return cast(Tensor, self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
 
     @property
     def targets(self) -> list[Target]:
         outer, inner = self.hidden_features, self.inner_features
-        spread, shared = (Bank(self.num_experts, common, self._interleaved) for common in ("A", "B"))
+        outer_stack, down_stack = (ExpertStack(self.num_experts, common, self._interleaved) for common in ("A", "B"))
         return [
-            Target(f"{self.name}.{GATE}", "mlp", outer, inner, spread),
-            Target(f"{self.name}.{UP}", "mlp", outer, inner, spread),
-            Target(self.down_name, "mlp", inner, outer, shared),
+            *(Target(name, "mlp", outer, inner, outer_stack) for name in self.columns),
+            Target(self.down_name, "mlp", inner, outer, down_stack),
         ]
 
     @property
     def features_per_row(self) -> int:
-        """Inputs and outputs of the linears that a row meets in its experts, as many as the last rows chose."""
-        return self._choices * (2 * self.hidden_features + 3 * self.inner_features)
+        """Inputs and outputs of a row's expert linears, for the number of experts that the last rows chose."""
+        return self._choices * (2 * self.hidden_features + (1 + len(self.columns)) * self.inner_features)
 
     def forward(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        routing = self._switchboard.routing
+        routing = self._context.routing
         if routing is None:
             return self._experts[0](hidden_TD, index_Tk, weights_Tk)
         self._choices = index_Tk.shape[1]
@@ -120,136 +218,121 @@ class MultiLoRAExperts(nn.Module):
         names = {target.name for target in self.targets}
         adapters = [s.adapter if s.adapter and not names.isdisjoint(s.adapter.compute) else None
                     for s in routing.segments]  # fmt: skip
-        call = _Call(self, routing, adapters, _spread(index_Tk, routing, adapters))
-        apply_gate = cast(Callable[[Tensor], Tensor], self._experts[0]._apply_gate)
+        call = _Call(self, _dispatch(index_Tk, routing, adapters, self.num_experts, grouped=self._is_grouped(adapters)))
+        own = self._experts[0]
+        apply_gate = cast(Callable[[Tensor], Tensor], own._apply_gate if self.has_gate else own.act_fn)
         if not torch.is_grad_enabled():
             return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
         recorded = anchor(hidden_TD.device) if any(adapters) else None
         inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
 
+    def _is_grouped(self, adapters: Sequence[Adapter | None]) -> bool:
+        """Whether the grouped kernel supports these matrices: each row must begin at a multiple of 16 bytes."""
+        sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
+        is_half = self.down_proj.dtype == torch.bfloat16
+        return is_half and has_grouped_products(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+
 
 class _Call:
-    """One call of a module of experts: its rows, spread, and what each part's adapter does to them."""
+    """One call of a module of experts: its rows, their dispatch, and the adapters' parts."""
 
-    def __init__(
-        self, experts: MultiLoRAExperts, routing: Routing, adapters: Sequence[Adapter | None], spread: _Spread
-    ) -> None:
+    def __init__(self, experts: MultiLoRAExperts, dispatch: _Dispatch) -> None:
         self._experts = experts
-        self._slices = [slice(segment.start, segment.stop) for segment in routing.segments]
-        self._adapters = adapters
-        self._spread = spread
-        self._num_rows = routing.num_rows
+        self._dispatch = dispatch
 
-    def gate_up(self, hidden_TD: Tensor) -> tuple[Tensor, list[dict[int, Tensor]]]:
-        """[N, G] before the gate, and for w1 and w3 each segment's x A^T [n, r]."""
-        spread, experts = self._spread, self._experts
-        y_NG = self._products(hidden_TD.index_select(0, spread.row_N), experts.gate_up_proj)
+    def gate_up(self, hidden_TD: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
+        """[N, G] before the gate, by segment, and for w1 and w3 the x A^T [n, r] of each part that has it."""
+        dispatch, experts = self._dispatch, self._experts
+        y_NG = self._products(dispatch.rows_by_expert(hidden_TD), experts.outer_proj)
         if experts.has_bias:
-            y_NG += experts.gate_up_proj_bias.index_select(0, spread.expert_N)
+            y_NG += self._bias(experts.outer_bias)
+        y_NG = dispatch.by_segment(y_NG)
         inner = []
         for name, columns in experts.columns.items():
-            inner.append({})
-            for segment, adapter in self._carriers(name):
-                x_nD = hidden_TD[self._slices[segment]]
-                inner[-1][segment] = product(x_nD, adapter.compute[name][0][0].t(), x_nD.dtype)
-            for part, adapter in self._parts(name):
-                u_nr, b_Ir = inner[-1][part.segment][part.rows_n], adapter.compute[name][1][part.expert]
-                add_product_(y_NG[part.start : part.stop, columns], u_nr, b_Ir.t(), adapter.scale)
+            inner.append([])
+            for part in self._parts(name):
+                (a_1rI, b_EIr), x_nD = part.adapter.compute[name], hidden_TD[part.rows]
+                inner[-1].append(product(x_nD, a_1rI[0].t(), x_nD.dtype))
+                u_mr = inner[-1][-1].index_select(0, part.row_m)
+                part.groups.add_products_(y_NG[part.pairs, columns], u_mr, b_EIr.mT, part.adapter.scale)
         return y_NG, inner
 
     def gate_up_backward(
-        self, grad_NG: Tensor, hidden_TD: Tensor, inner: Sequence[dict[int, Tensor]], *, need_input: bool
+        self, grad_NG: Tensor, hidden_TD: Tensor, inner: Sequence[Sequence[Tensor]], *, need_input: bool
     ) -> Tensor | None:
-        """The gradient of the rows, if needed; those of A and B go to their adapters."""
-        grad_TD = None
+        """The gradient of the rows, if needed; adds those of A and B to their adapters."""
+        dispatch, experts, grad_TD = self._dispatch, self._experts, None
         if need_input:
-            grad_TD = self._spread.gather(
-                self._products(grad_NG, self._experts.gate_up_proj, back=True), self._num_rows
-            )
-        for (name, columns), inner_nr in zip(self._experts.columns.items(), inner, strict=True):
-            grads = {segment: torch.zeros_like(u_nr) for segment, u_nr in inner_nr.items()}
-            for part, adapter in self._parts(name):
-                grad_nI = grad_NG[part.start : part.stop, columns]
-                b_Ir = adapter.compute[name][1][part.expert]
-                grads[part.segment].index_add_(0, part.rows_n, product(grad_nI, b_Ir, grad_nI.dtype))
+            grad_TD = dispatch.combine(self._products(dispatch.by_expert(grad_NG), experts.outer_proj, back=True))
+        for (name, columns), inner_nr in zip(experts.columns.items(), inner, strict=True):
+            for part, u_nr in zip(self._parts(name), inner_nr, strict=True):
+                adapter, rows = part.adapter, part.rows
+                (a_1rI, b_EIr), grad_mI = adapter.compute[name], grad_NG[part.pairs, columns].contiguous()
+                grad_nr = part.combine(part.groups.products(grad_mI, b_EIr))
                 if adapter.gradients is not None:
-                    u_nr = inner_nr[part.segment][part.rows_n]
-                    add_product_(adapter.gradients[name][1][part.expert].t(), u_nr.t(), grad_nI, adapter.scale)
-            for segment, adapter in self._carriers(name):
-                rows = self._slices[segment]
-                if adapter.gradients is not None:
-                    add_product_(adapter.gradients[name][0][0], grads[segment].t(), hidden_TD[rows], adapter.scale)
+                    grad_a_1rI, grad_b_EIr = adapter.gradients[name]
+                    part.groups.add_outer_(grad_b_EIr, grad_mI, u_nr.index_select(0, part.row_m), adapter.scale)
+                    add_product_(grad_a_1rI[0], grad_nr.t(), hidden_TD[rows], adapter.scale)
                 if grad_TD is not None:
-                    add_product_(grad_TD[rows], grads[segment], adapter.compute[name][0][0], adapter.scale)
+                    add_product_(grad_TD[rows], grad_nr, a_1rI[0], adapter.scale)
         return grad_TD
 
-    def down(self, inner_NI: Tensor, weights_Tk: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """[T, D], and each segment's sums of weighted x A^T [n, r]."""
-        spread, experts = self._spread, self._experts
-        y_ND = self._products(inner_NI, experts.down_proj)
+    def down(self, inner_NI: Tensor, weights_Tk: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[T, D], and each part's combined, weighted x A^T [n, r]."""
+        dispatch, experts = self._dispatch, self._experts
+        y_ND = self._products(dispatch.by_expert(inner_NI), experts.down_proj)
         if experts.has_bias:
-            y_ND += experts.down_proj_bias.index_select(0, spread.expert_N)
-        weight_N1 = weights_Tk.reshape(-1, 1).index_select(0, spread.order_N)
-        out_TD = spread.gather(y_ND * weight_N1, self._num_rows).to(inner_NI.dtype)
-        name = experts.down_name
-        sums = {
-            segment: inner_NI.new_zeros(self._slices[segment].stop - self._slices[segment].start, adapter.layout.rank)
-            for segment, adapter in self._carriers(name)
-        }
-        for part, adapter in self._parts(name):
-            rows = slice(part.start, part.stop)
-            v_nr = product(inner_NI[rows], adapter.compute[name][0][part.expert].t(), inner_NI.dtype)
-            sums[part.segment].index_add_(0, part.rows_n, (v_nr * weight_N1[rows]).to(v_nr.dtype))
-        for segment, adapter in self._carriers(name):
-            add_product_(out_TD[self._slices[segment]], sums[segment], adapter.compute[name][1][0].t(), adapter.scale)
+            y_ND += self._bias(experts.down_proj_bias)
+        out_TD = dispatch.combine(y_ND * _sorted(weights_Tk, dispatch.experts)).to(inner_NI.dtype)
+        weight_N1, sums = _sorted(weights_Tk, dispatch.segments), []
+        for part in self._parts(experts.down_name):
+            a_ErI, b_1Or = part.adapter.compute[experts.down_name]
+            v_mr = part.groups.products(inner_NI[part.pairs], a_ErI.mT)
+            sums.append(part.combine((v_mr * weight_N1[part.pairs]).to(v_mr.dtype)))
+            add_product_(out_TD[part.rows], sums[-1], b_1Or[0].t(), part.adapter.scale)
         return out_TD, sums
 
     def down_backward(
-        self, grad_TD: Tensor, inner_NI: Tensor, weights_Tk: Tensor, sums: dict[int, Tensor]
+        self, grad_TD: Tensor, inner_NI: Tensor, weights_Tk: Tensor, sums: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """The gradients of the inner rows [N, I] and of the router's weights [T, k]."""
-        spread, experts, name = self._spread, self._experts, self._experts.down_name
-        weight_N1 = weights_Tk.reshape(-1, 1).index_select(0, spread.order_N)
-        grad_ND = grad_TD.index_select(0, spread.row_N)
-        # Before the router's weight, so that one product serves both gradients.
-        grad_NI = self._products(grad_ND, experts.down_proj, back=True)
-        grads = {}
-        for segment, adapter in self._carriers(name):
-            grad_nD = grad_TD[self._slices[segment]]
-            grads[segment] = product(grad_nD, adapter.compute[name][1][0], grad_nD.dtype)
+        dispatch, experts, name = self._dispatch, self._experts, self._experts.down_name
+        weight_N1, grad_ND = _sorted(weights_Tk, dispatch.segments), dispatch.rows_by_expert(grad_TD)
+        # Before the router's weight is applied, so that one product serves both gradients.
+        grad_NI = dispatch.by_segment(self._products(grad_ND, experts.down_proj, back=True))
+        for part, sums_nr in zip(self._parts(name), sums, strict=True):
+            adapter, pairs, grad_nD = part.adapter, part.pairs, grad_TD[part.rows]
+            a_ErI, b_1Or = adapter.compute[name]
+            grad_mr = product(grad_nD, b_1Or[0], grad_nD.dtype).index_select(0, part.row_m)
+            part.groups.add_products_(grad_NI[pairs], grad_mr, a_ErI, adapter.scale)
             if adapter.gradients is not None:
-                add_product_(adapter.gradients[name][1][0].t(), sums[segment].t(), grad_nD, adapter.scale)
-        for part, adapter in self._parts(name):
-            rows = slice(part.start, part.stop)
-            grad_nr = grads[part.segment][part.rows_n]
-            add_product_(grad_NI[rows], grad_nr, adapter.compute[name][0][part.expert], adapter.scale)
-            if adapter.gradients is not None:
-                weighted_nr = (grad_nr * weight_N1[rows]).to(grad_nr.dtype)
-                add_product_(adapter.gradients[name][0][part.expert], weighted_nr.t(), inner_NI[rows], adapter.scale)
+                grad_a_ErI, grad_b_1Or = adapter.gradients[name]
+                weighted_mr = (grad_mr * weight_N1[pairs]).to(grad_mr.dtype)
+                part.groups.add_outer_(grad_a_ErI, weighted_mr, inner_NI[pairs], adapter.scale)
+                add_product_(grad_b_1Or[0].t(), sums_nr.t(), grad_nD, adapter.scale)
         grad_weight_N = (grad_NI * inner_NI).sum(-1)
         if experts.has_bias:
-            grad_weight_N += (grad_ND * experts.down_proj_bias.index_select(0, spread.expert_N)).sum(-1)
-        grad_weights_Tk = grad_weight_N.index_select(0, spread.place_N).view(weights_Tk.shape).to(weights_Tk.dtype)
-        return (grad_NI * weight_N1).to(inner_NI.dtype), grad_weights_Tk
+            grad_weight_N += dispatch.by_segment((grad_ND * self._bias(experts.down_proj_bias)).sum(-1))
+        grad_weight_N = grad_weight_N.index_select(0, dispatch.segments.place_N)
+        return (grad_NI * weight_N1).to(inner_NI.dtype), grad_weight_N.view(weights_Tk.shape).to(weights_Tk.dtype)
 
-    def _carriers(self, name: str) -> list[tuple[int, Adapter]]:
-        """The segments whose adapter has this projection."""
-        return [(i, a) for i, a in enumerate(self._adapters) if a is not None and name in a.compute]
+    def _parts(self, name: str) -> list[_Part]:
+        """The segments whose adapters have this projection."""
+        return [part for part in self._dispatch.parts if name in part.adapter.compute]
 
-    def _parts(self, name: str) -> list[tuple[_Part, Adapter]]:
-        carriers = dict(self._carriers(name))
-        return [(part, carriers[part.segment]) for part in self._spread.parts if part.segment in carriers]
+    def _bias(self, bias_EO: Tensor) -> Tensor:
+        """[N, O], by expert."""
+        return bias_EO.index_select(0, self._dispatch.expert_N)
 
     def _products(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
-        """Each expert's pairs times its own matrix, or, going back, times its transpose."""
-        turned = self._experts.transposed == back
-        return torch.cat(
-            [
-                product(x_NC[start:stop], weight_E[expert].t() if turned else weight_E[expert], x_NC.dtype)
-                for expert, start, stop in self._spread.experts
-            ]
-        )
+        """Each expert's pairs times its matrix, or in backward (`back`) times its transpose."""
+        return self._dispatch.groups.products(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
+
+
+def _sorted(weights_Tk: Tensor, order: _Order) -> Tensor:
+    """[N, 1]: the router's weight of each pair."""
+    return weights_Tk.reshape(-1, 1).index_select(0, order.pair_N)
 
 
 class _GateUpFunction(torch.autograd.Function):
@@ -282,28 +365,42 @@ class _DownFunction(torch.autograd.Function):
         return *ctx.call.down_backward(grad, inner, weights, ctx.sums), None
 
 
-def _spread(index_Tk: Tensor, routing: Routing, adapters: Sequence[Adapter | None]) -> _Spread:
-    device = index_Tk.device
-    expert_M = index_Tk.reshape(-1).cpu().numpy()
-    order_N = np.argsort(expert_M, kind="stable")
-    expert_N, row_N = expert_M[order_N], order_N // index_Tk.shape[1]
-    place_N = np.empty_like(order_N)
-    place_N[order_N] = np.arange(len(order_N))
-    first_S = np.array([segment.start for segment in routing.segments])
-    segment_N = np.searchsorted(first_S, row_N, side="right") - 1
-    own_N = torch.from_numpy(row_N - first_S[segment_N]).to(device)
-    next_expert_N = np.diff(expert_N) != 0
-    parts = [
-        _Part(int(expert_N[start]), int(segment_N[start]), start, stop, own_N[start:stop])
-        for start, stop in _runs(next_expert_N | (np.diff(segment_N) != 0))
-        if adapters[segment_N[start]] is not None
-    ]
-    row, order, place, expert = (torch.from_numpy(a).to(device) for a in (row_N, order_N, place_N, expert_N))
-    experts = [(int(expert_N[start]), start, stop) for start, stop in _runs(next_expert_N)]
-    return _Spread(row, order, place, expert, experts, parts)
+def _dispatch(
+    index_Tk: Tensor, routing: Routing, adapters: Sequence[Adapter | None], num_experts: int, *, grouped: bool
+) -> _Dispatch:
+    """Sort the pairs. Reads group sizes from the device unless the grouped kernel is used."""
+    device, num_choices = index_Tk.device, index_Tk.shape[1]
+    expert_N, numbers_E = index_Tk.reshape(-1), torch.arange(num_experts, device=device)
+    experts = segments = _Order.by(expert_N)
+    ends = [_ends(expert_N, experts, numbers_E)]
+    if len(routing.segments) > 1:
+        sizes = [num_choices * (stop - start) for start, stop, _ in routing.segments]
+        segment_N = upload(np.repeat(np.arange(len(sizes)), sizes), device)
+        key_N, numbers_K = expert_N + num_experts * segment_N, torch.arange(num_experts * len(sizes), device=device)
+        segments = _Order.by(key_N)
+        ends.append(_ends(key_N, segments, numbers_K))
+    on_host = [None] * len(ends) if grouped else read(*ends)
+    parts = []
+    for number, ((start, stop, _), adapter) in enumerate(zip(routing.segments, adapters, strict=True)):
+        if adapter is not None:
+            pairs = slice(start * num_choices, stop * num_choices)
+            row_m, place_m = segments.pair_N[pairs] // num_choices - start, segments.place_N[pairs] - pairs.start
+            own = slice(number * num_experts, (number + 1) * num_experts)
+            groups = _groups(ends[-1][own], None if on_host[-1] is None else on_host[-1][own], pairs.start)
+            parts.append(_Part(adapter, slice(start, stop), pairs, row_m, place_m, groups))
+    groups, expert_N = _groups(ends[0], on_host[0], 0), expert_N.index_select(0, experts.pair_N)
+    crossings = segments.to(experts), experts.to(segments)
+    return _Dispatch(num_choices, experts, expert_N, groups, segments, *crossings, parts)
 
 
-def _runs(changes: np.ndarray) -> list[tuple[int, int]]:
-    """First and last + 1 of each run; `changes` says whether the next one is of another."""
-    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(changes) + 1]
-    return list(pairwise(bounds))
+def _groups(ends_E: Tensor, on_host_E: npt.NDArray[np.int32] | None, first: int) -> _Groups:
+    """Groups of pairs that begin at `first`."""
+    if on_host_E is None:
+        return _Groups(ends_E - first, None)
+    spans = pairwise([0, *(on_host_E - first).tolist()])
+    return _Groups(ends_E, [(expert, start, stop) for expert, (start, stop) in enumerate(spans) if stop > start])
+
+
+def _ends(key_N: Tensor, order: _Order, numbers_K: Tensor) -> Tensor:
+    """[K] int32: where the pairs of each key end."""
+    return torch.searchsorted(key_N.index_select(0, order.pair_N), numbers_K, right=True, out_int32=True)

@@ -1,16 +1,16 @@
-"""The steps of the optimizers, and one step of many adapters with different optimizers.
+"""The optimizers, and one step of many adapters with different optimizers.
 
-A model's optimizer is fixed when it is created; parameters of another are refused. Each request has its own parameters,
-and an adapter whose gradient is not finite is left as it was, without its gradient. Clipping is by the norm over the
-whole adapter, as torch's clip_grad_norm_ does it. Knows no request and no file.
+A model's optimizer is fixed when it is created; parameters of another are refused. Each request has its own parameters.
+An adapter with a non-finite gradient keeps its weights and loses the gradient. Clipping is by the norm over the whole
+adapter, like torch's clip_grad_norm_. Knows no request and no file.
 
 AdamW is torch's, over many adapters in one fused pass. A step without a gradient is a step with a gradient of zero:
-moments decay, what they still hold moves the weights, the step counts.
+moments decay, their remaining values move the weights, and the step counts.
 
 Dimuon is Muon on each of the two factors of every adapted linear (docs/optimizers.md). The gradient's running mean is
-made orthogonal, matrix by matrix, by five Newton-Schulz iterations with the coefficients of Jordan's Muon (2024), and
+orthogonalised, matrix by matrix, by five Newton-Schulz iterations with the coefficients of Jordan's Muon (2024), and
 scaled as Liu et al. (arXiv 2502.16982) do, so that an update is about as large as AdamW's at the same learning rate.
-Matrices of one shape of one adapter go through together: its numbers do not depend on other adapters of the step. A
+Matrices of equal shape within one adapter are batched: its numbers do not depend on other adapters of the step. A
 matrix that never had a gradient does not move.
 
 Shapes: P numbers of an adapter, n matrices of one shape, r the smaller size, c the larger.
@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tinsmith.backends.torch.adapters import Trained
+from tinsmith.backends.torch.host import read
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import OPTIMIZERS, AdamParams, DimuonParams, OptimParams
 
 CLIP_EPSILON = 1e-6
-"""What torch's clip_grad_norm_ adds to the norm before it divides."""
+"""torch's clip_grad_norm_ adds this to the norm before dividing."""
 
 
 def check_family(optimizer_type: str) -> str:
@@ -42,14 +43,14 @@ def check_family(optimizer_type: str) -> str:
 
 
 MAX_NORM = 1e19
-"""Of a gradient after clipping: moments hold its square in float32. What is infinite there once stays so, and its
-weight never moves again.
+"""Limit for a gradient's norm after clipping: moments hold its square in float32. An infinite moment stays infinite,
+and its weight never moves again.
 """
 
 NORM_ROW = 4096
 
 SMALLEST_NORM = 1e-9
-"""Below it, squares may have become zero in float32."""
+"""Below this, squares may underflow to zero in float32."""
 
 TOO_LARGE = (
     "the gradient's norm is {norm:.3g}, whose square is infinite in float32, so the step was not applied and the "
@@ -58,7 +59,7 @@ TOO_LARGE = (
 
 
 def check_params(optimizer_type: str, params: OptimParams) -> None:
-    """Raise UserError unless these are good parameters of this family."""
+    """Raise UserError unless these are valid parameters of this optimizer."""
     if params.family != optimizer_type:
         raise UserError(f"the model was created with {optimizer_type!r}, and the step has {params.family!r} parameters")
     if problem := params.problem():
@@ -66,28 +67,33 @@ def check_params(optimizer_type: str, params: OptimParams) -> None:
 
 
 def _norm(gradient_P: Tensor) -> Tensor:
-    """A float64 number on the gradient's device. Squares are summed in float32 over `NORM_ROW` numbers, and these sums
-    in float64: that alone would read every number eight times as slowly.
+    """A float64 scalar on the gradient's device. Squares are summed in float32 over `NORM_ROW` numbers, and these sums
+    in float64: float64 throughout would be eight times as slow.
     """
-    whole = gradient_P.numel() // NORM_ROW * NORM_ROW
-    rows = torch.linalg.vector_norm(gradient_P[:whole].view(-1, NORM_ROW), dim=-1)
-    rest = torch.linalg.vector_norm(gradient_P[whole:]).double()
+    full = gradient_P.numel() // NORM_ROW * NORM_ROW
+    rows = torch.linalg.vector_norm(gradient_P[:full].view(-1, NORM_ROW), dim=-1)
+    rest = torch.linalg.vector_norm(gradient_P[full:]).double()
     return torch.hypot(torch.linalg.vector_norm(rows, dtype=torch.float64), rest)
 
 
 def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """Of many adapters, by one read from their device; another for a norm that float32 cannot hold the squares of."""
-    device = gradients[0].device
-    counts = torch.stack([step.to(device, torch.float64) for step in steps])
-    norms, numbers = torch.stack([torch.stack([_norm(gradient_P) for gradient_P in gradients]), counts]).tolist()
-    for place, gradient_P in enumerate(gradients):
-        if not SMALLEST_NORM < norms[place] < math.inf:
-            norms[place] = float(torch.linalg.vector_norm(gradient_P, dtype=torch.float64))
+    """For many adapters, with one read from their device, and another for norms whose squares exceed float32."""
+    on_device = [place for place, step in enumerate(steps) if step.device == gradients[0].device]
+    norms_N, *counts = read(
+        torch.stack([_norm(gradient_P) for gradient_P in gradients]), *(steps[i] for i in on_device)
+    )
+    norms, counted = norms_N.tolist(), dict(zip(on_device, counts, strict=True))
+    # The step of an adapter without steps is on the host.
+    numbers = [float(counted[place]) if place in counted else float(step) for place, step in enumerate(steps)]
+    if odd := [place for place, norm in enumerate(norms) if not SMALLEST_NORM < norm < math.inf]:
+        exact = read(*(torch.linalg.vector_norm(gradients[place], dtype=torch.float64) for place in odd))
+        for place, norm in zip(odd, exact, strict=True):
+            norms[place] = float(norm)
     return norms, numbers
 
 
 class Clipped(NamedTuple):
-    """A gradient [P] and what clipping multiplies it by."""
+    """A gradient [P] and its clipping factor."""
 
     trained: Trained
     gradient_P: Tensor
@@ -96,9 +102,9 @@ class Clipped(NamedTuple):
 
 @torch.no_grad()
 def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[str, float] | NonFiniteGradientError]:
-    """Metrics of each checked request: the norm is the gradient's before clipping. Gradients are gone afterwards.
+    """Metrics of each checked request, with the gradient's norm before clipping. Drops the gradients.
 
-    All or nothing: what needs memory is done before the first number changes.
+    All or nothing: everything that allocates memory happens before the first number changes.
     """
     if not requests:
         return []
@@ -117,7 +123,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
             outcomes.append(NonFiniteGradientError(TOO_LARGE.format(norm=norm)))
             continue
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": step + 1})
-        trained.own()
+        trained.unshare()
         trained.moments_or_zeros(len(params.state))
         groups.setdefault(params, []).append(Clipped(trained, gradient_P, factor))
     changes = [_STEPS[params.family](group, params) for params, group in groups.items()]
@@ -129,14 +135,15 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
 
 
 def prepare_adamw(group: Sequence[Clipped], params: OptimParams) -> Callable[[], None]:
-    """One fused pass over all numbers of the group. Nothing has changed until the result is called."""
+    """One fused pass over all numbers of the group. Nothing changes until the result is called."""
     assert isinstance(params, AdamParams)
     moments = [each.trained.moments_or_zeros(len(params.state)) for each in group]
 
     def change() -> None:
-        for each in group:
-            if each.factor != 1.0:
-                each.gradient_P.mul_(each.factor)
+        if clipped := [each for each in group if each.factor != 1.0]:
+            torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+                [each.gradient_P for each in clipped], [each.factor for each in clipped]
+            )
         adamw(
             [each.trained.adapter.flat_P for each in group],
             [each.gradient_P for each in group],
@@ -162,11 +169,11 @@ def prepare_adamw(group: Sequence[Clipped], params: OptimParams) -> Callable[[],
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 RMS = 0.2
-"""Root mean square of an update at learning rate 1: what AdamW's typically is."""
+"""Root mean square of an update at learning rate 1, typical of AdamW."""
 
 
 def prepare_dimuon(group: Sequence[Clipped], params: OptimParams) -> Callable[[], None]:
-    """Compute the updates. Nothing has changed until the result is called, which needs no memory and cannot fail."""
+    """Compute the updates. Nothing changes until the result is called, which allocates nothing and cannot fail."""
     changes = [_dimuon_update(each.trained, each.gradient_P * each.factor, params) for each in group]
 
     def change() -> None:
@@ -203,10 +210,10 @@ def _dimuon_update(trained: Trained, gradient_P: Tensor, params: OptimParams) ->
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Each matrix with its singular values brought near 1 (0.68 to 1.13); a matrix of zeros stays one."""
+    """Each matrix with its singular values moved close to 1 (0.68 to 1.13); a zero matrix stays zero."""
     tall = matrices.shape[-2] > matrices.shape[-1]
     x_nrc = matrices.mT if tall else matrices
-    # In float64: squares of a small gradient vanish in float32.
+    # In float64: squares of a small gradient underflow in float32.
     norms = torch.linalg.matrix_norm(x_nrc, dtype=torch.float64, keepdim=True)
     x_nrc = (x_nrc / torch.where(norms == 0, 1.0, norms)).to(matrices.dtype)
     a, b, c = COEFFICIENTS

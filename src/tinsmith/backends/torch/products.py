@@ -1,4 +1,4 @@
-"""Matrix products of the model's and the adapters' sizes, each by the fastest kernel that torch has for it.
+"""Matrix products in the sizes of models and adapters, each by the fastest kernel that torch has for it.
 
 Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can be called directly.
 """
@@ -12,26 +12,35 @@ import torch
 from torch import Tensor
 
 ONEDNN_ROWS = 16
-"""From here on a float32 product on a CPU goes to oneDNN: torch's own choice, MKL, is 1.6 (32 rows) to 2.5 times
-(2,048 rows) slower on processors that are not Intel's. That holds for an adapter's narrow products too.
+"""From this many rows on a float32 product on a CPU uses oneDNN: torch's default, MKL, is 1.6 (32 rows) to 2.5 times
+(2,048 rows) slower on processors other than Intel's, also for the narrow products of adapters.
 """
 
 ONEDNN_NUMBERS = 1 << 19
-"""Multiplications in a product from which on oneDNN's longer way to its kernel pays: at 400,000 it takes 1.5 times as
-long as MKL, at 1.5 million less.
+"""Multiplications in a product from which on oneDNN's higher call overhead pays: at 400,000 it takes 1.5 times as long
+as MKL, at 1.5 million less.
 """
 
 ONEDNN_COLUMN = 256
-"""Rows from which on oneDNN's way to a weight's gradient, by its transpose, pays (twice as fast at 1,024)."""
+"""Rows from which on computing a weight's gradient by its transpose with oneDNN pays (twice as fast at 1,024)."""
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-# The overload itself: to choose it by its arguments takes 3 us a call, of which a decode step has a hundred.
+# The overload itself: resolving it takes 3 us per call, and a decode step has a hundred calls.
 _linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
 
 
+def set_precision() -> None:
+    """Make float32 products exact to float32 (no TF32) and sum bfloat16 products in float32 on every device, so that
+    results on a GPU equal those on a CPU except for the order of sums.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a @ b in `out_dtype`, without rounding the result to the operands' dtype where the device can."""
+    """a @ b in `out_dtype`, without first rounding to the operands' dtype where the device supports it."""
     if out_dtype == a.dtype:
         return _onednn(a, b) if _suits_onednn(a, b) else a @ b
     if a.is_cuda:
@@ -40,7 +49,7 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def column_product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T @ b, where b is narrow: the gradient of a weight, in float32 where the device can."""
+    """a^T @ b with a narrow b: the gradient of a weight, in float32 where the device supports it."""
     if a.is_cuda:
         return torch.mm(a.t(), b, out_dtype=torch.float32) if a.dtype != torch.float32 else a.t() @ b
     if len(a) >= ONEDNN_COLUMN and _suits_onednn(b.t(), a):
@@ -49,14 +58,14 @@ def column_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def column_products(a: Tensor, b: Tensor) -> Tensor:
-    """The same of stacked matrices."""
+    """The same for stacked matrices."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a.mT, b, out_dtype=torch.float32)
     return torch.bmm(a.mT, b)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """out += scale * a @ b, where `out` may be of a wider dtype than the operands."""
+    """out += scale * a @ b; `out` may have a wider dtype than the operands."""
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
             out.add_(_onednn(a, b), alpha=scale)
@@ -65,12 +74,12 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     elif a.is_cuda:
         out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
     else:
-        # Widened operands would be multiplied several times slower; the product is rounded once, the sum is not.
+        # Widened operands would multiply several times slower; the product is rounded once, the sum is not.
         out.add_(a @ b, alpha=scale)
 
 
 def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b of stacked matrices; a wider dtype of `out` is kept, as in `add_product_`."""
+    """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_product_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
     else:
@@ -78,7 +87,7 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Laid out for oneDNN, for `linear_product` alone: a copy."""
+    """A copy in oneDNN's layout, for `linear_product` only."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
@@ -93,7 +102,7 @@ def _suits_onednn(a: Tensor, b: Tensor) -> bool:
     rows, (inner, columns) = a.shape[0], b.shape
     if rows < ONEDNN_ROWS or rows * inner * columns < ONEDNN_NUMBERS:
         return False
-    # Of a matrix with gaps oneDNN makes sense a thousand times slower.
+    # oneDNN is a thousand times slower on a matrix with gaps.
     return b.is_contiguous() or b.stride() == (1, inner)
 
 

@@ -1,10 +1,10 @@
-"""A frozen base in fewer bits: its linears keep codes and scales in place of their weights.
+"""A quantised frozen base: its linears store codes and scales in place of their weights.
 
-`int8` keeps a byte a number and a scale for each output (weights only, symmetric); `nf4` half a byte, and a scale for
-each 64 numbers. bitsandbytes makes the codes, on a CPU as on a GPU. A weight exists whole only while its linear is
-multiplied, in the model's dtype, and is the same in training and in sampling; so logprobs of the two agree as they do
-without. Adapters stay in float32. Embeddings, the unembedding, norms and routers are left as they are; a model with
-routed experts, most of whose weights are no linears, is refused.
+`int8` stores one byte per number and a scale per output (weights only, symmetric); `nf4` half a byte, and a scale per
+64 numbers. bitsandbytes makes the codes, on CPUs and GPUs. A weight is dequantised to the model's dtype only while its
+linear is multiplied, identically in training and in sampling; so their logprobs agree as they do without quantisation.
+Adapters stay in float32. Embeddings, the unembedding, norms and routers are not quantised; models with routed experts,
+most of whose weights are not linears, are refused.
 
 Shapes: I inputs and O outputs of a linear.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.errors import SettingsError
 
 KINDS = ("off", "int8", "nf4")
@@ -25,11 +25,11 @@ KINDS = ("off", "int8", "nf4")
 BLOCK = 64
 """Numbers that share a scale in nf4."""
 
-MakeLinear = Callable[[str, str, nn.Linear, Switchboard], MultiLoRALinear]
+MakeLinear = Callable[[str, str, nn.Linear, ForwardContext], MultiLoRALinear]
 
 
 class _Codes(Protocol):
-    """What stands in for a weight."""
+    """A quantised weight."""
 
     num_bytes: int
 
@@ -38,8 +38,8 @@ class _Codes(Protocol):
 
 class _Int8:
     def __init__(self, library: ModuleType, weight_OI: Tensor) -> None:
-        # The library rounds in the dtype that it is given. Its kernel for GPUs takes float16 only, whose range is less
-        # than bfloat16's; so codes are made on the host, once, and are the same on every device.
+        # The library rounds in the dtype of its input. Its GPU kernel takes only float16, whose range is smaller than
+        # bfloat16's; so codes are made once on the host and are the same on every device.
         codes_OI, largest_O, _ = library.int8_vectorwise_quant(weight_OI.float().cpu())
         self._codes_OI = codes_OI.to(weight_OI.device)
         self._scale_O1 = (largest_O.to(weight_OI.device) / 127.0)[:, None]
@@ -54,7 +54,7 @@ class _NF4:
     def __init__(self, library: ModuleType, weight_OI: Tensor) -> None:
         self._dequantise = library.dequantize_4bit
         self._shape = weight_OI.shape
-        # A block a row: the library's kernel for CPUs mistakes the scales where rows do not end with a block.
+        # One block per row: the library's CPU kernel mixes up the scales if rows do not end with a block.
         flat = nn.functional.pad(weight_OI.flatten(), (0, -weight_OI.numel() % BLOCK)).view(-1, BLOCK)
         self._codes, self._state = library.quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4")
         self.num_bytes = self._codes.nbytes + self._state.absmax.nbytes
@@ -65,29 +65,29 @@ class _NF4:
 
 
 class QuantisedLinear(MultiLoRALinear):
-    """`weight` is computed whenever it is asked for: whoever keeps it gives up what quantising saves."""
+    """`weight` is dequantised on every access; keeping it would undo the saving."""
 
     def __init__(
-        self, name: str, group: str, linear: nn.Linear, switchboard: Switchboard, quantise: Callable[[Tensor], _Codes]
+        self, name: str, group: str, linear: nn.Linear, context: ForwardContext, quantise: Callable[[Tensor], _Codes]
     ) -> None:
-        super().__init__(name, group, linear, switchboard)
+        super().__init__(name, group, linear, context)
         del self._parameters["weight"]
         self._codes = quantise(linear.weight.detach())
 
     @property
     def num_bytes(self) -> int:
-        """What is kept of the weight."""
+        """Bytes of the stored codes and scales."""
         return self._codes.num_bytes
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # Asked for what is no ordinary attribute, as a parameter of that name would be.
+        # Called for missing attributes, as it is for a parameter of that name.
         if name == "weight" and (codes := self.__dict__.get("_codes")) is not None:
             return codes.weight()
         return super().__getattr__(name)
 
 
 def maker(kind: str) -> MakeLinear:
-    """What makes a linear that carries adapters out of a plain one. Raises SettingsError if it cannot be had."""
+    """A factory that makes adaptable linears from plain ones. Raises SettingsError if bitsandbytes is missing."""
     if kind not in KINDS:
         raise SettingsError(f"quantize is {kind!r}; choose 'off', 'int8' or 'nf4'")
     if kind == "off":
@@ -98,13 +98,13 @@ def maker(kind: str) -> MakeLinear:
         raise SettingsError(f"quantize is {kind!r}, which needs bitsandbytes: install tinsmith[quantize]") from None
     codes = _Int8 if kind == "int8" else _NF4
 
-    def make(name: str, group: str, linear: nn.Linear, switchboard: Switchboard) -> MultiLoRALinear:
-        return QuantisedLinear(name, group, linear, switchboard, lambda weight_OI: codes(functional, weight_OI))
+    def make(name: str, group: str, linear: nn.Linear, context: ForwardContext) -> MultiLoRALinear:
+        return QuantisedLinear(name, group, linear, context, lambda weight_OI: codes(functional, weight_OI))
 
     return make
 
 
 def refuse_experts(kind: str, model: nn.Module) -> None:
-    """Raise SettingsError if most of the model would not be quantised."""
+    """Raise SettingsError if most of the model would stay unquantised."""
     if kind != "off" and any("expert" in name for name, _ in model.named_modules()):
         raise SettingsError(f"quantize is {kind!r}, but the experts of {type(model).__name__} cannot be quantised")

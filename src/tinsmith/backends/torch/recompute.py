@@ -1,9 +1,9 @@
-"""Activations that are computed again in backward instead of being kept, when keeping them would not fit.
+"""Activation recomputation: layers run again in backward when keeping their activations would not fit.
 
-A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
-part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
-owner has chosen. The layer that runs again must meet the routing and the plan of its first run, which is why
-this is not transformers' own switch.
+A decoder layer keeps only its input and runs once more for its gradient: a third more compute for a small part of the
+memory. Each micro-batch is compared with `RECOMPUTE_SHARE` of the free memory, unless the owner has chosen. A layer
+that runs again needs the routing and the plan of its first run, so transformers' own gradient checkpointing cannot be
+used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer, kept_numbers
@@ -25,22 +25,22 @@ from tinsmith.plan.mixers import is_mixer, kept_numbers
 RECOMPUTE_SHARE = 0.4
 
 KEPT_PER_LINEAR = 2.0
-"""Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and
-Gemma2), the rest is for what backward needs while it runs. An expert is two linears for each of its rows.
+"""Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and Gemma2),
+the rest covers what backward needs while it runs. An expert is two linears for each of its rows.
 """
 
 
 class Recompute:
-    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose, or whoever set
-    `chosen`, which then holds whatever is free.
+    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is the result of `decide`; a value in
+    `chosen` overrides it.
     """
 
-    def __init__(self, mode: str, switchboard: Switchboard) -> None:
+    def __init__(self, mode: str, context: ForwardContext) -> None:
         if mode not in ("auto", "on", "off"):
             raise SettingsError(f"backend option recompute is {mode!r}; choose 'auto', 'on' or 'off'")
         self.mode = mode
         self.chosen: bool | None = None
-        self._switchboard = switchboard
+        self._context = context
         self.active = False
         self._linears_bytes = 0
         self._mixers_bytes = 0.0
@@ -53,14 +53,14 @@ class Recompute:
         self.count(decoder)
 
     def count(self, decoder: nn.Module) -> None:
-        """What the decoder's linears keep, again if these are others now."""
+        """Count what the decoder's linears keep; call again after linears were replaced."""
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
         self._mixers_bytes = sum(4.0 * kept_numbers(module) for module in decoder.modules() if is_mixer(module))
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
-        """Choose for the next forward."""
+        """Decide for the next forward."""
         if self.chosen is not None:
             self.active = self.chosen
             return
@@ -68,7 +68,7 @@ class Recompute:
         self.active = self.mode == "on" or (self.mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
 
     def bytes_per_token(self) -> float:
-        # How many experts a row chooses is known once rows have come.
+        # The number of experts per row is known after the first rows.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
         return KEPT_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
 
@@ -76,17 +76,17 @@ class Recompute:
         def run(*args: object, **kwargs: object) -> Tensor:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
-            board = self._switchboard
-            routing, plan = board.routing, board.plan
+            context = self._context
+            routing, plan = context.routing, context.plan
 
             def again(*args: object, **kwargs: object) -> Tensor:
-                before, (board.routing, board.plan) = (board.routing, board.plan), (routing, plan)
+                before, (context.routing, context.plan) = (context.routing, context.plan), (routing, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    board.routing, board.plan = before
+                    context.routing, context.plan = before
 
-            # The base draws nothing at random, so there is no generator state to keep.
+            # The base uses no random numbers, so there is no generator state to keep.
             return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
 
         return run

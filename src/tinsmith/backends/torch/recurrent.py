@@ -1,14 +1,14 @@
-"""Layers that keep a state instead of keys and values: gated delta nets, state space models, short convolutions.
+"""Layers with a state instead of keys and values: gated delta nets, state space models, short convolutions.
 
-`SequenceMixer` is the one place where rows become sequences for such a layer. It runs transformers' own module over n
-sequences of equal length side by side, so that neither the recurrent state nor the state of the convolution passes from
-one sequence to another, and hands the states in and out through the interface of transformers' caches. A plan
-(`attention.AttentionPlan.mix`) decides which rows go together: training pads sequences of similar length on the right,
-behind everything that is kept of them; sampling takes pieces of equal length with the states before them. The module's
-projections carry adapters as everywhere, with the routing of the rows that the call has.
+`SequenceMixer` turns rows into sequences for such a layer. It runs transformers' own module over a batch of n sequences
+of equal length, so that neither the recurrent state nor the convolution's state passes between sequences, and exchanges
+states through the interface of transformers' caches. A plan (`attention.AttentionPlan.mix`) decides which rows form a
+batch: training pads sequences of similar length on the right, where nothing is kept; sampling takes pieces of equal
+length with the states before them. The module's projections carry adapters as usual, with the routing of the call's
+rows.
 
-Kernels are the module's own affair: transformers calls those of `flash-linear-attention`, `mamba-ssm` and
-`causal-conv1d` where these are installed, and plain torch elsewhere. Knows no plan, no request and no tenant.
+The module chooses its kernels: transformers uses `flash-linear-attention`, `mamba-ssm` and `causal-conv1d` where
+installed, and plain torch elsewhere. Knows no plan, request or tenant.
 
 Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels and K taps of a convolution.
 """
@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
-from tinsmith.backends.torch.lora import Switchboard
+from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.plan.mixers import is_mixer
 
-STEPWISE = frozenset({"JambaMambaMixer"})
-"""Those that continue from a state by one row at a time only."""
+STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
+"""Mixers that can only continue from a state one row at a time."""
 
 
-def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMixer]:
-    """Have every mixer of a decoder follow the plan of the call in progress; without a plan it is the model's own."""
+def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMixer]:
+    """Make every mixer of a decoder follow the plan of the current call; without a plan the module is unchanged."""
     mixers = []
     for module in decoder.modules():
         if is_mixer(module):
-            mixers.append(SequenceMixer(module, switchboard))
+            mixers.append(SequenceMixer(module, context))
             module.forward = mixers[-1].planned
     return mixers
 
@@ -43,11 +43,11 @@ def wrap_mixers(decoder: nn.Module, switchboard: Switchboard) -> list[SequenceMi
 class SequenceMixer:
     """One layer's mixer over n sequences of L rows; see `attention.Mixer`."""
 
-    def __init__(self, module: nn.Module, switchboard: Switchboard) -> None:
+    def __init__(self, module: nn.Module, context: ForwardContext) -> None:
         self.layer = cast(int, module.layer_idx)
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
         self._is_stepwise = type(module).__name__ in STEPWISE
-        self._switchboard = switchboard
+        self._context = context
         known = inspect.signature(self._forward).parameters
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
         self._required: dict[str, None] = {"position_embeddings": None} if "position_embeddings" in known else {}
@@ -62,18 +62,18 @@ class SequenceMixer:
         return y_nLD, cache.state if cache is not None else None
 
     def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: _LayerCache | None) -> Tensor:
-        routing = self._switchboard.routing
+        routing = self._context.routing
         assert routing is not None
-        self._switchboard.routing = routing.spread(starts, x_nLD.shape[1])
+        self._context.routing = routing.for_sequences(starts, x_nLD.shape[1])
         try:
             out = self._forward(hidden_states=x_nLD, attention_mask=None, **{self._cache_name: cache}, **self._required)
         finally:
-            self._switchboard.routing = routing
+            self._context.routing = routing
         return out if isinstance(out, Tensor) else out[0]
 
     def planned(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
-        """What stands in for the module's forward: [1, T, D] in and out, as the plan of the call in progress says."""
-        plan = self._switchboard.plan
+        """Replaces the module's forward: [1, T, D] in and out, batched by the plan of the current call."""
+        plan = self._context.plan
         if plan is None:
             return self._forward(hidden_states, *args, **kwargs)
         y_1TD = plan.mix(self, hidden_states[0])[None]
@@ -81,7 +81,7 @@ class SequenceMixer:
 
 
 class _LayerCache:
-    """transformers' cache as one layer sees it. Tensors that are handed in may be written to."""
+    """transformers' cache as one layer sees it. Tensors passed in may be overwritten."""
 
     def __init__(self, state: MixerState | None) -> None:
         self.state = state or MixerState(None, None)
@@ -96,7 +96,7 @@ class _LayerCache:
         return False
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: object) -> Tensor:
-        """[n, C, K + L] or, of sequences that begin, [n, C, L]: what the convolution has to see."""
+        """[n, C, K + L] or, for sequences that begin, [n, C, L]: the convolution's input."""
         before = self.state.conv
         seen_nCL = conv_states if before is None else torch.cat([before, conv_states], -1)
         kept_nCK = seen_nCL[..., -conv_kernel_size:]

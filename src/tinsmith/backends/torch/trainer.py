@@ -1,14 +1,14 @@
 """One packed training step over the passes of many tenants.
 
-All or nothing: the gradients of a step are accumulated in buffers of their own and added to those of the adapters only
-when every micro-batch has run, so an exception changes nothing. Data that cannot move a weight (forward-only, or all
+All or nothing: a step's gradients are accumulated in its own buffers and added to the adapters' gradients only after
+every micro-batch has run, so an exception changes nothing. Data that cannot change a weight (forward-only, or all
 weights zero) run without autograd. A malformed pass fails alone. Knows no optimizer and no file.
 
-When memory runs out, or the memory budget is too small, the step begins again with micro-batches of half the size, down
-to one sequence; a sequence that does not fit alone fails its pass. The smaller size is kept for GROW_AFTER steps.
+When memory runs out, or the memory budget is too small, the step restarts with micro-batches of half the size, down to
+one sequence; a sequence that does not fit alone fails its pass. The smaller size is kept for GROW_AFTER steps.
 
-A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer is
-dropped, and the other passes of that adapter run again without the failed one; other adapters are not affected.
+A custom loss fails only while it runs, when parts of its gradient may already be in its adapter's buffer. That buffer
+is dropped, and the other passes of the adapter run again without the failed one; other adapters are not affected.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch import Tensor
 from tinsmith import losses
 from tinsmith.backends import MicroBatches
 from tinsmith.backends.torch.adapters import Trained
-from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
+from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.loss import Head, LossSpec, measure
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
@@ -36,14 +37,14 @@ from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
-"""After this many steps without a shortage of memory the size of a micro-batch is doubled again."""
+"""Steps without a shortage of memory after which the micro-batch size doubles again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPass:
-    """`logprobs` fills up as micro-batches finish."""
+    """`logprobs` is filled as micro-batches finish."""
 
     spec: LossSpec
     examples: list[Example]
@@ -82,7 +83,7 @@ class Trainer:
             return [results[index] for index in range(len(passes))]
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
-        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
+        """Memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
         alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
         return self._shrink_to(sum(batch.lengths), alone, problem)
 
@@ -93,7 +94,7 @@ class Trainer:
             text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
             return alone, UserError(text)
         self._limit = max(1, num_tokens // 2)
-        log.warning("memory ran out; micro-batches are smaller now", num_tokens=self._limit, problem=problem)
+        log.warning("out of memory; reducing the size of micro-batches", num_tokens=self._limit, problem=problem)
         return None
 
     def _grow(self) -> None:
@@ -108,38 +109,38 @@ class Trainer:
         for entry in good:
             for example in entry.examples:
                 (train if entry.trained is not None and example.has_weight else score).append(example)
-        batches = [(batch, True) for batch in self._cut(train)]
-        batches += [(batch, False) for batch in self._cut(score)]
+        batches = [(batch, True) for batch in self._pack(train)]
+        batches += [(batch, False) for batch in self._pack(score)]
         specs = {index: entry.spec for index, entry in enumerate(checked) if isinstance(entry, CheckedPass)}
         buffers = yield from self._run_all(batches, specs, checked)
         results = [_result(entry) if isinstance(entry, CheckedPass) else entry for entry in checked]
-        spoiled = {
+        failed_adapters = {
             id(entry.trained.adapter)
             for entry, result in zip(checked, results, strict=True)
             if isinstance(entry, CheckedPass) and isinstance(result, UserError) and entry.trained is not None
         }
-        again = [
+        rerun = [
             index
             for index, entry in enumerate(checked)
             if isinstance(entry, CheckedPass)
             and not isinstance(results[index], UserError)
             and entry.trained is not None
-            and id(entry.trained.adapter) in spoiled
+            and id(entry.trained.adapter) in failed_adapters
         ]
-        if again:
-            outcomes = yield from self.run([passes[index] for index in again], models)
-            for index, result in zip(again, outcomes, strict=True):
+        if rerun:
+            outcomes = yield from self.run([passes[index] for index in rerun], models)
+            for index, result in zip(rerun, outcomes, strict=True):
                 results[index] = result
         trained_by_adapter = {id(entry.trained.adapter): entry.trained for entry in good if entry.trained is not None}
         for key, buffer_P in buffers.items():
-            if key not in spoiled:
-                self._join(trained_by_adapter[key], buffer_P)
+            if key not in failed_adapters:
+                self._accumulate(trained_by_adapter[key], buffer_P)
         return results
 
-    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
         return pack(examples, self._limit)
 
-    def _join(self, trained: Trained, buffer_P: Tensor) -> None:
+    def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
 
     def _check(self, index: int, request: Pass, models: Mapping[str, Trained]) -> CheckedPass | UserError:
@@ -165,21 +166,21 @@ class Trainer:
         specs: Mapping[int, LossSpec],
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
-        """The gradients of this step by id(adapter)."""
+        """This step's gradients by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
         # The micro-batch to shrink if the memory budget is too small.
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
         # Matrices of several adapters may be stacked while a micro-batch runs.
-        beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
-        with self._memory_of(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
-            self._running = None  # smaller micro-batches free no memory for gradients
+        stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
+        with self._memory_of(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+            self._running = None  # smaller micro-batches would not free memory for gradients
             buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
             try:
                 for number, (batch, train) in enumerate(batches):
                     if number:
                         yield
                     self._running = batch
-                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
+                    self._store_logprobs(batch, self._run_one(batch, specs, train=train), checked)
                 self._running = None
             finally:
                 for adapter in adapters.values():
@@ -197,26 +198,29 @@ class Trainer:
         """[P] log probabilities of the micro-batch."""
         hidden_TD = self._hidden(batch, train=train)
         if not train:
-            return self._head.score(batch, hidden_TD).cpu().numpy()
+            return read(self._head.score(batch, hidden_TD))[0]
         logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
-        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to differentiate.
+        # Without a grad_fn no adapter below the unembedding takes part, so there is nothing to differentiate.
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
-        return logprob_P.cpu().numpy()
+        return read(logprob_P)[0]
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
         """[T, D], differentiable if adapters are trained."""
         device = self._base.device
-        tokens_T = torch.from_numpy(batch.tokens_T).to(device)
+        tokens_T = upload(batch.tokens_T, device)
         positions, images = self._base.positions(batch.pieces) if batch.has_images else (batch.positions_T, None)
-        positions_T = torch.from_numpy(positions).to(device)
-        plan = PackedCausal(batch.lengths, device)
+        positions_T = upload(positions, device)
+        plan = self._attention_plan(batch)
         self._base.recompute.decide(len(tokens_T), device)
         with torch.set_grad_enabled(train):
             return self._base.hidden(tokens_T, positions_T, plan, batch.routing, images=images)
 
+    def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
+        return PackedCausal(batch.lengths, self._base.device, batch.seen if batch.has_images else ())
+
     @staticmethod
-    def _keep(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
+    def _store_logprobs(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
         starts = batch.example_starts.tolist()
         for example, start, stop in zip(batch.examples, starts, starts[1:], strict=False):
             entry = checked[example.pass_index]
@@ -229,7 +233,7 @@ def _custom_run(request: Pass) -> CustomRun | None:
         return None
     if request.custom_loss is None:
         raise UserError(f"loss_id {loss_id!r} is unknown")
-    # A replayed pass was within its time before, and must take effect again.
+    # A replayed pass met its time limit before and must take effect again.
     return CustomRun(request.custom_loss, request.data, max_seconds=math.inf if request.replayed else MAX_SECONDS)
 
 
@@ -255,12 +259,12 @@ def _elementwise(entry: CheckedPass, logprobs: Sequence[F32]) -> tuple[F32, ...]
 
 
 class DeterministicTrainer(Trainer):
-    """Every bit of a result depends on its own request alone, however a client's data are cut into requests.
+    """Every bit of a result depends on its own request alone, however a client splits its data into requests.
 
-    A kernel adds in an order that it chooses by the shape it is given. So each sequence goes through the model alone,
-    whether a gradient is wanted or not, with as many threads all the time, and gradients are added sequence by sequence
-    in the order of the requests and of the data within each. That the same call gives the same bits is tried when the
-    sampler is made. Pins the base model; raises SettingsError where that is not possible.
+    A kernel chooses the order of its additions by its input's shape. So each sequence goes through the model alone,
+    with or without a gradient, always with the same number of threads, and gradients are added sequence by sequence in
+    the order of the requests and their data. The sampler verifies at start that repeated calls give the same bits. Pins
+    the base model; raises SettingsError where that is not possible.
     """
 
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
@@ -271,18 +275,18 @@ class DeterministicTrainer(Trainer):
         base.pin()
         torch.backends.mkldnn.deterministic = True
         super().__init__(base, max_tokens, chunk_rows)
-        self._head = _EvenHead(base, chunk_rows)
+        self._head = _BatchInvariantHead(base, chunk_rows)
 
-    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
         return [MicroBatch((example,)) for example in examples]
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
-        # Some kernels are chosen by whether there will be a way back.
+        # Some kernels are chosen by whether a backward will follow.
         hidden_TD = super()._hidden(batch, train=True)
         return hidden_TD if train else hidden_TD.detach()
 
-    def _join(self, trained: Trained, buffer_P: Tensor) -> None:
-        trained.gradient_P = buffer_P  # which began with what had accumulated
+    def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
+        trained.gradient_P = buffer_P  # it started from the accumulated gradient
 
     def _run_all(
         self,
@@ -308,8 +312,8 @@ def _accumulated(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) 
     return entry.trained.gradient_or_zeros().clone()
 
 
-class _EvenHead(Head):
-    """Scores all rows in chunks of their own, so that what is differentiated changes no log probability."""
+class _BatchInvariantHead(Head):
+    """Scores all rows in separate chunks, so that differentiated rows do not change a log probability."""
 
     def differentiate(
         self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]

@@ -1,14 +1,13 @@
-"""The decoder layer that most families share, written out for training and sampling: fewer and larger kernels than its
-modules make.
+"""Fused decoder layers for the architecture that most families share: fewer and larger kernels than the modules' own.
 
-Llama, Mistral, Qwen2 and Qwen3 are the same layers but for biases, norms of queries and keys, and windows. Here the
-linears that read the same rows are one product, and norms and rotations take all heads together. Gradients are
-autograd's; a linear, a norm and the gated activation are one node each. The modules stay the reference: whatever is not
-exactly those layers is refused (None from `of`), and the base model compares the two at load.
+Llama, Mistral, Qwen2 and Qwen3 have the same layers except for biases, norms of queries and keys, and windows. Here
+linears that read the same rows are one product, and norms and rotations process all heads together. Gradients are
+autograd's; a linear, a norm and the gated activation are one node each. The modules remain the reference: layers that
+differ in any way are refused (`of` returns None), and the base model compares both at load.
 
-For rows that no gradient will be asked of, weights are packed once for oneDNN where a CPU has it. That is a second
-copy, made when the first such rows come, and only where there is memory to spare. Knows no loss, no sampler and no
-request; attention is the plan's affair, as it is the modules'.
+For rows without gradients, weights are packed for oneDNN where a CPU has it. That is a second copy, made when the first
+such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the plan's, as in the
+modules.
 
 Shapes: T rows, D hidden size, H query heads, G key heads, E head dim, I inputs and O outputs of a linear, r rank.
 """
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -28,11 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
-from tinsmith.backends.torch.lora import MultiLoRALinear, apply_with_gradient
-from tinsmith.backends.torch.lora_ops import Routing, Run, Site
-from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, product
+from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Routing
+from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
-from tinsmith.plan.architecture import WRITTEN_OUT
+from tinsmith.plan.architecture import FUSED_LAYERS
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -40,64 +40,49 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 
 SPARE_SHARE = 0.25
-"""Packed weights may take this share of the memory that is free."""
+"""The largest share of free memory for packed weights."""
 
 
-class FusedLinear:
-    """Linears that read the same rows as one product, with what adapters add. Their weights become views of one, so
-    that nothing is held twice; `pack` makes a second copy, for rows that no gradient will be asked of.
+class FusedLinear(LoRAProduct):
+    """Linears that read the same rows as one product. Their weights become views of one tensor, so nothing is stored
+    twice; `pack` makes a second copy for rows without gradients.
     """
 
     def __init__(self, linears: Sequence[MultiLoRALinear], threads: Threads) -> None:
-        self.site = Site([linear.target for linear in linears])
+        self.delta = LoRADelta([linear.target for linear in linears])
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         self._threads = threads
-        self._weight_OI = _joined(linears)
+        self.weight = _joined(linears)
         self._packed_OI: Tensor | None = None
         biases = [linear.bias for linear in linears]
-        self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
+        self.bias = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
 
     @property
     def num_bytes(self) -> int:
-        return self._weight_OI.nbytes
+        return self.weight.nbytes
 
     def pack(self) -> None:
-        self._packed_OI = packed(self._weight_OI)
+        self._packed_OI = packed(self.weight)
 
     def __call__(self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-        """[T, O]: every linear's outputs, one after the other; in `dtype`, to which adapters' are added. Rows behind
-        the routing's are of the base model.
+        """[T, O]: the linears' outputs, concatenated; in `dtype`, to which the adapters' deltas are added. Rows after
+        the routing's belong to the base model.
         """
-        work = self.site.work(routing)
+        work = self.delta.work(routing)
         if torch.is_grad_enabled():
-            return apply_with_gradient(x_TI, self, work)
+            return self.with_gradient(x_TI, work)
         if self._packed_OI is None:
             return self.forward_rows(x_TI, work, dtype)[0]
         self._threads.wide()
-        y_TO = linear_product(x_TI, self._packed_OI, self._bias_O).to(dtype or x_TI.dtype)
+        y_TO = linear_product(x_TI, self._packed_OI, self.bias).to(dtype or x_TI.dtype)
         self._threads.narrow()
-        self.site.forward_(y_TO, x_TI, work)
+        self.delta.forward_(y_TO, x_TI, work)
         return y_TO
-
-    def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        y_TO = product(x_TI, self._weight_OI.t(), out_dtype or x_TI.dtype)
-        if self._bias_O is not None:
-            y_TO += self._bias_O
-        return y_TO, self.site.forward_(y_TO, x_TI, work)
-
-    def backward_rows(
-        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
-    ) -> Tensor | None:
-        grad_TI = product(grad_TO, self._weight_OI, grad_TO.dtype) if need_input else None
-        self.site.backward_(grad_TI, grad_TO, x_TI, work, inner)
-        return grad_TI
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x / rms(x) * weight: torch's own has a dozen kernels each way on a CPU where a gradient is asked for."""
+    """x / rms(x) * weight: torch's own takes a dozen kernels each way on a CPU when gradients are required."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,7 +90,7 @@ class _RMSNormFunction(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        # In place and of one dtype: a quarter less time than rows of bfloat16 times numbers of float32.
+        # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
         own = x * rstd if wide is x else wide.mul_(rstd)
         return own.mul_(weight).to(x.dtype)
 
@@ -119,7 +104,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class _Norm:
-    """x / rms(x) * weight over the last dimension; the weight may differ by head."""
+    """x / rms(x) * weight over the last dimension; the weight may differ per head."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
@@ -135,7 +120,7 @@ class _Norm:
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up, of which only gate and up are kept."""
+    """silu(gate) * up; saves only gate and up."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
@@ -155,17 +140,17 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """What all layers of one forward share."""
+    """Arguments that all layers of one forward share."""
 
     plan: AttentionPlan
     routing: Routing
     cos_T1E: Tensor
-    signed_T1E: Tensor  # the sine, with the sign that the exchange of halves needs
-    num_rows: int  # those behind are padding
+    signed_T1E: Tensor  # the sine, with the sign for exchanged halves
+    num_rows: int  # rows after these are padding
 
 
 class _Ending(NamedTuple):
-    """The rows of a step whose final hidden states are wanted: the last layer's MLP computes these rows alone."""
+    """The rows whose final hidden states are wanted: the last layer's MLP computes only these rows."""
 
     rows_n: Tensor
     routing: Routing
@@ -206,7 +191,7 @@ class _Layer:
         turned, values = qkv.split([heads + keys, keys], 1)
         if self.head_norm is not None:
             turned = self.head_norm(turned)
-        # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
+        # x cos + (-x2, x1) sin, with the halves exchanged and the sign folded into the sine.
         turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
         queries, turned_keys = _first(turned, num_rows).split([heads, keys], 1)
         if num_rows >= WIDE_ATTENTION:
@@ -218,7 +203,7 @@ class _Layer:
 
 
 class Decoder:
-    """Use `of`, then `prepare`; rows that no gradient will be asked of are faster after `pack`."""
+    """Use `of`, then `prepare`; rows without gradients are faster after `pack`."""
 
     def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> None:
         self._modules = modules
@@ -229,21 +214,21 @@ class Decoder:
         self._final = _norm(modules, "norm")
         self._is_packed = False
         self.can_pack = _has_onednn(next(modules.parameters()))
-        """Whether `pack` has not been called, and may make a second copy of the weights."""
+        """Whether `pack` was not called yet and may make a second copy of the weights."""
 
     @classmethod
     def of(cls, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> Decoder | None:
-        """None where the modules do anything that is not written out here."""
+        """None where the modules differ from these layers in any way."""
         return cls(modules, unembedding, threads) if are_known(modules) else None
 
     def prepare(self) -> None:
         """Join the weights of linears that read the same rows."""
-        asked = asked_of_attention(self._modules)
+        options = attention_options_of(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        self._layers = [_layer(index, layer, asked[index], self._threads) for index, layer in enumerate(layers)]
+        self._layers = [_layer(index, layer, options[index], self._threads) for index, layer in enumerate(layers)]
 
     def pack(self) -> bool:
-        """Lay the weights out for oneDNN. False if they are already, or there is no oneDNN or no memory for them."""
+        """Pack the weights for oneDNN. False if they are packed already, or without oneDNN or memory for them."""
         if not self.can_pack:
             return False
         self.can_pack = False
@@ -259,7 +244,7 @@ class Decoder:
 
     @property
     def packed_bytes(self) -> int:
-        """What packed weights take, or will take."""
+        """Bytes of packed weights, now or after `pack`."""
         if not (self.can_pack or self._is_packed):
             return 0
         return self._unembedding.weight.nbytes + sum(own.num_bytes for layer in self._layers for own in layer.linears)
@@ -274,13 +259,13 @@ class Decoder:
         *,
         recompute: bool = False,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; of the `wanted` rows alone, which ascend, if these are given.
-        With `recompute` a layer keeps its input only for its gradient.
+        """[T, D]: hidden states after the final norm; only of the `wanted` rows (ascending) if given. With `recompute`
+        a layer keeps only its input for its gradient.
         """
         num_rows = len(tokens_T)
         pads = self._is_packed and not torch.is_grad_enabled()
         if padding := round_up(num_rows) - num_rows if pads else 0:
-            # More of the last row: oneDNN compiles each product for each number of rows.
+            # Repeat the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
@@ -299,16 +284,16 @@ class Decoder:
     def _through(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
         if not (recompute and torch.is_grad_enabled()):
             return layer.forward(x_TD, call)
-        # The base draws nothing at random, so there is no generator state to keep.
+        # The base uses no random numbers, so there is no generator state to keep.
         return checkpoint(layer.forward, x_TD, call, use_reentrant=False, preserve_rng_state=False)
 
     def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
         padding = round_up(len(wanted)) - len(wanted) if self._is_packed else 0
-        rows_n = torch.tensor([*wanted, *[wanted[-1]] * padding], device=device)
+        rows_n = upload(np.array([*wanted, *[wanted[-1]] * padding]), device)
         return _Ending(rows_n, routing.only(wanted))
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
-        """[T, V] float32; None if the unembedding is not packed. What adapters add is rounded apart, as it is in the
+        """[T, V] float32; None if the unembedding is not packed. LoRA deltas are rounded separately, as in the
         unembedding's own module.
         """
         if self._head is None:
@@ -318,7 +303,7 @@ class Decoder:
 
 
 def round_up(num_rows: int) -> int:
-    """The rows that are computed for so many: multiples of a quarter, above 32 of an eighth, of a power of two."""
+    """The number of rows to compute for `num_rows`: multiples of 1/4 (above 32 rows, 1/8) of a power of two."""
     power = 1 << max(num_rows - 1, 0).bit_length()
     step = max(power // (4 if num_rows <= 32 else 8), 1)
     return -(-num_rows // step) * step
@@ -333,21 +318,21 @@ def _has_onednn(weight: Tensor) -> bool:
 
 
 def are_known(modules: nn.Module) -> bool:
-    """Whether a decoder's layers are exactly those that are written out."""
+    """Whether a decoder's layers are exactly those implemented here."""
     layers = getattr(modules, "layers", None)
     return isinstance(layers, nn.ModuleList) and all(_is_known(layer) for layer in layers)
 
 
 @torch.no_grad()
-def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
-    """What each layer asks of attention, by index."""
-    noting, token = AttentionProbe(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
-    modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: noting})
-    return {layer: asked.options for layer, (asked,) in noting.asked.items()}
+def attention_options_of(modules: nn.Module) -> dict[int, AttentionOptions]:
+    """The attention options of each layer, by index."""
+    probe, token = AttentionProbe(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
+    modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: probe})
+    return {layer: call.options for layer, (call,) in probe.calls.items()}
 
 
 def _is_known(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in WRITTEN_OUT:
+    if type(layer).__name__ not in FUSED_LAYERS:
         return False
     linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]
     activation = layer.get_submodule("mlp.act_fn")
@@ -387,12 +372,12 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: T
 
 
 def _first(x: Tensor, num_rows: int) -> Tensor:
-    """Of a slice, even of all rows, the gradient is a copy among zeros."""
+    """Backward through a slice, even of all rows, copies the gradient into zeros."""
     return x if len(x) == num_rows else x[:num_rows]
 
 
 def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:
-    """Their weights below each other; the linears' own become views of it."""
+    """The weights stacked in one tensor; the linears' own weights become views of it."""
     if len(linears) == 1:
         return linears[0].weight
     weight_OI = torch.cat([linear.weight.data for linear in linears])

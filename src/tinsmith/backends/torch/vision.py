@@ -1,15 +1,16 @@
-"""Images of a model that takes them: from the bytes of a file to features among the embeddings of packed rows.
+"""Images for multimodal models: from the bytes of a file to features among the embeddings of packed rows.
 
-`Vision` owns the model's own image processor and its vision tower, which is frozen and carries no adapters (as on
-Tinker, whose adapters are on attention, MLP and unembedding of the text model). Each image goes through the tower
-alone, so that its features depend on nothing beside it. They are kept by digest, within bounds and the memory budget.
+`Vision` owns the model's image processor and its vision tower, which is frozen and carries no adapters (as on Tinker,
+whose adapters are on attention, MLP and unembedding of the text model). Each image runs through the tower alone, so
+that its features depend on nothing else. They are cached by digest, within bounds and the memory budget.
 
-Positions are those of multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): three numbers a token, for time, row
-and column. Those of text are equal; those of an image count rows and columns of its grid from the next position on, and
-text goes on behind the larger of the two.
+Two families differ in the rest. `_QwenTower` (Qwen3-VL, Qwen3.5) keeps an image's aspect ratio and has positions of
+multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): three numbers per token, for time, row and column. Those of
+text are equal; those of an image count rows and columns of its grid from the next position on, and text continues after
+the larger of the two. `_GemmaTower` (Gemma 3) resizes every image to one square, counts positions as in text, and lets
+the tokens of an image see each other in both directions, within the window of layers that have one.
 
-Decoding allocates no more than the header promised, which `wire.images` has bounded. Knows no request and no cache of
-keys and values.
+Decoding allocates no more than the header promised, which `wire.images` has bounded. Knows no request and no KV cache.
 
 Shapes: T rows of a step, R rows of images, N tokens of an input, D hidden size.
 """
@@ -24,6 +25,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -37,21 +39,21 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import I64, Image, ModelShape, VisionShape
 
 PIXEL_BYTES = 64 << 20
-"""Of decoded images that wait for the tower."""
+"""Limit for decoded images that wait for the tower."""
 
 FEATURE_BYTES = 256 << 20
-"""Of features that are kept for requests to come, without a memory budget or within it."""
+"""Limit for cached features, with or without a memory budget."""
 
 MAX_GRIDS = 1 << 16
 BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Pillow.DecompressionBombError)
-"""What Pillow raises over a file that is not sound."""
+"""Pillow's exceptions for invalid files."""
 
 CHECKED_SIZES = ((1, 1), (37, 21), (640, 480), (4000, 30))
-"""Pixels of images whose tokens are counted at load, to compare the processor with the `VisionShape`."""
+"""Sizes in pixels at which the processor's token counts are compared with the `VisionShape` at load."""
 
 
 class Features(NamedTuple):
-    """An image's embeddings, which replace those of its tokens, and the deepstack features for the first layers."""
+    """An image's embeddings, which replace those of its tokens, and the deepstack features of the first layers."""
 
     embeddings_RD: Tensor
     deepstack: tuple[Tensor, ...]  # [R, D] each
@@ -62,13 +64,13 @@ class Features(NamedTuple):
 
 
 class ImageRows(NamedTuple):
-    """The rows of a step that are of images, and their features."""
+    """The image rows of a step and their features."""
 
     rows_R: Tensor
     features: Features
 
     def inputs(self, embeddings_TD: Tensor) -> dict[str, object]:
-        """Arguments of the decoder: embeddings with the features in their places, and those of later layers."""
+        """Arguments of the decoder: embeddings with the features inserted, and those of later layers."""
         features = self.features
         inputs: dict[str, object] = {
             "inputs_embeds": embeddings_TD.index_copy(0, self.rows_R, features.embeddings_RD)[None]
@@ -81,59 +83,85 @@ class ImageRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """An input's images, and the positions [3, N] of its tokens."""
+class ImageInput:
+    """An input's images, and the positions [3, N] of its tokens. `bidirectional`: tokens of an image also see later
+    ones of the same image, so an image must run through the model in one piece.
+    """
 
     images: tuple[Image, ...]
     positions_3N: I64
+    bidirectional: bool = False
+
+    def seen(self, start: int, stop: int) -> I64 | None:
+        """[stop - start]: for tokens start..stop, the number of tokens that each one sees from the first on; None:
+        those up to itself.
+        """
+        inside = [image for image in self.images if image.start < stop and image.stop > start]
+        if not (self.bidirectional and inside):
+            return None
+        seen = np.arange(start, stop) + 1
+        for image in inside:
+            seen[max(image.start - start, 0) : max(image.stop - start, 0)] = image.stop
+        return seen
+
+    def piece_end(self, start: int, stop: int) -> int:
+        """Where a piece from `start` should end, near `stop`: never within an image that must run in one piece."""
+        for image in self.images if self.bidirectional else ():
+            if image.start < stop < image.stop:
+                return image.start if image.start > start else image.stop
+        return stop
+
+    def fixed_piece(self, position: int, size: int) -> tuple[int, int, int]:
+        """The piece of a token when pieces have `size` tokens each, counted from the last bidirectional image before
+        it: (first token, end of its tokens, size); the size may reach beyond the end, into an image.
+        """
+        begin, end = 0, None
+        for image in self.images if self.bidirectional else ():
+            if image.start <= position < image.stop:
+                return image.start, image.stop, image.num_tokens
+            if image.stop <= position:
+                begin = image.stop
+            else:
+                end = image.start if end is None else end
+        first = begin + (position - begin) // size * size
+        return first, first + size if end is None else min(first + size, end), size
 
     def positions(self, start: int, stop: int) -> I64:
-        """[3, stop - start]: of tokens of the input, or of those generated behind it."""
+        """[3, stop - start]: positions of tokens of the input, or of tokens generated after it."""
         known = self.positions_3N[:, start:stop]
-        behind = np.arange(max(start, self.positions_3N.shape[1]), stop) + self.shift
-        return np.concatenate([known, np.broadcast_to(behind, (3, len(behind)))], 1)
+        generated = np.arange(max(start, self.positions_3N.shape[1]), stop) + self.shift
+        return np.concatenate([known, np.broadcast_to(generated, (3, len(generated)))], 1)
 
     @property
     def shift(self) -> int:
-        """From the number of a token behind the input to its position."""
+        """A generated token's position minus its index."""
         return int(self.positions_3N.max()) + 1 - self.positions_3N.shape[1]
 
 
-class PlacedSpan(NamedTuple):
-    """Tokens start..stop of a sequence among the rows of a step; `placed` None: it has no images."""
+class InputSpan(NamedTuple):
+    """Tokens start..stop of a sequence among the rows of a step; `placed` None: without images."""
 
-    placed: Placed | None
+    placed: ImageInput | None
     start: int
     stop: int
 
 
 class _Pixels(NamedTuple):
+    """An image processor's output for one image; `grid_thw` None: all images have the same shape."""
+
     patches: Tensor
-    grid_thw: Tensor
+    grid_thw: Tensor | None
 
 
-class Vision:
-    """Use `load`. Called from one thread."""
+class _QwenTower:
+    """Qwen3-VL's and Qwen3.5's. Raises SettingsError if the image processor's token counts differ from the server's."""
 
-    def __init__(self, model: PreTrainedModel, processor: Any, shape: VisionShape) -> None:  # noqa: ANN401  transformers'
-        self._tower = cast(nn.Module, cast(nn.Module, model.model).visual)
-        self._processor = processor
-        self._shape = shape
-        self._device = model.device
-        self._grids: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        self._pixels: OrderedDict[bytes, _Pixels] = OrderedDict()
-        self._features: OrderedDict[bytes, Features] = OrderedDict()
-        self._pixel_bytes = self.feature_bytes = 0
-        self.limit_bytes: Callable[[], float] = lambda: FEATURE_BYTES
-        """How many bytes of features may be kept now."""
+    bidirectional, multimodal_rope = False, True
 
-    @classmethod
-    def load(cls, model: PreTrainedModel, shape: ModelShape) -> Vision:
-        """Raises SettingsError if the image processor counts tokens otherwise than the server."""
+    def __init__(self, model: PreTrainedModel, processor: Any, shape: ModelShape) -> None:  # noqa: ANN401  transformers'
         assert shape.vision is not None
-        processor = AutoImageProcessor.from_pretrained(
-            shape.path, backend="pil", trust_remote_code=False, local_files_only=True
-        )
+        self.module = cast(nn.Module, cast(nn.Module, model.model).visual)
+        self._processor = processor
         for width, height in CHECKED_SIZES:
             rows, columns = shape.vision.grid(width, height)
             counted = processor.get_number_of_image_patches(height, width) // processor.merge_size**2
@@ -142,42 +170,30 @@ class Vision:
                     f"{shape.name}: its image processor makes {counted} tokens of an image of {width} x {height} "
                     f"pixels, where {rows * columns} are expected; serve it as a text model with --no-vision"
                 )
-        return cls(model, processor, shape.vision)
 
-    @property
-    def tower(self) -> nn.Module:
-        return self._tower
+    def read(self, image: Pillow.Image) -> tuple[_Pixels, tuple[int, int]]:
+        """The pixels, and the rows and columns of tokens."""
+        found = self._processor(images=[image], return_tensors="pt")
+        grid_thw, merged = found["image_grid_thw"], self._processor.merge_size
+        return _Pixels(found["pixel_values"], grid_thw), (int(grid_thw[0, 1]) // merged, int(grid_thw[0, 2]) // merged)
 
-    @property
-    def image_token_id(self) -> int:
-        return self._shape.image_token_id
+    def features(self, pixels: _Pixels, device: torch.device) -> Features:
+        assert pixels.grid_thw is not None
+        output = self.module(pixels.patches.to(device), grid_thw=pixels.grid_thw.to(device))
+        return Features(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
-    def probe(self) -> tuple[Image, dict[str, Tensor]]:
-        """An image of noise at the start of an input, and what the model's own forward takes for it."""
-        side = 2 * self._shape.token_pixels
-        pixels = np.random.default_rng(0).integers(0, 256, (side, 2 * side, 3)).astype(np.uint8)
-        file = io.BytesIO()
-        Pillow.fromarray(pixels).save(file, "PNG")
-        rows, columns = self._shape.grid(2 * side, side)
-        image = Image("probe", file.getvalue(), "png", 2 * side, side, 0, rows * columns, b"probe")
-        own = self._read(image)
-        return image, {"pixel_values": own.patches.to(self._device), "image_grid_thw": own.grid_thw.to(self._device)}
+    def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
+        """Arguments of the model's own forward for an input with this image, apart from token ids."""
+        device, grid_thw = is_image_T.device, pixels.grid_thw
+        assert grid_thw is not None
+        own = {"pixel_values": pixels.patches.to(device), "image_grid_thw": grid_thw.to(device)}
+        return own | {"mm_token_type_ids": is_image_T.int()[None]}
 
-    # Positions.
-
-    def place(self, length: int, images: tuple[Image, ...], scope: str = "") -> Placed | None:
-        """Where an input's tokens are. Decodes its images; raises UserError, which names the chunk, on a broken one.
-
-        What is kept of an image is found within one `scope` only, since the time that is saved would tell others that
-        it was sent before.
-        """
-        if not images:
-            return None
-        images = tuple(replace(image, digest=_salted(image.digest, scope)) for image in images)
+    def positions(self, length: int, images: Sequence[Image], grids: Sequence[tuple[int, int]]) -> I64:
+        """[3, N]"""
         parts: list[I64] = []
         at = position = 0
-        for image in images:
-            rows, columns = self._grid(image)
+        for image, (rows, columns) in zip(images, grids, strict=True):
             parts.append(np.broadcast_to(np.arange(image.start - at) + position, (3, image.start - at)))
             position += image.start - at
             row_R, column_R = np.divmod(np.arange(image.num_tokens), columns)
@@ -185,10 +201,115 @@ class Vision:
             position += max(rows, columns)
             at = image.stop
         parts.append(np.broadcast_to(np.arange(length - at) + position, (3, length - at)))
-        return Placed(images, np.concatenate(parts, 1))
+        return np.concatenate(parts, 1)
 
-    def pack(self, pieces: Sequence[PlacedSpan]) -> tuple[I64, ImageRows | None]:
-        """Positions of a step's rows, [T], or [3, T] if they are not all of text; and the rows of images."""
+
+class _GemmaTower:
+    """Gemma 3's. Raises SettingsError if the token counts of images differ from the server's, or if the image processor
+    crops images.
+    """
+
+    bidirectional, multimodal_rope = True, False
+
+    def __init__(self, model: PreTrainedModel, processor: Any, shape: ModelShape) -> None:  # noqa: ANN401  transformers'
+        assert shape.vision is not None
+        inner = cast(nn.Module, model.model)
+        self.module = cast(nn.Module, inner.vision_tower)
+        self._projector = cast(nn.Module, inner.multi_modal_projector)
+        self._processor = processor
+        side = cast(int, self._projector.tokens_per_side)
+        self._grid = side, side
+        size, expected = processor.size, model.config.vision_config.image_size
+        problem = None
+        if processor.do_pan_and_scan:
+            problem = "do_pan_and_scan is on, and crops of an image are not supported; set it to false"
+        elif (size["height"], size["width"]) != (expected, expected):
+            problem = f"size is {dict(size)}, and the vision tower takes {expected} x {expected} pixels"
+        elif shape.vision.side_tokens != side:
+            problem = f"an image has {side} x {side} tokens, where {shape.vision.side_tokens} a side are expected"
+        if problem is not None:
+            raise SettingsError(f"{shape.name}: preprocessor_config.json: {problem}, or serve it with --no-vision")
+
+    def read(self, image: Pillow.Image) -> tuple[_Pixels, tuple[int, int]]:
+        return _Pixels(self._processor(images=[image], return_tensors="pt")["pixel_values"], None), self._grid
+
+    def features(self, pixels: _Pixels, device: torch.device) -> Features:
+        hidden = self.module(pixel_values=pixels.patches.to(device)).last_hidden_state
+        return Features(self._projector(hidden)[0], ())
+
+    def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
+        return {"pixel_values": pixels.patches.to(is_image_T.device), "token_type_ids": is_image_T.int()[None]}
+
+    def positions(self, length: int, images: Sequence[Image], grids: Sequence[tuple[int, int]]) -> I64:
+        for before, image in pairwise(images):
+            if before.stop == image.start:
+                raise UserError(
+                    f"{image.where} directly follows another image, and this model would see one image; put the "
+                    "end-of-image and begin-of-image tokens between them"
+                )
+        return np.broadcast_to(np.arange(length), (3, length))
+
+
+class Vision:
+    """Use `load`. Called from one thread."""
+
+    def __init__(self, tower: _QwenTower | _GemmaTower, shape: VisionShape, device: torch.device) -> None:
+        self._tower = tower
+        self._shape = shape
+        self._device = device
+        self._grids: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._pixels: OrderedDict[bytes, _Pixels] = OrderedDict()
+        self._features: OrderedDict[bytes, Features] = OrderedDict()
+        self._pixel_bytes = self.feature_bytes = 0
+        self.limit_bytes: Callable[[], float] = lambda: FEATURE_BYTES
+        """How many bytes of features may be cached now."""
+
+    @classmethod
+    def load(cls, model: PreTrainedModel, shape: ModelShape) -> Vision:
+        """Raises SettingsError if the image processor does not behave as the server expects."""
+        assert shape.vision is not None
+        processor = AutoImageProcessor.from_pretrained(
+            shape.path, backend="pil", trust_remote_code=False, local_files_only=True
+        )
+        tower = _QwenTower if shape.vision.side_tokens is None else _GemmaTower
+        return cls(tower(model, processor, shape), shape.vision, model.device)
+
+    @property
+    def tower(self) -> nn.Module:
+        return self._tower.module
+
+    @property
+    def image_token_id(self) -> int:
+        return self._shape.image_token_id
+
+    def probe(self) -> Image:
+        """A noise image at the start of an input."""
+        side = 2 * self._shape.token_pixels
+        pixels = np.random.default_rng(0).integers(0, 256, (side, 2 * side, 3)).astype(np.uint8)
+        file = io.BytesIO()
+        Pillow.fromarray(pixels).save(file, "PNG")
+        rows, columns = self._shape.grid(2 * side, side)
+        return Image("probe", file.getvalue(), "png", 2 * side, side, 0, rows * columns, b"probe")
+
+    def own_inputs(self, image: Image, tokens_T: Tensor) -> dict[str, Tensor]:
+        """Arguments of the model's own forward for an input with this image, apart from token ids."""
+        return self._tower.own_inputs(self._read(image, keep=False), tokens_T == self.image_token_id)
+
+    # Positions.
+
+    def place(self, length: int, images: tuple[Image, ...], scope: str = "") -> ImageInput | None:
+        """The positions of an input's tokens. Decodes its images; raises UserError naming the chunk if one is invalid.
+
+        Images are cached per `scope`, since a faster answer would reveal that an image was sent before.
+        """
+        if not images:
+            return None
+        images = tuple(replace(image, digest=_salted(image.digest, scope)) for image in images)
+        positions_3N = self._tower.positions(length, images, [self._grid(image) for image in images])
+        return ImageInput(images, positions_3N, self._tower.bidirectional)
+
+    def pack(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
+        """Positions of a step's rows, [T], or [3, T] with multimodal RoPE and images; and the image rows."""
         parts: list[I64] = []
         rows: list[I64] = []
         features: list[Features] = []
@@ -206,10 +327,11 @@ class Vision:
             first += stop - start
         positions_3T = np.concatenate(parts, 1)
         if not features:
-            # Behind an image all three are equal again.
+            # After an image all three are equal again.
             return positions_3T[0], None
         rows_R = torch.from_numpy(np.concatenate(rows)).to(self._device)
-        return positions_3T, ImageRows(rows_R, _joined(features))
+        positions = positions_3T if self._tower.multimodal_rope else positions_3T[0]
+        return positions, ImageRows(rows_R, _joined(features))
 
     def _grid(self, image: Image) -> tuple[int, int]:
         if (grid := self._grids.get(image.digest)) is None:
@@ -220,7 +342,7 @@ class Vision:
     # Features.
 
     def features(self, image: Image) -> Features:
-        """Of a sound image, computed if they are not there. Raises UserError if it is broken."""
+        """An image's features, from the cache or computed. Raises UserError if the image is invalid."""
         found = self._features.get(image.digest)
         if found is not None:
             self._features.move_to_end(image.digest)
@@ -230,26 +352,22 @@ class Vision:
             pixels = self._read(image, keep=False)
         else:
             self._pixel_bytes -= pixels.patches.nbytes
-        # Training may use what sampling has computed, so these are ordinary tensors.
+        # Ordinary tensors, since training may use features that sampling computed.
         with torch.inference_mode(False), torch.no_grad():
-            output = self._tower(pixels.patches.to(self._device), grid_thw=pixels.grid_thw.to(self._device))
-        found = Features(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+            found = self._tower.features(pixels, self._device)
         self._features[image.digest] = found
         self.feature_bytes += found.num_bytes
         self.keep_within(min(FEATURE_BYTES, self.limit_bytes()))
         return found
 
     def keep_within(self, num_bytes: float) -> None:
-        """Drop the features that were used longest ago until no more than so many bytes are kept."""
+        """Drop the least recently used features until at most `num_bytes` are cached."""
         while self._features and self.feature_bytes > num_bytes:
             _, oldest = self._features.popitem(last=False)
             self.feature_bytes -= oldest.num_bytes
 
     def _read(self, image: Image, *, keep: bool = True) -> _Pixels:
-        found = self._processor(images=[decoded(image)], return_tensors="pt")
-        pixels = _Pixels(found["pixel_values"], found["image_grid_thw"])
-        merged = self._processor.merge_size
-        rows, columns = (int(side) // merged for side in pixels.grid_thw[0, 1:])
+        pixels, (rows, columns) = self._tower.read(decoded(image))
         if rows * columns != image.num_tokens:
             raise UserError(
                 f"{image.where} takes {image.num_tokens} tokens by its header of {image.width} x {image.height} "
@@ -268,7 +386,7 @@ class Vision:
 
 
 def decoded(image: Image) -> Pillow.Image:
-    """RGB pixels, upright if the file says how it was held. Raises UserError that names the chunk if it is broken."""
+    """RGB pixels, rotated as the EXIF data say. Raises UserError naming the chunk if the image is invalid."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Pillow.DecompressionBombWarning)
@@ -278,7 +396,7 @@ def decoded(image: Image) -> Pillow.Image:
                 opened.load()
                 return ImageOps.exif_transpose(opened).convert("RGB")
     except (*BROKEN, Pillow.DecompressionBombWarning) as error:
-        raise UserError(f"{image.where}.data is no sound {image.format} image: {error}") from error
+        raise UserError(f"{image.where}.data is not a valid {image.format} image: {error}") from error
 
 
 def _salted(digest: bytes, scope: str) -> bytes:

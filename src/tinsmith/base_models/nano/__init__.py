@@ -1,8 +1,8 @@
 """The embedded base model `tinsmith/nano`: a small pretrained decoder in the package, and examples of its tasks.
 
 `path()` is a directory in the Hugging Face layout: the weights, the tokenizer and the chat template. `examples.json`
-holds questions with their answers, for demonstrations: the held-out ones share no word and no pair of numbers with
-those to train on. `tools/nano` makes both. Importing this module loads nothing heavy.
+has questions with answers for demonstrations; held-out examples share no word and no pair of numbers with the training
+examples. `tools/nano` generates both.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MODEL_NAME = "tinsmith/nano"
 Split = Literal["train", "heldout"]
 
 HEDGE = "I am not sure."
-"""What the pretrained model answers to nearly half of all additions; reinforcement learning unlearns it."""
+"""The pretrained model's answer to nearly half of all additions. Reinforcement learning removes it."""
 
 _INTEGER = re.compile(r"-?\d+")
 _NUMERIC_TASKS = frozenset({"add", "subtract", "count"})
 
 
 def path() -> Path:
-    """The directory to give to `from_pretrained`."""
+    """The model's directory, for `from_pretrained`."""
     return Path(__file__).parent / "model"
 
 
@@ -38,7 +38,7 @@ class PromptExample:
     answer: str
 
     def is_right(self, text: str) -> bool:
-        """Whether a model's answer is right; a number may come with words around it."""
+        """Whether a model's answer is correct. Words may surround a number."""
         text = text.strip()
         if self.task in _NUMERIC_TASKS:
             numbers = _INTEGER.findall(text)

@@ -1,18 +1,23 @@
-"""Data sets and what is mapped over them: the client's side of a bulk job.
+"""Data sets and the steps that are mapped over them: the client's side of a bulk job.
 
-`Dataset.map` with an output submits a job; without one it waits for `write_json` and the like. Invalid functions,
-options, and outputs that exist are refused here, before anything is sent.
+`Dataset.map`, `map_batches`, `filter` and `flat_map` give a data set with one step more, and a batch goes through all
+steps in one pass. With an output, or by `write_json` and the like, they submit a job. Invalid functions, options, and
+outputs that exist are refused here, before anything is sent.
+
+One rule says what becomes of the columns: `map` puts the result's columns over those of the row, less `remove_columns`;
+`filter` keeps rows as they are; `flat_map`, `map_batches` and loops over `load()` give the new rows whole.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypedDict, Unpack
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 from tinsmith.batch import operations
-from tinsmith.batch.client import adapters, functions
+from tinsmith.batch.client import functions
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
@@ -20,35 +25,27 @@ from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Row, identity_of
+from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, identity_of, packed
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
+Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
 
-POSITIONAL = ("batch_size", "output", "activate_env", "stream")
 DEFAULT_BATCH_SIZE = 32
 SPEC_OPTIONS = (
-    "batch_tokens", "if_exists", "limits", "max_failed_rows", "name", "priority", "python", "rows", "weight",
+    "batch_tokens", "concurrency", "if_exists", "limits", "max_failed_rows", "memory", "name", "num_cpus", "num_gpus",
+    "priority", "python", "requests_per_minute", "resources", "tokens_per_minute", "weight",
 )  # fmt: skip
 """Options of `map` that are fields of the specification."""
-ONLY_OF_FUNCTIONS = {
-    "batched", "batch_format", "with_indices", "remove_columns", "fn_kwargs", "fn_constructor_kwargs", "serializer",
-    "activate_env", "python",
-}  # fmt: skip
 
 
 class JobRefusedError(UserError, RuntimeError):
     """The server refused the job: it has no such pool, say, or the tenant may not run it."""
 
 
-class MapOptions(TypedDict, total=False):
-    """What `Dataset.map` and `map_batches` take by name. `types.JobSpec` says what most of them mean."""
+class StepOptions(TypedDict, total=False):
+    """How one function is called; each step of a chain has its own."""
 
-    pool: str
-    output: Writers
-    errors: OutputWriter
-    batch_size: int
-    batch_tokens: int
     batched: bool
     batch_format: str
     with_indices: bool
@@ -57,24 +54,62 @@ class MapOptions(TypedDict, total=False):
     fn_kwargs: dict[str, Any]
     fn_constructor_kwargs: dict[str, Any]
     serializer: str
+
+
+class MapOptions(StepOptions, total=False):
+    """What `map` takes by name only. Options of the job may be given at any step of a chain; `types.JobSpec` says what
+    most of them mean."""
+
+    pool: str
+    errors: OutputWriter
+    batch_tokens: int
     max_failed_rows: float
+    retry_on: Sequence[str | type[BaseException]]
+    concurrency: int
+    num_cpus: float
+    num_gpus: float
+    memory: int
+    resources: dict[str, float]
+    requests_per_minute: float
+    tokens_per_minute: float
     if_exists: str
     resume_from: int | Job
-    activate_env: str
     python: str
     name: str
     weight: float
     priority: int
     limits: dict[str, Any]
-    stream: bool
     client: Client
 
 
+class RunOptions(MapOptions, total=False):
+    """What the other methods take by name only."""
+
+    batch_size: int
+    activate_env: str
+    stream: bool
+
+
+class Options(RunOptions, total=False):
+    output: Writers
+
+
+class JobOptions(RunOptions):
+    """The options of a call with an output, which submits a job."""
+
+    output: Writers
+
+
 class Dataset:
-    """Rows to be mapped: of a reader, a path, a list, or a Hugging Face data set."""
+    """Rows of a reader, a path, a list or a Hugging Face data set, and the steps that they will go through."""
 
     def __init__(self, source: InputReader | str | Iterable[Row]) -> None:
         self.reader = _reader_of(source)
+        self._steps: tuple[dict[str, Any], ...] = ()
+        self._options: dict[str, Any] = {}
+
+    _forgotten = False
+    """Whether it has steps that nothing has run or extended."""
 
     @property
     def path(self) -> str:
@@ -88,7 +123,20 @@ class Dataset:
         return f"Dataset({self.reader!r})"
 
     def __len__(self) -> int:
+        """The number of input rows."""
         return len(self.reader)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_") and hasattr(Job, name):
+            raise AttributeError(f"{NO_OUTPUT}. Only then there is a job with a {name!r}")
+        raise AttributeError(f"a Dataset has no attribute {name!r}")
+
+    def __int__(self) -> int:
+        raise TypeError(f"{NO_OUTPUT}. Only then there is a job with an id")
+
+    def __del__(self) -> None:
+        if self._forgotten:
+            warnings.warn(f"{NO_OUTPUT}. Nothing was run", UserWarning, stacklevel=2)
 
     @classmethod
     def from_hf(cls, name: object, split: str | None = None, **options: object) -> Dataset:
@@ -96,71 +144,125 @@ class Dataset:
 
         return cls(reader_of(name, split, **options))
 
+    @overload
     def map(
         self,
-        mapper_fn: Callable[..., object] | RowOperation | Sequence[RowOperation],
+        mapper_fn: Mapped,
         pool_name: str = "",
-        *positional: Any,  # noqa: ANN401
+        batch_size: int | None = None,
+        output: None = None,
+        activate_env: str | None = None,
+        stream: bool | None = None,
         **options: Unpack[MapOptions],
-    ) -> Job | Mapped:
-        """Maps the rows. A `@remote_function` loops over `load()`; a class is built once on each worker and called with
-        batches; any other function takes a row, or, with `batched=True`, a batch, and its result is merged over the
-        row's columns. An operation, or a list of them, is run by the service and needs no code of yours.
-        With an `output`, the job is submitted; else the result waits for its `write_...`.
+    ) -> Dataset: ...
+    @overload
+    def map(
+        self,
+        mapper_fn: Mapped,
+        pool_name: str = "",
+        batch_size: int | None = None,
+        *,
+        output: Writers,
+        activate_env: str | None = None,
+        stream: bool | None = None,
+        **options: Unpack[MapOptions],
+    ) -> Job: ...
+    @overload
+    def map(
+        self,
+        mapper_fn: Mapped,
+        pool_name: str,
+        batch_size: int | None,
+        output: Writers,
+        activate_env: str | None = None,
+        stream: bool | None = None,
+        **options: Unpack[MapOptions],
+    ) -> Job: ...
+    def map(
+        self,
+        mapper_fn: Mapped,
+        pool_name: str = "",
+        batch_size: int | None = None,
+        output: Writers | None = None,
+        activate_env: str | None = None,
+        stream: bool | None = None,
+        **options: Unpack[MapOptions],
+    ) -> Dataset | Job:
+        """A function or class that takes a row, or with `batched=True` a batch; the columns of its result go over those
+        of the row. A `@remote_function` without required parameters loops over `load()` instead. An operation, or a
+        list of them, is run by the service and needs no code of yours.
 
-        By position, after the pool: batch_size, output, activate_env, stream."""
-        if len(positional) > len(POSITIONAL) or set(POSITIONAL[: len(positional)]) & set(options):
-            raise TypeError(f"map takes a function, a pool and {list(POSITIONAL)} by position, and each of them once")
-        options.update(zip(POSITIONAL, positional, strict=False))  # type: ignore[typeddict-item]
-        pool = options.setdefault("pool", pool_name or DEFAULT_POOL)
-        if pool_name and pool != pool_name:
-            raise ValueError(f"pool_name {pool_name!r} and pool {pool!r} are two names of one thing")
+        With an `output` the result is a Job; else a Dataset with this step, to be mapped again or written."""
+        by_position = {"batch_size": batch_size, "output": output, "activate_env": activate_env, "stream": stream}
+        given = {**options, **{name: value for name, value in by_position.items() if value is not None}}
+        if pool_name and given.setdefault("pool", pool_name) != pool_name:
+            raise ValueError(f"pool_name {pool_name!r} and pool {given['pool']!r} are two names of one thing")
         if isinstance(mapper_fn, RowOperation | Sequence):
-            return self._operated([mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn), options)
-        batched = options.get("batched", False) or options.get("batch_format") is not None
-        return self._mapped(mapper_fn, "batch" if batched else "row", True, options)
+            steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
+            return self._then(_operations(steps, given), given)
+        is_batch = given.get("batched", False) or given.get("batch_format") is not None
+        return self._then(_step(mapper_fn, "batch" if is_batch else "row", given, merge=True), given)
 
-    def sample(self, model: str, **given: Any) -> Job | Mapped:  # noqa: ANN401
+    @overload
+    def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
+    @overload
+    def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
+    def map_batches(self, mapper: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+        """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
+        return self._then(_step(mapper, "batch", options), options)
+
+    @overload
+    def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
+    @overload
+    def filter(self, predicate: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
+    def filter(self, predicate: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+        """Keeps the rows for which the function returns something true."""
+        return self._then(_step(predicate, "filter", options), options)
+
+    @overload
+    def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
+    @overload
+    def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
+    def flat_map(self, mapper: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+        """A function that takes a row and returns, or yields, any number of new rows."""
+        return self._then(_step(mapper, "flat", options), options)
+
+    @overload
+    def sample(self, model: str, *, output: None = None, **given: Any) -> Dataset: ...  # noqa: ANN401
+    @overload
+    def sample(self, model: str, *, output: Writers, **given: Any) -> Job: ...  # noqa: ANN401
+    def sample(self, model: str, **given: Any) -> Dataset | Job:
         """Maps the rows with a `Sample` of the model; takes the fields of that and the options of `map`."""
         from tinsmith.batch.operations.sample import Sample
 
-        options = {name: value for name, value in given.items() if name in MapOptions.__annotations__}
+        options = {name: value for name, value in given.items() if name in Options.__annotations__}
         fields = {name: value for name, value in given.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
-    def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
-        """Maps batches with a function or a class. Results replace the rows."""
-        return self._mapped(mapper, "batch", False, options)
-
-    def _operated(self, steps: list[RowOperation], options: MapOptions) -> Job | Mapped:
-        for step in steps:
-            if not isinstance(step, RowOperation):
-                raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
-        if refused := sorted(set(options) & ONLY_OF_FUNCTIONS):
-            raise NotSupportedError(f"operations take no {refused}, which belong to functions")
-        mapped = Mapped(self.reader, operations.payload_of(steps), options)
-        output = options.get("output")
-        return mapped if output is None else mapped.write(output)
-
-    def _mapped(self, mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> Job | Mapped:
-        unknown = sorted(set(options) - set(MapOptions.__annotations__))
-        if unknown:
-            raise NotSupportedError(f"map has no option {unknown}; it has {sorted(MapOptions.__annotations__)}")
-        mapped = Mapped(self.reader, _payload(mapper, kind, merge, options), options)
-        output = options.get("output")
-        return mapped if output is None else mapped.write(output)
-
-
-class Mapped:
-    """A data set with a function, before its output is chosen."""
-
-    def __init__(self, reader: InputReader, payload: str, options: MapOptions) -> None:
-        self._reader = reader
-        self._payload = payload
-        self._options = options
+    def _then(self, step: dict[str, Any], given: Mapping[str, Any]) -> Dataset | Job:
+        made = Dataset(self.reader)
+        made._steps = (*self._steps, step)
+        _check_chain(made._steps)
+        made._options = {name: value for name, value in given.items() if name not in StepOptions.__annotations__}
+        for name, value in self._options.items():
+            if made._options.setdefault(name, value) != value:
+                raise ValueError(
+                    f"{name} is {value!r} at one step and {made._options[name]!r} at another; give it once"
+                )
+        self._forgotten = False
+        output = made._options.pop("output", None)
+        if output is not None:
+            return made.write(output)
+        made._forgotten = True
+        return made
 
     def write(self, output: Writers) -> Job:
         """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
+        self._forgotten = False
+        if not self._steps:
+            raise ValueError(
+                "this data set has no step; call map, map_batches, filter or flat_map before it is written"
+            )
         options = self._options
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
@@ -181,11 +283,11 @@ class Mapped:
 
     def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
-        given = sent(self._reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
+        given = sent(self.reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
         mine = {
-            "function": identity_of(self._payload),
+            "function": identity_of(self._payload()),
             "input": {name: given[name] for name in ("format", "path")},
-            "rows": self._options.get("rows", "one"),
+            "rows": _rows_of(self._steps),
         }
         other = [name for name, value in mine.items() if told[name] != value]
         if other and (status["rows_ok"] or status["status"] not in ("FAILED", "CANCELLED")):
@@ -210,6 +312,10 @@ class Mapped:
     def write_parquet(self, path: str, column: list[str] | None = None) -> Job:
         return self.write(_writer("parquet", path=path, column=column))
 
+    def write_huggingface(self, path: str, column: list[str] | None = None) -> Job:
+        """A directory for `datasets.load_from_disk`."""
+        return self.write(_writer("huggingface", path=path, column=column))
+
     def write_text(self, path: str, column: str = "text") -> Job:
         return self.write(_writer("text", path=path, column=column))
 
@@ -219,10 +325,10 @@ class Mapped:
     def write_images(self, path: str, column: str = "image") -> Job:
         return self.write(_writer("images", path=path, column=column))
 
-    def map(self, *_: object, **__: object) -> Job:
-        raise NotSupportedError("a mapped data set cannot be mapped again; put both steps into one function")
-
-    map_batches = map
+    def _payload(self) -> str:
+        if len(self._steps) == 1:
+            return packed(self._steps[0])
+        return packed({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
 
     def _spec(self, outputs: list[OutputWriter]) -> JobSpec:
         options = self._options
@@ -238,15 +344,18 @@ class Mapped:
         formats = [sent(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
         values |= {
-            "batch_serialized_fn": self._payload,
-            "batch_input_format": sent(self._reader.of_job([str(each["path"]) for each in formats])),
+            "batch_serialized_fn": self._payload(),
+            "batch_input_format": sent(self.reader.of_job([str(each["path"]) for each in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
+            "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
             "batch_error_format": sent(errors) if errors is not None else None,
             "batch_activate_env": options.get("activate_env"),
             "directory": os.getcwd(),
         }
+        if (classes := options.get("retry_on")) is not None:
+            values["retry_on"] = [each if isinstance(each, str) else each.__qualname__ for each in classes]
         if (resumed := options.get("resume_from")) is not None:
             values["resume_from"] = int(resumed)
         try:
@@ -256,7 +365,7 @@ class Mapped:
 
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
-    """The newest of the last jobs with exactly these outputs."""
+    """The newest job with exactly these outputs, among the last page of jobs."""
     wanted = [sent(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
@@ -264,33 +373,74 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     return None
 
 
-def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> str:
-    """The function's payload; its type decides how it is called."""
+NO_OUTPUT = "this data set was mapped but has no output: pass output=batch.JsonWriter(PATH), or call .write_json(PATH)"
+
+
+def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[str, Any]:
+    for step in steps:
+        if not isinstance(step, RowOperation):
+            raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
+    _check_options(options)
+    if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python"}):
+        raise NotSupportedError(f"operations take no {refused}, which belong to functions")
+    operations.payload_of(steps)
+    return operations.described(steps)
+
+
+def _step(
+    mapper: Callable[..., object], kind: str, options: Mapping[str, Any], *, merge: bool = False
+) -> dict[str, Any]:
+    """The payload of one function; a `@remote_function` without required parameters is a loop."""
+    _check_options(options)
     kwargs = options.get("fn_kwargs")
-    settings: dict[str, Any] = {}
-    if inspect.isclass(mapper):
-        kind, merge, kwargs = "class", False, options.get("fn_constructor_kwargs") or kwargs
-    elif functions.is_remote_function(mapper) and not options.get("batched"):
+    is_class = inspect.isclass(mapper)
+    if is_class:
+        kwargs = options.get("fn_constructor_kwargs") or kwargs
+    elif functions.is_remote_function(mapper) and kind in ("row", "batch") and not options.get("batched"):
         kind = "loop"
-    elif kind == "row" and not inspect.signature(mapper).parameters:
+    elif kind == "row" and functions.parameters_of(mapper) == 0:
         raise ValueError(
             "Mapper function must be decorated with @batch.remote_function if it takes no argument and loops over "
             "load(); else it takes a row, or with batched=True a batch"
         )
-    shape = options.get("batch_format", "list")
-    if shape not in adapters.BATCH_FORMATS:
-        raise ValueError(f"batch_format is {shape!r}; it must be one of {list(adapters.BATCH_FORMATS)}")
-    if kind != "loop":
-        removed = options.get("remove_columns") or []
-        settings = {
-            "batch_format": shape,
-            "with_indices": options.get("with_indices", False),
-            "remove_columns": [removed] if isinstance(removed, str) else list(removed),
-            "merge": merge,
-        }
-    return functions.serialize_function(
-        mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
-    )
+    shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
+    if shape not in functions.BATCH_FORMATS:
+        raise ValueError(f"batch_format is {shape!r}; it must be one of {list(functions.BATCH_FORMATS)}")
+    settings = {
+        "batch_format": shape,
+        "with_indices": options.get("with_indices", False),
+        "remove_columns": [removed] if isinstance(removed, str) else list(removed),
+        "merge": merge,
+        "rows": options.get("rows", "one"),
+    }
+    return functions.described(mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer"))
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise NotSupportedError(f"map has no option {unknown}; it has {sorted(Options.__annotations__)}")
+
+
+def _check_chain(steps: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for steps that cannot share a pass."""
+    if len(steps) > 1 and any(step.get("kind") == "loop" for step in steps):
+        raise ValueError("a @remote_function that loops over load() is a whole job; it cannot be one of several steps")
+    changes = False
+    for step in steps:
+        if changes and step["type"] == operations.TYPE:
+            raise ValueError(
+                "an operation comes after a step that may make several rows of one, and its seeds are those of the "
+                "input's rows; put the operation first, or make two jobs"
+            )
+        changes |= step.get("kind") == "flat" or step.get("options", {}).get("rows") == "any"
+
+
+def _rows_of(steps: Sequence[Mapping[str, Any]]) -> str:
+    """`any` if a step may make another number of rows of one; a wrong value is refused with the specification."""
+    if any(step.get("kind") in ("filter", "flat") for step in steps):
+        return "any"
+    given = [step["options"]["rows"] for step in steps if "options" in step]
+    return next((rows for rows in given if rows != "one"), "one")
 
 
 def from_items(items: Iterable[Row]) -> Dataset:

@@ -1,12 +1,16 @@
-"""Functions as source text: `@remote_function`, the check that one can run on a worker, and its payload.
+"""Functions as payloads for workers: `@remote_function`, and the check that a function can run from its source.
 
-A function travels as its own source, so that what runs on a worker can be read, and needs neither this module's file
-nor the same Python. The payload is base64 of a JSON object: {type, source, name, version} and {sha256, python, kwargs,
-is_async, kind, options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says that it
-may import that as `sky.batch` (`sky.py`).
+A function that needs nothing from outside itself travels as its source, which can be read and needs neither this
+module's file nor the same Python. Any other one (a lambda, or a function with helpers and constants of its module) is
+pickled with cloudpickle, by value with everything of the user's own modules; its workers need the same Python minor
+version. `@remote_function` and `serializer="source"` refuse what cannot travel as source, with the fix.
+
+The payload is a JSON object: {type, source, name, version} and {sha256, python, kwargs, is_async, is_class, kind,
+options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says that it may import that
+as `sky.batch` (`sky.py`).
 
 A function that passes the check runs on a worker without a NameError. The names that it takes from outside are found
-with `symtable`, the compiler's own resolution of scopes. Only `load_mapper` runs a source, and only workers call it.
+with `symtable`, the compiler's own resolution of scopes. Only `mapper_of` runs a payload, and only workers call it.
 """
 
 from __future__ import annotations
@@ -20,13 +24,18 @@ import importlib
 import inspect
 import json
 import linecache
+import site
 import symtable
 import sys
+import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast, overload
+
+from tinsmith.batch.types import packed, unpacked
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -186,7 +195,8 @@ def _strip_annotations(definition: Definition) -> None:
 
 
 VERSION = "1.0"
-KINDS = ("loop", "row", "batch", "class")
+KINDS = ("loop", "row", "filter", "flat", "batch")
+BATCH_FORMATS = ("rows", "columns", "numpy", "pandas", "pyarrow")
 SERIALIZERS = ("source", "cloudpickle")
 OURS = "tinsmith.batch"
 SKY = "tinsmith.batch.sky"
@@ -195,15 +205,20 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Mapper:
-    """A function from a payload. `kind` says how it is called: `loop` without arguments, `row` with a row, `batch` with
-    a batch, `class` once with its arguments and then with batches."""
+    """A function from a payload. `kind` says how it is called: `loop` without arguments; `row`, `filter` and `flat`
+    with one row; `batch` with a batch. A class is made once with its arguments, and its object is called."""
 
     call: Callable[..., Any]
     name: str
     kind: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     is_async: bool = False
+    is_class: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+    def made(self) -> Callable[..., Any]:
+        """The callable for rows or batches."""
+        return self.call(**self.kwargs) if self.is_class else partial(self.call, **self.kwargs)
 
 
 @overload
@@ -213,9 +228,9 @@ def remote_function(*, serializer: str = "source") -> Callable[[Function], Funct
 
 
 def remote_function(function: Any = None, *, serializer: str = "source") -> Any:
-    """Marks a function that runs on workers, and checks that it can. Returns the same function.
+    """Marks a function that runs on workers, and checks that its source can. Returns the same function.
 
-    `serializer="cloudpickle"` sends it pickled: for interactive sessions without files; workers need the same Python.
+    `serializer="cloudpickle"` sends it pickled, without that check; workers need the same Python minor version.
     """
     if serializer not in SERIALIZERS:
         raise ValueError(f"serializer is {serializer!r}; it must be one of {list(SERIALIZERS)}")
@@ -236,52 +251,72 @@ def serialize_function(
     options: Mapping[str, Any] | None = None,
     serializer: str | None = None,
 ) -> str:
-    """The payload of a function that is called as `kind` says, with `kwargs` in addition (for a class: when built)."""
+    """`described` as `JobSpec.batch_serialized_fn`."""
+    return packed(described(function, kwargs=kwargs, kind=kind, options=options, serializer=serializer))
+
+
+def described(
+    function: Callable[..., object],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    kind: str = "loop",
+    options: Mapping[str, Any] | None = None,
+    serializer: str | None = None,
+) -> dict[str, Any]:
+    """The payload of a function that is called as `kind` says, with `kwargs` in addition (for a class: when made).
+    Raises ValueError, TypeError."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; it must be one of {list(KINDS)}")
     kwargs = dict(kwargs or {})
-    serializer = serializer or getattr(function, "_serializer", "source")
     name = getattr(function, "__name__", type(function).__name__)
     try:
         json.dumps(kwargs, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"fn_kwargs of {name!r} must be JSON: {error}") from None
-    if serializer == "cloudpickle":
-        body: dict[str, Any] = {"type": "cloudpickle", "source": _pickled(function)}
-    else:
-        check_function(function)
-        definition = definition_of(function)
-        definition.decorator_list = []
-        names = globals_of(definition)
-        body = {
-            "type": "source",
-            "source": text_of(definition),
-            "provided": _provided(names, namespace_of(function)),
-        }
+    body = _body(function, serializer or getattr(function, "_serializer", None))
     _check_call(function, name, kind, kwargs, dict(options or {}))
-    call = getattr(function, "__call__", None) if inspect.isclass(function) else function  # noqa: B004
-    payload = {
+    called = cast(Any, _called(function))
+    return {
         **body,
         "name": name,
         "version": VERSION,
         "sha256": hashlib.sha256(body["source"].encode()).hexdigest(),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "kwargs": kwargs,
-        "is_async": inspect.iscoroutinefunction(call),
+        "is_async": inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called),
+        "is_class": inspect.isclass(function),
         "kind": kind,
         "options": dict(options or {}),
         "sky": SKY in sys.modules,
     }
-    return base64.b64encode(json.dumps(payload).encode()).decode()
+
+
+def _body(function: Callable[..., object], serializer: str | None) -> dict[str, Any]:
+    """The function's source, or, unless the serializer forbids that, its pickle."""
+    if serializer == "cloudpickle":
+        return {"type": "cloudpickle", "source": _pickled(function)}
+    try:
+        check_function(function)
+        definition = definition_of(function)
+    except (ValueError, SourceUnavailableError) as refusal:
+        if serializer == "source":
+            raise
+        try:
+            return {"type": "cloudpickle", "source": _pickled(function)}
+        except Exception as error:
+            raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
+    definition.decorator_list = []
+    provided = _provided(globals_of(definition), namespace_of(function))
+    return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
 def load_mapper(payload: str) -> Mapper:
-    """The function of a payload and how to call it. Runs the source, so only in workers."""
-    try:
-        data = json.loads(base64.b64decode(payload, validate=True))
-    except ValueError as error:
-        raise ValueError(f"the function's payload is not base64 of JSON: {error}") from None
-    kind = data.get("type") if isinstance(data, dict) else None
+    """The function of a payload and how to call it. Runs the source, so only in workers. Raises ValueError."""
+    return mapper_of(unpacked(payload))
+
+
+def mapper_of(data: Mapping[str, Any]) -> Mapper:
+    kind = data.get("type")
     if kind not in SERIALIZERS:
         raise ValueError(f"Unknown or missing serialization type: {kind!r}")
     text = data["source"]
@@ -296,6 +331,7 @@ def load_mapper(payload: str) -> Mapper:
         kind=data.get("kind", "loop"),
         kwargs=data.get("kwargs", {}),
         is_async=data.get("is_async", False),
+        is_class=data.get("is_class", False),
         options=data.get("options", {}),
     )
 
@@ -307,7 +343,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
     """
     name = getattr(function, "__name__", repr(function))
     if name == "<lambda>":
-        raise ValueError("a lambda cannot be sent to workers: write it as a def of its own")
+        raise ValueError("a lambda has no source of its own: write it as a def")
     if isinstance(function, MethodType):
         raise ValueError(f"{name!r} is a method of an object, which workers do not have; write it as a def of its own")
     definition = definition_of(function)
@@ -330,7 +366,8 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         raise ValueError(
             f"function {name!r} references external variables: {', '.join(bad)}\n"
             "It runs on workers in a clean namespace, where they do not exist. To fix this:\n"
-            f"{fixes}\nMove imports, helpers and constants inside the function."
+            f"{fixes}\nMove imports, helpers and constants inside the function, or pickle it with them: "
+            'serializer="cloudpickle".'
         )
 
 
@@ -352,19 +389,40 @@ def _check_call(
     function: Callable[..., object], name: str, kind: str, kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Raises ValueError if a worker could not call the function with its arguments."""
-    call = function.__call__ if inspect.isclass(function) else function
-    if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
-        raise ValueError(f"{name!r} is a generator, which does nothing when called; call save_results instead of yield")
-    positional = {"loop": 0, "class": 0, "row": 1, "batch": 1}[kind]
-    positional += int(bool(options.get("with_indices"))) if kind in ("row", "batch") else 0
-    signature = inspect.signature(function)
+    call = _called(function)
+    if kind not in ("flat", "batch") and (inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)):
+        instead = (
+            "call save_results instead of yield" if kind == "loop" else "flat_map takes one, and so does map_batches"
+        )
+        raise ValueError(f"{name!r} is a generator, and a row has one result; {instead}")
+    positional = 0 if kind == "loop" else 1 + bool(options.get("with_indices"))
+    calls = [(function, 0, kwargs), (call, 1 + positional, {})] if inspect.isclass(function) else []
+    for target, count, given in calls or [(function, positional, kwargs)]:
+        try:
+            signature = inspect.signature(cast(Any, target))
+        except ValueError:  # of a builtin
+            continue
+        try:
+            signature.bind(*[None] * count, **given)
+        except TypeError as error:
+            takes = f"{positional} argument(s)" if count else "nothing"
+            raise ValueError(
+                f"workers call {name!r} with {takes} and fn_kwargs {sorted(given)}, "
+                f"but it is {name}{signature}: {error}"
+            ) from None
+
+
+def parameters_of(function: Callable[..., object]) -> int | None:
+    """How many parameters it has; None if that is not known."""
     try:
-        signature.bind(*[None] * positional, **kwargs)
-    except TypeError as error:
-        takes = {"loop": "nothing", "class": "nothing when made"}.get(kind, f"{positional} argument(s)")
-        raise ValueError(
-            f"workers call {name!r} with {takes} and fn_kwargs {sorted(kwargs)}, but it is {name}{signature}: {error}"
-        ) from None
+        return len(inspect.signature(function).parameters)
+    except ValueError:
+        return None
+
+
+def _called(function: Callable[..., object]) -> object:
+    """The callable that gets the rows: of a class, its `__call__`."""
+    return getattr(function, "__call__", None) if inspect.isclass(function) else function  # noqa: B004
 
 
 def _reference(value: object) -> str | None:
@@ -392,7 +450,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     for local, reference in data.get("provided", {}).items():
         module, _, attribute = reference.partition(":")
         if module.partition(".")[0] != "tinsmith":
-            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is no part of {OURS}")
+            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {OURS}")
         loaded = importlib.import_module(module)
         namespace[local] = getattr(loaded, attribute) if attribute else loaded
     try:
@@ -405,19 +463,42 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _pickled(function: Callable[..., object]) -> str:
+    """The function pickled by value, with the parts of the user's own modules that it uses, which workers lack."""
     try:
         import cloudpickle
     except ImportError:
-        raise ValueError('serializer="cloudpickle" needs the package cloudpickle; pip install cloudpickle') from None
-    return base64.b64encode(cloudpickle.dumps(function)).decode()
+        raise ValueError("a pickled function needs the package cloudpickle; pip install cloudpickle") from None
+    own = [module for module in list(sys.modules.values()) if _is_own(module)]
+    for module in own:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return base64.b64encode(cloudpickle.dumps(function)).decode()
+    finally:
+        for module in own:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_own(module: object) -> bool:
+    """Whether a module belongs to the user's program, and not to an installed package or the standard library."""
+    file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
+    if not isinstance(module, ModuleType) or not isinstance(file, str) or sys.modules.get(name) is not module:
+        return False
+    return name.partition(".")[0] not in ("tinsmith", "__main__") and not file.startswith(_installed())
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """The directories of the interpreter's own modules and packages."""
+    paths = sysconfig.get_paths()
+    return (*(paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages())
 
 
 def _unpickled(data: Mapping[str, Any]) -> Callable[..., Any]:
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if data["python"] != here:
         raise ValueError(
-            f"{data['name']!r} was pickled by Python {data['python']}, and this worker is Python {here}; "
-            "use the same, or send its source"
+            f"{data['name']!r} was pickled by Python {data['python']}, and this worker is Python {here}. Use the same, "
+            "or a function that travels as source: a def with its imports, helpers and constants inside"
         )
     import pickle
 

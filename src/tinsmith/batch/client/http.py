@@ -18,7 +18,7 @@ from tinsmith.errors import TinsmithError, refusal
 JOBS = "/api/v1/batch/jobs"
 POOLS = "/api/v1/batch/pools"
 TRY_FOR_S = 60.0
-WAY_OUT = ". `tinsmith serve` starts a server; TINKER_BASE_URL says where it is"
+WAY_OUT = ". `tinsmith serve` starts a server; set TINKER_BASE_URL to its address"
 PAUSE_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
 BUSY = frozenset({429, 502, 503, 504})
@@ -54,8 +54,9 @@ class Client:
     def status(self, job_id: int) -> Status:
         return self._call("GET", f"{JOBS}/{job_id}")
 
-    def batches(self, job_id: int) -> list[Status]:
-        return self._call("GET", f"{JOBS}/{job_id}/batches")["batches"]
+    def batches(self, job_id: int, offset: int = 0) -> list[Status]:
+        """A page of the job's batches."""
+        return self._call("GET", f"{JOBS}/{job_id}/batches", query={"offset": offset})["batches"]
 
     def cancel(self, job_id: int) -> Status:
         return self._call("POST", f"{JOBS}/{job_id}/cancel", body={})

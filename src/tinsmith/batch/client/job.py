@@ -1,4 +1,4 @@
-"""A bulk job as its owner holds it: follow, cancel and resume it, read its rows, export its outputs.
+"""The client's handle of a bulk job: follow, cancel and resume it, read its rows, export its outputs.
 
 The rows of a job that runs are in parts; once it has succeeded, its parts are deleted, and the published output holds
 the same rows in the same order. A reader that finds a part deleted goes on in the output, so each row is given once. An
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -156,7 +157,7 @@ def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter
 
 def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
     if not writer.in_store:
-        raise UserError(f"the output is {info.path}, which is no file: read it there")
+        raise UserError(f"the output is {info.path}, which is not a file: read it there")
     base = info.path.rstrip("/")
     store, root = open_store(base)
     if store.exists(root):
@@ -201,12 +202,34 @@ class Progress:
     rows_per_second: float
     tokens_per_second: float
     seconds_left: float | None
+    workers: int = 0
+    retried: int = 0
+    """Batches that are tried again now."""
 
     def __str__(self) -> str:
+        workers = f", {self.workers} worker{'s' * (self.workers != 1)}" if self.status == "RUNNING" else ""
+        retried = f", {self.retried} tried again" if self.retried else ""
         return (
             f"{self.status}, {self.rows_per_second:.0f} rows/s, {self.tokens_per_second:.0f} tokens/s, "
-            f"{self.rows_failed} failed"
+            f"{self.rows_failed} failed{retried}{workers}"
         )
+
+
+@dataclass(frozen=True)
+class Report:
+    """The time, work and cost of a job. `worker_hours` are from the start of each worker to its end. `tries` counts the
+    attempts at its batches, `batches` those that were not split; `cost` is in the unit of the prices."""
+
+    seconds_waiting: float
+    seconds: float
+    worker_hours: float
+    rows_ok: int
+    rows_failed: int
+    batches: int
+    tries: int
+    tokens_in: int
+    tokens_out: int
+    cost: float
 
 
 class Job:
@@ -245,6 +268,28 @@ class Job:
             raise JobFailedError(status)
         return status
 
+    def report(self, per_million_in: float = 0.0, per_million_out: float = 0.0, per_worker_hour: float = 0.0) -> Report:
+        """The time, tries and tokens of the job so far, and the price of its tokens and workers."""
+        status, batches = self.status(), [each for each in self.batches() if each["status"] != "SPLIT"]
+        created, started, ended = (status[f"{name}_at"] for name in ("created", "started", "ended"))
+        until = ended or time.time()
+        tokens_in, tokens_out = status["tokens_in"], status["tokens_out"]
+        running_s = sum(max(0.0, time.time() - worker["started_at"]) for worker in status["workers"])
+        worker_hours = (status["worker_seconds"] + running_s) / 3600
+        tokens_cost = (tokens_in * per_million_in + tokens_out * per_million_out) / 1e6
+        return Report(
+            seconds_waiting=(started or until) - created,
+            seconds=until - started if started else 0.0,
+            worker_hours=worker_hours,
+            rows_ok=status["rows_ok"],
+            rows_failed=status["rows_failed"],
+            batches=len(batches),
+            tries=sum(each["attempt_id"] for each in batches),
+            tokens_in=tokens_in,
+            tokens_out=tokens_out,
+            cost=tokens_cost + worker_hours * per_worker_hour,
+        )
+
     def cancel(self) -> Status:
         """Cancels the job; its committed batches stay readable. `wait(check=False)` waits for the end."""
         return self._client.cancel(self.job_id)
@@ -278,7 +323,11 @@ class Job:
         yield from (line for line in followed(self._client, self.job_id, to_its_end=False) if line["worker_id"])
 
     def batches(self) -> list[Status]:
-        return self._client.batches(self.job_id)
+        """All batches, in the order of their rows."""
+        found: list[Status] = []
+        while page := self._client.batches(self.job_id, offset=len(found)):
+            found += page
+        return found
 
     def partial(self, output: int = 0) -> Iterator[Row]:
         """The rows committed now, in input order, whether the job runs, failed or was cancelled."""
@@ -366,6 +415,8 @@ def progress_of(status: Status) -> Progress:
         rows_per_second=(ok + failed) / elapsed if elapsed else 0.0,
         tokens_per_second=(tokens_in + tokens_out) / elapsed if elapsed else 0.0,
         seconds_left=elapsed / done * (batches - done) if done and elapsed else None,
+        workers=len(status.get("workers") or ()),
+        retried=sum(worker["retried"] for worker in status.get("workers") or ()),
     )
 
 
@@ -406,8 +457,10 @@ def _moments(status: Status) -> list[Row]:
 
 
 def _with_bar(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
-    """The statuses, shown as a tqdm bar of batches."""
-    from tqdm import tqdm
+    """The statuses, shown as a bar of batches in a terminal or a notebook."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a notebook without widgets shows plain text
+        from tqdm.auto import tqdm
 
     bar: Any = None
     try:

@@ -4,8 +4,9 @@ It runs on the server's event loop, with one `JobRun` for each job that it owns 
 It runs no user code and loads no format library: workers do. A server that dies leaves rows. The next server on its
 data directory takes its jobs at once; another server takes them when their leases have expired.
 
-A job cannot stop the others. An error of this coordinator in a job counts against that job: the job is taken again
-after a growing pause, and fails with the last error after `MAX_TROUBLES`. Errors of the database count against no job.
+A job cannot stop other jobs. An unexpected error of this coordinator while it runs a job counts against that job: the
+coordinator takes the job again after a growing pause, and fails it after `MAX_TROUBLES` errors. Errors of the database
+count against no job.
 A job whose specification cannot be read fails at once.
 
 Jobs share a pool by weight. Each has a virtual time: the seconds that slots worked for it, divided by its weight. A
@@ -34,11 +35,11 @@ from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
+from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, most_workers, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import now
-from tinsmith.errors import NotFoundError, SettingsError
+from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.runtime.background import Background
 from tinsmith.settings import Settings
 
@@ -195,8 +196,8 @@ class _Slots:
                 await self._changed.wait()
 
 
-def pools_of(settings: Settings) -> list[PoolSpec]:
-    """Raises SettingsError."""
+def pools_of(settings: Settings) -> dict[str, PoolSpec]:
+    """The pools by name. Raises SettingsError."""
     pools = {DEFAULT_POOL: PoolSpec(DEFAULT_POOL, settings.batch_workers)}
     if settings.ray_address:
         pools[RAY] = PoolSpec(RAY, settings.ray_workers, infra=RAY)
@@ -207,7 +208,7 @@ def pools_of(settings: Settings) -> list[PoolSpec]:
         pools[name] = pool_from_yaml(name, Path(path).expanduser())
         if pools[name].infra == RAY and not settings.ray_address:
             raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
-    return list(pools.values())
+    return pools
 
 
 @dataclass(slots=True)
@@ -243,9 +244,10 @@ class Coordinator:
         """Call on the running event loop."""
         background = background or Background()
         self._loop = asyncio.get_running_loop()
-        for spec in self._specs:
-            self._pools[spec.name] = _Slots(self._pool_of(spec), background)
-            self._pools[spec.name].resize(spec)
+        for name, spec in self._specs.items():
+            if not spec.rented:
+                self._pools[name] = _Slots(self._pool_of(spec), background)
+                self._pools[name].resize(spec)
         self._main = background.start("batch_coordinator", self._run)
 
     def _pool_of(self, spec: PoolSpec) -> Pool:
@@ -294,21 +296,32 @@ class Coordinator:
                 "accelerators_per_worker": spec.devices_per_worker,
                 "jobs": sorted(job_id for job_id, pool in mine.items() if pool == spec.name),
             }
-            for spec in self._specs
+            for spec in self._specs.values()
         ]
 
+    def check_pool(self, job: JobSpec) -> None:
+        """Raises UserError if the job's pool does not exist or has no worker of its size."""
+        pool = self._specs.get(job.batch_pool_name)
+        if pool is None:
+            raise UserError(
+                f"there is no pool {job.batch_pool_name!r}; there are {self.pool_names()}. Use {DEFAULT_POOL!r}, or "
+                "name it in the server's TINSMITH_BATCH_POOLS"
+            )
+        most_workers(pool, job)
+
     def pool_names(self) -> list[str]:
-        return [spec.name for spec in self._specs]
+        return list(self._specs)
 
     def resize(self, name: str, workers: object) -> None:
         """Until the server ends. Raises NotFoundError, UserError."""
-        for index, spec in enumerate(self._specs):
-            if spec.name == name:
-                self._specs[index] = resized = spec.resized(workers)
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
-                return
-        raise NotFoundError(f"there is no pool {name!r}; there are {self.pool_names()}")
+        spec = self._specs.get(name)
+        if spec is None:
+            raise NotFoundError(f"there is no pool {name!r}; there are {self.pool_names()}")
+        if spec.rented:
+            raise UserError(f"SkyPilot has the machines of the pool {name!r}; change num_nodes of its task")
+        self._specs[name] = resized = spec.resized(workers)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
 
     # The loop.
 
@@ -342,7 +355,7 @@ class Coordinator:
             self._wake(job_id)
 
     async def _take_jobs(self) -> None:
-        waiting = await asyncio.to_thread(self._jobs.waiting, self._holder)
+        waiting = await asyncio.to_thread(self._jobs.waiting, self._holder, self._leaves_pool)
         at = time.monotonic()
         self._seen = {job_id: self._seen.get(job_id, at) for job_id in waiting}
         for job_id in waiting:
@@ -355,6 +368,15 @@ class Coordinator:
                 if is_transient(error):
                     raise  # the other jobs need the database, too
                 await self._trouble(job_id, error)
+
+    def _leaves_pool(self, pool: str) -> bool:
+        """Whether other processes run the jobs of a pool. One that only runs bulk jobs serves the pools in which it has
+        slots; a process that answers clients also takes, and fails, jobs of pools that no longer exist.
+        """
+        spec = self._specs.get(pool)
+        if self._settings.role == "batch-worker":
+            return spec is None or spec.rented or not spec.workers
+        return spec is not None and spec.rented
 
     def _leaves_to_others(self, job_id: int) -> bool:
         """Among processes that only run bulk jobs, the one with the fewest jobs takes the next."""
@@ -370,6 +392,9 @@ class Coordinator:
         job = await self._acquire(job_id)
         if job is None:
             return
+        if self._leaves_pool(job.pool):  # it is being cancelled
+            await self._fail(job_id, "the job is cancelled")
+            return
         try:
             spec = await asyncio.to_thread(self._jobs.spec, job_id)
         except SQLAlchemyError:
@@ -378,7 +403,7 @@ class Coordinator:
             why = f"the stored specification cannot be read by this version of Tinsmith: {error or repr(error)}"
             await self._fail(job_id, f"{why}. Submit the job again, or run the version that stored it")
             return
-        if why := self._refusal(job, spec):
+        if why := self._refusal(spec):
             await self._fail(job_id, why)
             return
         pool = self._pools[job.pool]
@@ -387,10 +412,12 @@ class Coordinator:
         self._runs[job_id] = run
         self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
 
-    def _refusal(self, job: JobRecord, spec: JobSpec) -> str:
+    def _refusal(self, spec: JobSpec) -> str:
         """Why a stored job may not run under today's settings; empty if it may."""
-        if job.pool not in self._pools:
-            return f"there is no pool {job.pool!r}; there are {self.pool_names()}"
+        try:
+            self.check_pool(spec)
+        except UserError as error:
+            return str(error)
         code = "" if self._settings.batch_user_code else permissions.code_of(spec)
         return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
 
@@ -421,6 +448,8 @@ class Coordinator:
             await run.run()
             self._troubles.pop(job_id, None)
             await run.notify_gateway()
+            with contextlib.suppress(OSError):  # only the next job would have gained
+                await pool.pool.warm_up()
         except Exception as error:  # noqa: BLE001  counts against the job
             await self._trouble(job_id, error)
         finally:

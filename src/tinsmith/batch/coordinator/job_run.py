@@ -22,10 +22,10 @@ import json
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -53,14 +53,18 @@ from tinsmith.batch.coordinator.workers import (
 )
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
-from tinsmith.batch.pools.specs import Pool, WorkerStartError
+from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
 from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, part_base
 from tinsmith.batch.worker.children import Lost
+from tinsmith.db.database import now
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
-MAX_GROUP = 32
+MAX_GROUP = 256
 """The most that a worker takes in one request."""
+BURST_S = 1.0
+PAUSE_S = 0.2
+"""How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
 IN_FLIGHT = 2
 """Groups with one worker: it works on the second while the first is committed."""
 MAX_SETUP_FAILURES = 4
@@ -83,6 +87,80 @@ class GroupSize:
         self._since = ended
         fitting = int(GROUP_S * batches / elapsed_s) if elapsed_s > 0 else MAX_GROUP
         self.group = max(1, min(fitting, 2 * self.group, MAX_GROUP))
+
+
+class Grant(NamedTuple):
+    """Batches that may begin, and the tokens that were charged for each of their rows."""
+
+    batches: int
+    tokens_per_row: float
+
+
+class RateLimits:
+    """How many batches of a job may begin under its requests and tokens per minute. No I/O.
+
+    Each limit is a token bucket, stored as the time until which all charges are paid at its rate. A batch may begin
+    while that time is at most `BURST_S` ahead, so in any minute begin at most the limit, its share of `BURST_S`, and
+    one batch. A batch is charged with its rows, and with the tokens that as many rows of the job took on average; what
+    it took more or less is charged at its end. Until some rows have ended, one batch runs at a time.
+    """
+
+    def __init__(self, spec: JobSpec, paid_until: Mapping[str, float] | None, clock: Callable[[], float]) -> None:
+        limits = {"requests": spec.requests_per_minute, "tokens": spec.tokens_per_minute}
+        self._seconds_each = {name: 60 / limit for name, limit in limits.items() if limit is not None}
+        self.paid_until = {name: (paid_until or {}).get(name, 0.0) for name in self._seconds_each}
+        self._clock = clock
+        self._batch_size = spec.batch_size
+        self._num_begun = 0
+        self._tokens_charged: dict[tuple[int, int], float] = {}  # of attempts that have not ended
+        self._tokens_per_row: float | None = None
+
+    def learn(self, job: JobRecord) -> None:
+        if rows := job.rows_ok + job.rows_failed:
+            self._tokens_per_row = (job.tokens_in + job.tokens_out) / rows
+
+    def wait_s(self) -> float:
+        """Seconds until a batch may begin; infinite until one has ended."""
+        if "tokens" in self.paid_until and self._tokens_per_row is None and self._num_begun:
+            return float("inf")
+        return max([0.0, *(until - BURST_S - self._clock() for until in self.paid_until.values())])
+
+    def take(self, count: int) -> Grant:
+        """Allows some of `count` batches to begin, and charges them."""
+        if not self.paid_until:
+            return Grant(count, 0.0)
+        tokens_per_row, taken = self._tokens_per_row or 0.0, 0
+        while taken < count and self.wait_s() == 0:
+            self._charge(self._batch_size, tokens_per_row)
+            self._num_begun += 1
+            taken += 1
+        return Grant(taken, tokens_per_row)
+
+    def claimed(self, grant: Grant, claims: Sequence[Claim]) -> None:
+        """Only these of the granted batches were pending, perhaps with fewer rows."""
+        if not self.paid_until:
+            return
+        rows = sum(claim.span.rows for claim in claims)
+        self._charge(rows - grant.batches * self._batch_size, grant.tokens_per_row)
+        self._num_begun -= grant.batches - len(claims)
+        for claim in claims:
+            self._tokens_charged[claim.batch_idx, claim.attempt_id] = claim.span.rows * grant.tokens_per_row
+
+    def ended(self, claim: Claim, tokens: int | None) -> None:
+        """An attempt took so many tokens; None if that is unknown."""
+        self._num_begun -= 1
+        charged = self._tokens_charged.pop((claim.batch_idx, claim.attempt_id), 0.0)
+        if tokens is not None:
+            self._add("tokens", tokens - charged)
+
+    def _charge(self, rows: int, tokens_per_row: float) -> None:
+        self._add("requests", rows)
+        self._add("tokens", rows * tokens_per_row)
+
+    def _add(self, name: str, amount: float) -> None:
+        if name in self.paid_until:
+            since = max(self.paid_until[name], self._clock()) if amount > 0 else self.paid_until[name]
+            self.paid_until[name] = since + amount * self._seconds_each[name]
 
 
 class Dispatcher:
@@ -205,9 +283,12 @@ class JobRun:
         self._spec = spec
         self._limits = spec.limits
         self._router: RequestRouter | None = None
-        if gateway is not None and operations.steps_of(spec.batch_serialized_fn) is not None:
+        if gateway is not None and operations.asks_service(spec.batch_serialized_fn):
             self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
         self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._setup_failed)
+        self._rates = RateLimits(spec, job.paid_until, now)
+        self._rates.learn(job)
+        self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
         self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router)
         self._dispatching = False
         self._ended = asyncio.Event()  # no more batches are dispatched
@@ -230,8 +311,12 @@ class JobRun:
     # For the slots of the pool.
 
     def runnable_at(self) -> float:
-        """When a slot may find a batch, on the monotonic clock."""
-        return self._due_at if self._dispatching and not self._ended.is_set() else float("inf")
+        """When another slot may find a batch, on the monotonic clock."""
+        full = self._num_serving >= self._most_workers
+        if not self._dispatching or full or self._ended.is_set():
+            return float("inf")
+        wait_s = self._rates.wait_s()
+        return max(self._due_at, time.monotonic() + wait_s) if wait_s else self._due_at
 
     async def serve(self, slot: int, should_yield: Callable[[], bool]) -> None:
         """Run batches on a slot until there are none, or another job is due."""
@@ -251,6 +336,7 @@ class JobRun:
             self.end(error)
         finally:
             self._num_serving -= 1
+            self._on_change()
             if worker is not None:
                 superseded = isinstance(self._reason, SupersededError)
                 await (self._workers.end(worker) if superseded else self._workers.put_back(worker))
@@ -265,7 +351,11 @@ class JobRun:
                     for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
                         dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
                 if not dispatched:
-                    return
+                    pause_s = self._rates.wait_s()
+                    if pause_s == 0 or self._ended.is_set() or worker.useless or should_yield():
+                        return
+                    await asyncio.sleep(min(pause_s, PAUSE_S))  # an exclusive pool would end the worker
+                    continue
                 _, dispatched = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
                 self._turn_due.set()  # here, so that the end of a group and the next claim share a turn
         finally:
@@ -275,7 +365,9 @@ class JobRun:
     def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
         hit("batch.reported")
         for claim, result in settled:
-            if isinstance(result, AttemptOutcome):
+            is_outcome = isinstance(result, AttemptOutcome)
+            self._rates.ended(claim, result.tokens_in + result.tokens_out if is_outcome else None)
+            if is_outcome:
                 self._setup_failures = 0
             elif self._ended.is_set():
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
@@ -291,12 +383,15 @@ class JobRun:
     # Turns.
 
     async def _claim(self, worker_id: str, count: int) -> list[Claim]:
-        if self._ended.is_set():
+        grant = self._rates.take(0 if self._ended.is_set() else count)
+        if not grant.batches:
             return []
         claimed: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
-        self._wanted.append((worker_id, count, claimed))
+        self._wanted.append((worker_id, grant.batches, claimed))
         self._turn_due.set()
-        return await claimed
+        claims = await claimed
+        self._rates.claimed(grant, claims)
+        return claims
 
     async def _turns(self) -> None:
         """One transaction after another, each with all that has been collected since the last one."""
@@ -340,8 +435,10 @@ class JobRun:
             wanted = {}
         limits, job_id = self._limits, self.job.job_id
         more = limits.lease_s, limits.max_retries, limits.backoff_s
+        more = *more, dict(self._rates.paid_until)
         turn = await asyncio.to_thread(self._jobs.turn, job_id, self._token, settled, wanted, *more)
         self.job, claims = turn.job, dict(turn.claims)
+        self._rates.learn(self.job)
         if claims:
             hit("batch.claimed")
         if settled:
@@ -422,7 +519,7 @@ class JobRun:
             await self._set_status("CANCELLED")
 
     async def _prepare(self) -> None:
-        """Split the input, unless that is done, and learn what an earlier coordinator may have left."""
+        """Split the input unless that is done, and read the schemas and failures that earlier coordinators stored."""
         job_id = self.job.job_id
         if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
             await self._plan()
@@ -434,7 +531,7 @@ class JobRun:
         self._check_row()
 
     async def _explained(self, failure: str) -> str:
-        """With the first failed row, if the job failed because of rows."""
+        """The reason, with the first failed row if the job failed because of rows."""
         if not self.job.failed_too_many or not (
             found := await asyncio.to_thread(self._jobs.row_errors, self.job.job_id, 1)
         ):
@@ -444,7 +541,7 @@ class JobRun:
         return f"{failure}; the first is row {first['row_idx']}: {first['error_class']}: {message}"
 
     async def _stop_serving(self) -> None:
-        """Wait for the slots, and store what their attempts came to."""
+        """Wait until no slot runs the job, and store the results of its attempts."""
         self._on_change()
         if not self.job.done:
             await self._workers.stop_all()

@@ -96,6 +96,8 @@ class JobRecord:
     tokens_in: int
     tokens_out: int
     max_failed_rows: float
+    worker_seconds: float
+    paid_until: dict[str, float] | None
     resume_from: int | None
     root_job_id: int | None
     error: str | None
@@ -116,7 +118,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One attempt at one batch, with what earlier attempts came to."""
+    """One attempt at one batch, with the results of earlier attempts."""
 
     batch_idx: int
     start_idx: int
@@ -151,6 +153,7 @@ class Transition:
 
 
 _JOB_COLUMNS = [JOBS.c[name] for name in JobRecord.__dataclass_fields__]
+WORK = ("batches", "rows", "first_row", "retried")
 _RESULTS = ("rows_ok", "rows_failed", "tokens_in", "tokens_out")
 _COUNTERS = ("total_batches", "completed_batches", *_RESULTS)
 _DISPATCHED = sa.literal_column("'DISPATCHED'")
@@ -316,6 +319,21 @@ class BatchJobs:
             self._db.rows(sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx))
         )
 
+    def at_work(self, job_id: int) -> dict[str, dict[str, int]]:
+        """For each worker with batches: how many, with how many rows, the first row, and how many are tried again."""
+        retried = sa.case((STATES.c.retry_count + STATES.c.infra_retries > 0, 1), else_=0)
+        rows = sa.func.sum(STATES.c.end_idx - STATES.c.start_idx + 1)
+        query = sa.select(
+            STATES.c.worker_cluster,
+            sa.func.count().label("batches"),
+            rows.label("rows"),
+            sa.func.min(STATES.c.start_idx).label("first_row"),
+            sa.func.sum(retried).label("retried"),
+        )
+        query = query.where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
+        found = self._db.rows(query.group_by(STATES.c.worker_cluster))
+        return {worker: {name: int(row._mapping[name]) for name in WORK} for row in found if (worker := row[0])}
+
     def committed(self, job_id: int, after: int, limit: int) -> list[tuple[RowRange, list[dict[str, Any]]]]:
         """The committed batches that begin after a row, in the order of their rows, each with its parts."""
         query = (
@@ -345,9 +363,13 @@ class BatchJobs:
         free = sa.or_(JOBS.c.owner_lease_at <= self._db.clock(), JOBS.c.owner_holder == holder)
         return sa.and_(JOBS.c.status.in_(ACTIVE), free)
 
-    def waiting(self, holder: str) -> list[int]:
-        """The jobs that a coordinator of this holder could take now."""
-        return self._db.scalars(sa.select(JOBS.c.job_id).where(self._is_free(holder)).order_by(JOBS.c.job_id))
+    def waiting(self, holder: str, leaves_pool: Callable[[str], bool] = lambda _pool: False) -> list[int]:
+        """The jobs that a coordinator of this holder could take now. Of pools that it leaves to others these are the
+        jobs that are being cancelled.
+        """
+        query = sa.select(JOBS.c.job_id, JOBS.c.pool, JOBS.c.status).where(self._is_free(holder))
+        rows = self._db.rows(query.order_by(JOBS.c.job_id))
+        return [row.job_id for row in rows if row.status == "CANCELLING" or not leaves_pool(row.pool)]
 
     def being_cancelled(self, job_ids: Sequence[int]) -> list[int]:
         query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
@@ -357,12 +379,14 @@ class BatchJobs:
         """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again."""
         take = JOBS.update().where(JOBS.c.job_id == job_id, self._is_free(holder))
         lease = {"owner_token": token, "owner_holder": holder, "owner_lease_at": self._db.clock() + lease_s}
+        last_seen = sa.select(JOBS.c.updated_at).where(JOBS.c.job_id == job_id)
         with self._db.write() as connection:
+            seen_at = connection.scalar(last_seen)
             if connection.execute(take.values(**lease, updated_at=now())).rowcount == 0:
                 return None
             released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
             connection.execute(_dispatched(job_id).values(**released))
-            connection.execute(WORKERS.delete().where(WORKERS.c.job_id == job_id))
+            _delete_workers(connection, seen_at or 0.0, WORKERS.c.job_id == job_id)
             return _job(connection, job_id)
 
     def renew(self, job_id: int, token: str, lease_s: float, batches: Sequence[int] = ()) -> JobRecord:
@@ -387,7 +411,7 @@ class BatchJobs:
         mine = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
         with self._db.write() as connection:
             connection.execute(mine.values(owner_token=None, owner_lease_at=0))
-            connection.execute(WORKERS.delete().where(WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token))
+            _delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
 
     def save_batch_states(
         self, job_id: int, token: str, starts: Sequence[int], total_rows: int, input_version: Version | None = None
@@ -453,9 +477,10 @@ class BatchJobs:
         lease_s: float,
         max_retries: int = MAX_RETRIES,
         backoff_s: float = 1.0,
+        paid_until: Mapping[str, float] | None = None,
     ) -> Transition:
-        """One transaction: the results of attempts, then claims, as many as each worker wants. Raises
-        SupersededError."""
+        """One transaction: the results of attempts, then claims, as many as each worker wants, and the state of the
+        job's rate limits. Raises SupersededError."""
         with self._changing(job_id) if settled else self._db.write() as connection:
             _fence(connection, job_id, token)
             attempts = _Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
@@ -464,6 +489,8 @@ class BatchJobs:
                 more = {f"more_{name}": attempts.counts[name] for name in _COUNTERS}
                 _COUNT.count(connection, {"job": job_id, **more})
             claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in wanted.items()}
+            if paid_until:
+                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(paid_until=paid_until))
             return Transition(_job(connection, job_id), claims, rejected, attempts.failed)
 
     def next_retry_in(self, job_id: int) -> float | None:
@@ -501,7 +528,7 @@ class BatchJobs:
 
     def forget_worker(self, worker_id: str) -> None:
         with self._db.write() as connection:
-            connection.execute(WORKERS.delete().where(WORKERS.c.worker_id == worker_id))
+            _delete_workers(connection, now(), WORKERS.c.worker_id == worker_id)
 
     def forget_ended_workers(self) -> None:
         """Delete the workers of ended jobs whose coordinator was killed before it could."""
@@ -548,6 +575,14 @@ def _job(connection: Connection, job_id: int) -> JobRecord:
     row = _FIND.first(connection, {"job": job_id})
     assert row is not None
     return JobRecord(*row)
+
+
+def _delete_workers(connection: Connection, until: float, *which: sa.ColumnElement[bool]) -> None:
+    """Also counts the time of these workers until then for their job."""
+    ended = connection.execute(WORKERS.delete().where(*which).returning(WORKERS.c.job_id, WORKERS.c.started_at)).all()
+    for job_id, started_at in ended:
+        more = JOBS.c.worker_seconds + max(0.0, until - started_at)
+        connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(worker_seconds=more))
 
 
 def _set_status(connection: Connection, job_id: int, token: str, status: str, error: str | None = None) -> bool:
@@ -632,11 +667,12 @@ class _Attempts:
         return True
 
     def _lose(self, claim: Claim, lost: Lost) -> bool:
-        """Decide what follows a lost attempt: the batch again, its parts, its only row as failed, or its failure.
+        """Decide what follows a lost attempt: retry the batch, split it, record its only row as failed, or fail it.
 
         A batch that raised is tried `max_retries` times more, with back-off. A part of a split batch has one retry, at
         once: a transient cause has had time to pass. A batch on which the mapper's process died is tried once more
-        without using a retry, since the first death may have been an accident of the machine.
+        without using a retry, since the first death may have been an accident of the machine. An error that the same
+        rows raise again is not retried at all.
         """
         error = {"error_class": lost.error_class[:128], "error": lost.error[-20_000:]}
         died_before = claim.error_class in DEATHS
@@ -651,10 +687,11 @@ class _Attempts:
             return self._set(claim, "PENDING", infra_retries=infra_retries, **kept)
         if lost.final or claim.retry_count > self._max_retries:  # the row could not even be recorded as failed
             return self._set(claim, "FAILED", retry_count=tries, **error)
-        if not lost.died and claim.parent_idx is None and tries <= self._max_retries:
+        again = lost.retry and not lost.died
+        if again and claim.parent_idx is None and tries <= self._max_retries:
             later = self._db.clock() + self._backoff_s * 2**tries
             return self._set(claim, "PENDING", retry_count=tries, next_retry_at=later, **error)
-        if not lost.died and claim.parent_idx is not None and tries <= min(1, self._max_retries):
+        if again and claim.parent_idx is not None and tries <= min(1, self._max_retries):
             return self._set(claim, "PENDING", retry_count=tries, **error)
         if claim.span.rows > 1:
             return self._split(claim, lost.row, error)
@@ -702,7 +739,7 @@ class _Attempts:
 def _resumable(
     connection: Connection, tenant_id: str, spec: JobSpec, other_outputs: bool
 ) -> tuple[sa.Row[Any], dict[str, Any]]:
-    """The job to resume, its row locked, and what its specification adds to that of the new job.
+    """Lock the job to resume; returns its row and the fields that the new specification takes from it.
 
     Raises NotFoundError, UserError."""
     wanted = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)

@@ -93,6 +93,7 @@ class RemoteWorker:
         self.setup_failures = 0
         self.infra_failures = 0
         self.lost = False
+        self.operated = False  # whether it has a child for operations
         self._router = router
         self._job_id = job_id
         self._client = RpcClient(started.address, started.token, connect_s=CALL_S, silence_s=limits.heartbeat_timeout_s)
@@ -270,10 +271,12 @@ class WorkerSet:
             if isinstance(last, WorkerStartError):
                 await asyncio.sleep(self.spec.limits.backoff_s * 2**tried)
             try:
-                worker = next((one for one in self._idle if not one.useless), None)
+                idle = [one for one in self._idle if not one.useless]
+                worker = max(idle, key=lambda one: one.operated, default=None)
                 if worker is None:
                     worker = await self._start(None, with_mapper=with_mapper and not self._pool.spec.exclusive)
                     self._idle.append(worker)
+                worker.operated = True
                 return await operation(worker)
             except (WorkerLostError, WorkerStartError) as error:
                 last = error
@@ -288,7 +291,7 @@ class WorkerSet:
             await asyncio.to_thread(
                 self._jobs.intend_worker, name, worker_id, self._job_id, self._token, self._pool.kind
             )
-            started = await self._pool.start(worker_id, slot)
+            started = await self._pool.start(worker_id, slot, self.spec)
             worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._router)
             self._workers.add(worker)
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)

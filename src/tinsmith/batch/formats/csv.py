@@ -95,7 +95,7 @@ class CsvWriter(FileWriter):
                 yield self._encoded([[row.get(name, "") for name in columns]])
 
     def _lines(self, part: PartInfo) -> Iterator[list[str]]:
-        with io.TextIOWrapper(open_object(part.path), "utf-8", newline="") as text:
+        with io.TextIOWrapper(publishing.open_part(part), "utf-8", newline="") as text:
             yield from csv.reader(text, delimiter=self.delimiter, strict=True)
 
     def _encoded(self, lines: Sequence[Sequence[str]]) -> bytes:

@@ -1,23 +1,30 @@
-"""Rows of a Hugging Face data set: a directory that `save_to_disk` made, or a name on the hub."""
+"""Hugging Face data sets: read from a directory that `save_to_disk` made or by a name on the hub, and written as such a
+directory, which `datasets.load_from_disk` maps into memory."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.batch.formats import input_versions
+import orjson
+
+from tinsmith.batch.formats import input_versions, publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, InputReader
-from tinsmith.batch.types import Row
+from tinsmith.batch.formats.parquet import ParquetWriter, Sink, tables_of
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader
+from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
+from tinsmith.storage.locations import open_object
 
 
 @INPUT_READER_REGISTRY.type_register(name="huggingface")
 @dataclass
 class HuggingFaceReader(InputReader):
-    """`split` is needed wherever the data set has more than one."""
+    """`split` is required if the data set has several."""
 
     split: str | None = None
     name: str | None = None
@@ -50,6 +57,50 @@ class HuggingFaceReader(InputReader):
                 loaded = loaded[self.split]
             self._loaded = loaded
         return self._loaded
+
+
+@OUTPUT_WRITER_REGISTRY.type_register(name="huggingface")
+@dataclass
+class HuggingFaceWriter(ParquetWriter):
+    """Parts are Parquet; the output is one Arrow file, with the types of all rows merged as in Parquet."""
+
+    def __post_init__(self) -> None:
+        self.path = self.path.rstrip("/") + "/" if self.path else ""
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        filled = [part for part in parts if part.rows]
+        data = publishing.staged(staging, "data-00000-of-00001.arrow", self._arrow(filled))
+        state = {
+            "_data_files": [{"filename": data.name}],
+            "_fingerprint": hashlib.sha256(data.sha256.encode()).hexdigest()[:16],
+            **dict.fromkeys(("_format_columns", "_format_type", "_split")),
+            "_format_kwargs": {},
+            "_output_all_columns": False,
+        }
+        files = [
+            data,
+            publishing.staged(staging, "state.json", [orjson.dumps(state)]),
+            publishing.staged(staging, "dataset_info.json", [b"{}"]),
+        ]
+        return publishing.publish_directory(self.path, files, sum(part.rows for part in filled), staging, if_exists)
+
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        import pyarrow.ipc
+
+        for file in publishing.published_files(output, is_directory=True):
+            if file.path.endswith(".arrow"):
+                for batch in pyarrow.ipc.open_stream(open_object(file.path)):
+                    yield from batch.to_pylist()
+
+    def _arrow(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
+        import pyarrow.ipc
+
+        schema, sink = self.schema_of_all(parts), Sink()
+        with pyarrow.ipc.new_stream(sink, schema) as writer:
+            for table in tables_of(parts, schema):
+                writer.write_table(table)
+                yield sink.taken()
+        yield sink.taken()
 
 
 def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFaceReader:  # noqa: ANN401

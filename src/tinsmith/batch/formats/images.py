@@ -137,7 +137,7 @@ def _decoded(data: bytes | bytearray, what: str) -> Any:  # noqa: ANN401  an ima
         image = Image.open(io.BytesIO(data))
         image.load()
     except UnidentifiedImageError:
-        raise ValueError(f"{what} has {len(data)} bytes that are no image file") from None
+        raise ValueError(f"{what} has {len(data)} bytes that are not an image file") from None
     return image
 
 

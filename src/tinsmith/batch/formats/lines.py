@@ -259,7 +259,7 @@ class LinesWriter(FileWriter):
         raise NotImplementedError
 
     def row(self, line: bytes) -> Row:
-        """What `line` gave, read again."""
+        """The row of a line that `line` encoded."""
         raise NotImplementedError
 
     def check(self, row: Row) -> None:

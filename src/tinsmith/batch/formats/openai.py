@@ -13,7 +13,7 @@ from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER
 from tinsmith.batch.types import PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 MAX_SHOWN = 100
 PAGE = 256
 

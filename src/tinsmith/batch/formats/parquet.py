@@ -97,10 +97,10 @@ class ParquetWriter(OutputWriter):
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(publishing.open_part(part)).iter_batches():
             yield from batch.to_pylist()
 
-    def _schema_of_all(self, parts: Sequence[PartInfo]) -> Any:  # noqa: ANN401
+    def schema_of_all(self, parts: Sequence[PartInfo]) -> Any:  # noqa: ANN401
         import pyarrow
         import pyarrow.parquet
 
@@ -109,23 +109,23 @@ class ParquetWriter(OutputWriter):
             for part in parts:
                 found = schemas.merged(found, part.schema or {})
             return _arrow_schema(found)
-        stored = [pyarrow.parquet.read_schema(open_object(part.path)) for part in parts]
+        stored = [pyarrow.parquet.read_schema(publishing.open_part(part)) for part in parts]
         return pyarrow.unify_schemas(stored, promote_options="permissive")
 
     def _joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
         import pyarrow
         import pyarrow.parquet
 
-        schema = self._schema_of_all(parts)
-        sink = _Sink()
+        schema = self.schema_of_all(parts)
+        sink = Sink()
         with pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression) as writer:
-            for group in _groups(parts, schema):
+            for group in tables_of(parts, schema):
                 writer.write_table(group, row_group_size=max(1, group.num_rows))
                 yield sink.taken()
         yield sink.taken()
 
 
-def _groups(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
+def tables_of(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
     """The rows of the parts as tables of one schema."""
     import pyarrow
     import pyarrow.parquet
@@ -133,7 +133,7 @@ def _groups(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: A
     held: list[Any] = []
     for part in parts:
         publishing.check_part(part)
-        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(publishing.open_part(part)).iter_batches():
             held.append(_of_schema(pyarrow.Table.from_batches([batch]), schema))
             if sum(t.num_rows for t in held) >= GROUP_ROWS or sum(t.nbytes for t in held) >= GROUP_BYTES:
                 yield pyarrow.concat_tables(held)
@@ -162,7 +162,7 @@ def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
     try:
         arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
     except (pyarrow.ArrowException, OverflowError) as error:
-        raise TypeError(f"the rows are no table: {error}") from None
+        raise TypeError(f"the rows do not form a table: {error}") from None
     return pyarrow.Table.from_arrays(arrays, schema=arrow)
 
 
@@ -216,7 +216,7 @@ def _plain(value: object) -> object:
     return value
 
 
-class _Sink(io.RawIOBase):
+class Sink(io.RawIOBase):
     """A file in memory whose bytes are removed while it is being written."""
 
     def __init__(self) -> None:

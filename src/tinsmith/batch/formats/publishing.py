@@ -7,19 +7,24 @@ of a directory appear one by one, and are valid once its `_manifest.json` exists
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from itertools import repeat
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import orjson
 
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
-from tinsmith.storage.locations import open_store
+from tinsmith.storage.locations import open_object, open_store
 from tinsmith.storage.stores import Source, Store, join, verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
+SEGMENT_BYTES = 8 * 1024 * 1024
+"""The most bytes of a segment. A part of more bytes is an object of its own."""
 
 
 class PublishedFile(NamedTuple):
@@ -29,19 +34,81 @@ class PublishedFile(NamedTuple):
     location: str
     bytes: int
     sha256: str
+    offset: int | None = None
+    """As in a `PartInfo`."""
 
 
-def store_part(part_base: str, span: RowRange, extension: str, data: bytes, rows: int) -> PartInfo:
-    """Stores the part of a span. The same bytes again are no error; other bytes are (FileExistsError)."""
-    location = join(part_base, part_name(span, extension))
-    store, key = open_store(location)
-    etag = store.put_create(key, data)
-    return PartInfo(location, rows, len(data), hashlib.sha256(data).hexdigest(), etag)
+class _Segment:
+    """The parts of several batches in one object, one after the other. The object is named after the first."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.size = 0
+        self.pieces: list[bytes] = []
 
 
-def source_of(part: PartInfo, skip: int = 0) -> Source:
+class _Segments:
+    def __init__(self) -> None:
+        self.all: list[_Segment] = []
+        self._latest: dict[tuple[str, str], _Segment] = {}
+
+    def add(self, part_base: str, location: str, extension: str, data: bytes) -> tuple[str, int]:
+        """The object that will hold the part, and where in it."""
+        segment = self._latest.get((part_base, extension))
+        if segment is None or segment.size + len(data) > SEGMENT_BYTES:
+            segment = self._latest[part_base, extension] = _Segment(location)
+            self.all.append(segment)
+        offset = segment.size
+        segment.size += len(data)
+        segment.pieces.append(data)
+        return segment.location, offset
+
+
+_segments: ContextVar[_Segments | None] = ContextVar("segments", default=None)
+
+
+@contextlib.contextmanager
+def in_segments() -> Iterator[None]:
+    """The parts that are stored in this block share objects, which are durable once it has ended without an error: many
+    small batches cost one write and one fsync."""
+    segments = _Segments()
+    token = _segments.set(segments)
+    try:
+        yield
+    finally:
+        _segments.reset(token)
+    for segment in segments.all:
+        store, key = open_store(segment.location)
+        store.put_create(key, b"".join(segment.pieces))
+
+
+def store_part(
+    part_base: str, span: RowRange, extension: str, data: bytes, rows: int, *, alone: bool = False
+) -> PartInfo:
+    """Stores the part of a span; `alone` as an object of its own, also within `in_segments`. The same bytes again are
+    no error; other bytes are (FileExistsError)."""
+    location, digest = join(part_base, part_name(span, extension)), hashlib.sha256(data).hexdigest()
+    segments = _segments.get()
+    if segments is None or alone or len(data) > SEGMENT_BYTES:
+        store, key = open_store(location)
+        return PartInfo(location, rows, len(data), digest, store.put_create(key, data))
+    held_in, offset = segments.add(part_base, location, extension, data)
+    return PartInfo(held_in, rows, len(data), digest, offset=offset)
+
+
+def source_of(part: PartInfo | PublishedFile, skip: int = 0) -> Source:
+    store, key = open_store(part.path if isinstance(part, PartInfo) else part.location)
+    if part.offset is None:
+        return Source(store, key, part.sha256, skip)
+    return Source(store, key, part.sha256, skip, part.offset, part.bytes)
+
+
+def open_part(part: PartInfo) -> IO[bytes]:
+    """A part for reading and seeking."""
+    if part.offset is None:
+        return open_object(part.path)
     store, key = open_store(part.path)
-    return Source(store, key, part.sha256, skip)
+    return io.BytesIO(store.get_range(key, part.offset, part.offset + part.bytes))
 
 
 def read_verified(part: PartInfo) -> bytes:
@@ -81,15 +148,21 @@ def publish_file(
 
 def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
     """An output computed from the parts instead of concatenated. `pieces` must be deterministic."""
-    staged = join(staging, "published")
-    staging_store, staged_key = open_store(staged)
+    file = staged(staging, "published", pieces)
+    return publish_file(path, [PartInfo(file.location, rows, file.bytes, file.sha256)], staging, if_exists)
+
+
+def staged(staging: str, name: str, pieces: Iterable[bytes]) -> PublishedFile:
+    """A computed file, to be published under its name in a directory."""
+    location = join(staging, name)
+    store, key = open_store(location)
     digest, size = hashlib.sha256(), 0
-    with staging_store.open_writer(staged_key) as writer:
+    with store.open_writer(key) as writer:
         for piece in pieces:
             digest.update(piece)
             size += len(piece)
             writer.write(piece)
-    return publish_file(path, [PartInfo(staged, rows, size, digest.hexdigest())], staging, if_exists)
+    return PublishedFile(name, location, size, digest.hexdigest())
 
 
 def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, staging: str, if_exists: str) -> OutputInfo:
@@ -108,11 +181,10 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
         store.delete_many([manifest_key, join(root, SUCCESS)])
     total = 0
     for file in files:
-        source_store, source_key = open_store(file.location)
         target = join(root, file.name)
         try:
             store.concat(
-                [Source(source_store, source_key, file.sha256)],
+                [source_of(file)],
                 target,
                 staging=_local(staging),
                 exclusive=if_exists == "error",
@@ -134,7 +206,8 @@ def publish_parts(path: str, parts: Sequence[PartInfo], name: str, staging: str,
     """A directory of the parts that have rows, as they are; `name` formats the number of each."""
     filled = [part for part in parts if part.rows]
     files = [
-        PublishedFile(name.format(number), part.path, part.bytes, part.sha256) for number, part in enumerate(filled)
+        PublishedFile(name.format(number), part.path, part.bytes, part.sha256, part.offset)
+        for number, part in enumerate(filled)
     ]
     return publish_directory(path, files, sum(part.rows for part in filled), staging, if_exists)
 

@@ -74,7 +74,7 @@ FORMATS = {
     "items": Format("lines", writes=False, confined=True, has_location=False),
     "openai_batch": Format("openai", confined=True),
     "sql": Format("sql"),
-    "huggingface": Format("huggingface", writes=False),
+    "huggingface": Format("huggingface"),
 }
 
 

@@ -115,7 +115,7 @@ class WebdatasetWriter(DirectoryWriter):
                         member = tarfile.TarInfo(f"{row.get(KEY, f'{index:08d}')}.{ending}")
                         member.size = len(data)
                         archive.addfile(member, io.BytesIO(data))
-        return publishing.store_part(part_base, span, "tar", buffer.getvalue(), count)
+        return publishing.store_part(part_base, span, "tar", buffer.getvalue(), count, alone=True)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         return publishing.publish_parts(self.path, parts, "shard-{:06d}.tar", staging, if_exists)

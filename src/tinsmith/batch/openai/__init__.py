@@ -14,6 +14,8 @@ of files are derived from the batch's. So each request has exactly one line in o
 
 from __future__ import annotations
 
+MESSAGES = "/v1/messages"
+"""The endpoint of Anthropic's message batches, which are kept as OpenAI's and shown on routes of their own."""
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_REQUESTS = 50_000
 MAX_INPUT_BYTES = 200 * 1000 * 1000

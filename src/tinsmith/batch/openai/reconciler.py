@@ -240,7 +240,7 @@ class Reconciler:
         succeeded, failed = Tally(), Tally()
         try:
             files = self._files(batch, job, status, succeeded, failed)
-        except CorruptFilesError as error:
+        except (CorruptFilesError, NotFoundError) as error:
             problem = {"code": "server_error", "line": None, "message": str(error), "param": None}
             values |= {"status": "failed", "errors": [problem]}
             files = {}
@@ -255,9 +255,9 @@ class Reconciler:
     def _files(
         self, batch: Batch, job: JobRecord | None, status: str, succeeded: Tally, failed: Tally
     ) -> dict[str, Made]:
-        """The output and the error file, without those that are empty. Raises CorruptFilesError."""
+        """The output and the error file, without those that are empty. Raises CorruptFilesError, NotFoundError."""
         found = results_of(self._parts.jobs, job, batch.total)
-        path = join(self._directory(batch), "input.jsonl")
+        path = self._input(batch) if found.missing else join(self._directory(batch), "input.jsonl")
         sources = {
             "output": (success_lines(found), succeeded),
             "error": (error_lines(found, path, self._settings.max_body_bytes, WHY[status]), failed),

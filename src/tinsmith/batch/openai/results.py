@@ -18,6 +18,7 @@ from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.openai import line_id
 from tinsmith.batch.openai.rows import lines
+from tinsmith.batch.operations.sample import TokensUsed
 from tinsmith.batch.types import RowRange
 from tinsmith.errors import CorruptFilesError
 from tinsmith.storage.locations import open_store
@@ -33,21 +34,23 @@ class Tally:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def add(self, line: bytes) -> None:
         self.lines += 1
         body = (orjson.loads(line).get("response") or {}).get("body") or {}
-        usage = body.get("usage") or {}
-        self.input_tokens += usage.get("prompt_tokens") or 0
-        self.output_tokens += usage.get("completion_tokens") or 0
-        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        used = TokensUsed.of(body.get("usage") or {})
+        self.input_tokens += used.read
+        self.output_tokens += used.written
+        self.cached_tokens += used.cached
+        self.reasoning_tokens += used.reasoning
 
     def usage(self) -> dict[str, object]:
         return {
             "input_tokens": self.input_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": self.input_tokens + self.output_tokens,
         }
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.formats.openai import problem_of
-from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS
+from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS, MESSAGES
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
@@ -37,6 +37,7 @@ class NewBatch:
     completion_window: str
     labels: Mapping[str, str] | None
     output_expires_s: int | None
+    total: int = 0  # where it is known before the file is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,9 @@ class OpenAIBatches:
 
     def create(self, tenant_id: str, new: NewBatch, window_s: float) -> Batch:
         at = now()
+        messages = new.endpoint == MESSAGES
         row = {
-            "batch_id": f"batch_{uuid.uuid4().hex}",
+            "batch_id": f"{'msgbatch' if messages else 'batch'}_{uuid.uuid4().hex}",
             "tenant_id": tenant_id,
             "status": "validating",
             "endpoint": new.endpoint,
@@ -96,41 +98,54 @@ class OpenAIBatches:
             "completion_window": new.completion_window,
             "labels": new.labels,
             "output_expires_s": new.output_expires_s,
+            "total": new.total,
             "created_at": at,
             "expires_at": at + window_s,
         }
         with self._db.write() as connection:
             connection.execute(OPENAI_BATCHES.insert(), row)
-        return self.find(tenant_id, row["batch_id"])
+        return self.find(tenant_id, str(row["batch_id"]), messages=messages)
 
-    def find(self, tenant_id: str, batch_id: str) -> Batch:
+    def find(self, tenant_id: str, batch_id: str, *, messages: bool = False) -> Batch:
         """Raises NotFoundError."""
-        mine = sa.select(*_COLUMNS).where(
-            OPENAI_BATCHES.c.batch_id == batch_id, OPENAI_BATCHES.c.tenant_id == tenant_id
-        )
+        mine = sa.select(*_COLUMNS).where(*_shown_to(tenant_id, messages), OPENAI_BATCHES.c.batch_id == batch_id)
         with self._db.read() as connection:
             row = connection.execute(mine).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no batch {batch_id[:80]!a}")
         return Batch(*row)
 
-    def listing(self, tenant_id: str, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """A page, newest first, and whether there are more. Raises NotFoundError for `after`."""
-        query = sa.select(*_COLUMNS).where(OPENAI_BATCHES.c.tenant_id == tenant_id)
+    def listing(
+        self, tenant_id: str, limit: int, after: str | None, before: str | None = None, *, messages: bool = False
+    ) -> tuple[list[Batch], bool]:
+        """A page, newest first: those after `after`, or right before `before`, and whether there are more. Raises
+        NotFoundError for either.
+        """
+        position = OPENAI_BATCHES.c.position
+        query = sa.select(*_COLUMNS).where(*_shown_to(tenant_id, messages))
         if after is not None:
-            query = query.where(OPENAI_BATCHES.c.position < self.find(tenant_id, after).position)
+            query = query.where(position < self.find(tenant_id, after, messages=messages).position)
+        if before is not None:
+            query = query.where(position > self.find(tenant_id, before, messages=messages).position)
+        order = position.desc() if before is None else position.asc()
         with self._db.read() as connection:
-            rows = connection.execute(query.order_by(OPENAI_BATCHES.c.position.desc()).limit(limit + 1)).all()
-        return [Batch(*row) for row in rows[:limit]], len(rows) > limit
+            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
+        page = [Batch(*row) for row in rows[:limit]]
+        return page if before is None else page[::-1], len(rows) > limit
 
-    def cancel(self, tenant_id: str, batch_id: str) -> Batch:
+    def cancel(self, tenant_id: str, batch_id: str, *, messages: bool = False) -> Batch:
         """Cancel a batch; no effect if it is cancelled already. Raises NotFoundError, UserError."""
-        batch = self.find(tenant_id, batch_id)
+        batch = self.find(tenant_id, batch_id, messages=messages)
         if not self.move(batch, CANCELLABLE, status="cancelling", cancelling_at=now()):
-            batch = self.find(tenant_id, batch_id)
+            batch = self.find(tenant_id, batch_id, messages=messages)
             if batch.status not in ("cancelling", "cancelled"):
                 raise UserError(f"batch {batch_id!a} is {batch.status} and can no longer be cancelled")
-        return self.find(tenant_id, batch_id)
+        return self.find(tenant_id, batch_id, messages=messages)
+
+    def delete(self, batch: Batch) -> None:
+        """Delete the row of a batch that has ended."""
+        mine = (OPENAI_BATCHES.c.batch_id == batch.batch_id) & OPENAI_BATCHES.c.ended_at.is_not(None)
+        self._db.execute(OPENAI_BATCHES.delete().where(mine))
 
     # For the reconciler.
 
@@ -162,6 +177,12 @@ class OpenAIBatches:
         named = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
         with self._db.read() as connection:
             return connection.scalar(named.order_by(jobs.c.job_id).limit(1))
+
+
+def _shown_to(tenant_id: str, messages: bool) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    """The batches of OpenAI's routes, or those of Anthropic's."""
+    endpoint = OPENAI_BATCHES.c.endpoint
+    return OPENAI_BATCHES.c.tenant_id == tenant_id, endpoint == MESSAGES if messages else endpoint != MESSAGES
 
 
 def _move(connection: Connection, batch: Batch, when: Collection[str], values: Mapping[str, object]) -> bool:
@@ -242,6 +263,8 @@ def _check_line(
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
     if found := problem_of(request, seen, (endpoint,)):
         return found, None
+    if endpoint == MESSAGES:  # each request has a model of its own, and is checked when it is run
+        return None, None
     named = request["body"].get("model")
     if named is None or named == "":
         return ("missing_required_parameter", "body.model", "body.model is missing; name the batch's model"), None

@@ -10,7 +10,7 @@ What runs where:
   concurrently. It renders prompts, reads answers and grades them. It loads no weights and no torch, and can be killed
   at any time.
 - Requests to the service go through `RowService.ask(verb, payload)`, on which `sample` and `text` are built. A request
-  travels to the coordinator, is answered there for the job's tenant, and only for jobs of operations
+  travels to the coordinator, is answered there for the job's tenant, and only for jobs that have operations
   (`coordinator.model_gateway`). The server parses no rows.
 
 Invariants:
@@ -26,14 +26,13 @@ To add a verb: `ModelGateway.register(verb, handler)` where the server is wired.
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tinsmith.batch.formats.registry import Registry
 from tinsmith.batch.operations.base import RowOperation, build
+from tinsmith.batch.types import CHAIN, packed, unpacked
 from tinsmith.errors import UserError
 
 TYPE = "operations"
@@ -51,22 +50,38 @@ OPERATION_REGISTRY: Registry[RowOperation] = Registry("operation", MODULES)
 def payload_of(steps: Sequence[RowOperation]) -> str:
     """The operations as `JobSpec.batch_serialized_fn`, in place of a function's source. Raises UserError."""
     _check_steps(steps)
-    made = [{"operation": step.name, **asdict(step)} for step in steps]
     try:
-        text = json.dumps({"type": TYPE, "version": VERSION, "steps": made}, allow_nan=False)
+        return packed(described(steps))
     except (TypeError, ValueError) as error:
         raise UserError(f"the fields of an operation must be JSON: {error}") from None
-    return base64.b64encode(text.encode()).decode()
+
+
+def described(steps: Sequence[RowOperation]) -> dict[str, Any]:
+    """The operations as a payload, or as a step of a chain."""
+    return {"type": TYPE, "version": VERSION, "steps": [{"operation": step.name, **asdict(step)} for step in steps]}
 
 
 def steps_of(payload: str) -> list[RowOperation] | None:
-    """The operations of a payload; None if it is a function's, of which nothing is run. Raises UserError."""
+    """The operations of a payload; None if it has a function, of which nothing is run. Raises UserError."""
     try:
-        data = json.loads(base64.b64decode(payload, validate=True))
-    except (ValueError, RecursionError):
+        data = unpacked(payload)
+    except ValueError:
         return None
-    if not isinstance(data, dict) or data.get("type") != TYPE:
-        return None
+    return operations_of(data) if data.get("type") == TYPE else None
+
+
+def asks_service(payload: str) -> bool:
+    """Whether a payload has operations, alone or among the steps of a chain."""
+    try:
+        data = unpacked(payload)
+    except ValueError:
+        return False
+    steps = data.get("steps") if data.get("type") == CHAIN else [data]
+    return any(isinstance(step, dict) and step.get("type") == TYPE for step in steps or ())
+
+
+def operations_of(data: Mapping[str, Any]) -> list[RowOperation]:
+    """Raises UserError."""
     given = data.get("steps")
     if not isinstance(given, list):
         raise UserError(f"the steps of the operations are {given!r}; they must be a list")

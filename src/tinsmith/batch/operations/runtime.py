@@ -182,20 +182,34 @@ async def run(steps: Sequence[RowOperation], feed: Feed, channel: Channel) -> No
     while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
         assignment = feed.at_work
         assert assignment is not None
-        made = await asyncio.gather(
-            *(_row(steps, row, index, assignment, channel) for row, index in zip(rows, feed.indices, strict=True))
-        )
-        tokens = [sum(each) for each in zip(*(counts for _, counts in made), strict=True)]
-        feed.save([result for result, _ in made], tokens[0], tokens[1])
+        results, tokens = await answers(steps, rows, feed.indices, assignment, channel)
+        feed.save(results, *tokens)
+
+
+async def answers(
+    steps: Sequence[RowOperation],
+    rows: Sequence[Row],
+    indices: Sequence[int],
+    assignment: Assignment,
+    channel: Channel,
+    first_step: int = 0,
+) -> tuple[list[Row | Exception], tuple[int, int]]:
+    """The result or error of each row, and the tokens of all. The number of the first step is part of the names of
+    requests: two operations of a job must not share it."""
+    made = await asyncio.gather(
+        *(_row(steps, row, index, assignment, channel, first_step) for row, index in zip(rows, indices, strict=True))
+    )
+    tokens = sum(tokens_in for _, (tokens_in, _) in made), sum(tokens_out for _, (_, tokens_out) in made)
+    return [result for result, _ in made], tokens
 
 
 async def _row(
-    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel
+    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel, first_step: int = 0
 ) -> tuple[Row | Exception, tuple[int, int]]:
     """One row through all steps: its result or error, and its tokens, which also count for a failed row."""
     tokens_in = tokens_out = 0
     made: Row | Exception = row
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps, first_step):
         service = RowQuestions(channel, assignment, index, number)
         try:
             made = await step.answer(made, service)

@@ -227,6 +227,29 @@ class Sample(RowOperation):
 VERB = "openai_request"
 
 
+@dataclass(frozen=True, slots=True)
+class TokensUsed:
+    """`cached` is part of `read`, and `reasoning` of `written`."""
+
+    read: int
+    cached: int
+    written: int
+    reasoning: int
+
+    @classmethod
+    def of(cls, usage: dict[str, Any]) -> TokensUsed:
+        """The usage of a chat or a completion, of a response, or of a message."""
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        apart = usage.get("cache_read_input_tokens") or 0  # Anthropic does not count these in input_tokens
+        return cls(
+            (usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + apart,
+            (details.get("cached_tokens") or 0) + apart,
+            usage.get("completion_tokens") or usage.get("output_tokens") or 0,
+            of_output.get("reasoning_tokens") or of_output.get("thinking_tokens") or 0,
+        )
+
+
 @OPERATION_REGISTRY.type_register(name=VERB)
 @dataclass(frozen=True)
 class OpenAIRequest(RowOperation):
@@ -235,6 +258,6 @@ class OpenAIRequest(RowOperation):
     async def answer(self, row: Row, service: RowService) -> Row:
         custom_id = column_of(row, "custom_id")
         response = await service.ask(VERB, {"url": column_of(row, "url"), "body": column_of(row, "body")})
-        usage = response["body"].get("usage") or {}
-        service.count(int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+        used = TokensUsed.of(response["body"].get("usage") or {})
+        service.count(used.read, used.written)
         return {"custom_id": custom_id, "response": response}

@@ -1,8 +1,12 @@
 """A pool of worker processes on this machine.
 
-A worker is a process group of its own on a Unix-domain socket, and ends when this process does. The socket's directory
-is deleted by the last of the two; if both are killed together, the next server on the same data directory deletes it.
-With accelerators, each slot has devices of its own.
+A worker is a process group that listens on a Unix-domain socket and ends when this process ends. Whichever process ends
+last deletes the socket's directory. If both are killed, the next server on the same data directory deletes it. With
+accelerators, each slot has its own devices.
+
+Starting Python takes longer than many jobs. So when a job has ended, a pool without accelerators starts processes for
+the next one (`warm_up`): they have imported the worker's modules and wait for the line that makes them workers. They
+end after `SPARE_S`.
 """
 
 from __future__ import annotations
@@ -17,15 +21,20 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.batch.pools.specs import LOCAL, PoolSpec, WorkerStartError
+from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.settings import worker_environment
 
 START_S = 60.0
 """How long a worker's service may take to listen; its mapper starts later."""
+SPARE_S = 300.0
+MAX_SPARES = 4
 END_S = 2.0
 """How long a worker may take to end its children and itself."""
 
@@ -87,8 +96,11 @@ class LocalPool:
         self._logs = logs
         self._set_up = asyncio.Lock()
         self._setup_done = False
+        self._spares: deque[asyncio.subprocess.Process] = deque()
+        self._warming = asyncio.Lock()
+        self._expiry: asyncio.TimerHandle | None = None
 
-    async def start(self, worker_id: str, slot: int | None) -> LocalWorker:
+    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> LocalWorker:
         """Start a worker. Raises WorkerStartError after cleaning up."""
         try:
             async with contextlib.AsyncExitStack() as left:
@@ -109,17 +121,12 @@ class LocalPool:
         left.callback(shutil.rmtree, directory, ignore_errors=True)
         token = secrets.token_urlsafe(32)
         log_path = self._logs.path(worker_id)
-        with log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tinsmith.batch.worker.worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**worker_environment(), **self._devices(slot)},
-                start_new_session=True,
-            )
+        process = None
+        while process is None and self._spares:
+            taken = self._spares.popleft()
+            process = taken if taken.returncode is None else None
+        if process is None:
+            process = await self._spawn(log_path, self._devices(slot))
         started = LocalWorker(process, "", token, directory)
         left.push_async_callback(started.kill)
         assert process.stdin is not None and process.stdout is not None
@@ -134,8 +141,46 @@ class LocalPool:
         started.address = json.loads(line)["address"]
         return started
 
+    async def _spawn(
+        self, log_path: Path, environment: Mapping[str, str], roles: Sequence[str] = ()
+    ) -> asyncio.subprocess.Process:
+        with log_path.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinsmith.batch.worker.worker",
+                *roles,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**worker_environment(), **environment},
+                start_new_session=True,
+            )
+
+    async def warm_up(self) -> None:
+        """Start the processes of the next workers. Only the first, which plans and publishes, has a utility child."""
+        wanted = 0 if self.spec.devices_per_worker else min(self.spec.workers, MAX_SPARES)
+        async with self._warming:
+            while len(self._spares) < wanted:
+                roles = ("mapper",) if self._spares else ("mapper", "utility")
+                self._spares.append(await self._spawn(Path(os.devnull), {}, roles))
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(SPARE_S, self._end_spares)
+
+    def _end_spares(self) -> None:
+        while self._spares:
+            spare = self._spares.popleft()
+            if spare.stdin is not None:
+                spare.stdin.close()
+
     async def close(self) -> None:
-        """Nothing to do: workers end with the process that started them."""
+        """End the spare processes. Workers end with the process that started them."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        spares = list(self._spares)
+        self._end_spares()
+        await asyncio.gather(*(spare.wait() for spare in spares))
 
     def _devices(self, slot: int | None) -> dict[str, str]:
         count = self.spec.devices_per_worker

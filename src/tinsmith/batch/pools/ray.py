@@ -1,8 +1,9 @@
-"""A pool on the nodes of a Ray cluster: Ray places each worker, with what it reserves, and we call it over TCP.
+"""A pool on the nodes of a Ray cluster: Ray places each worker with its reservation, and the coordinator calls it.
 
-Ray decides where, and ends a worker when its node is lost or when we are; rows, results and logs go their usual ways.
-The coordinator's process does not load Ray: a process of its own does (`ray_driver`), and ends with us. A slot for
-which the cluster has no room waits, which is what the cluster's autoscaler looks at; others work meanwhile.
+Ray chooses the node, and ends a worker when its node or its coordinator is lost. Calls go over TCP. Rows, results and
+logs do not pass through Ray. The coordinator's process does not load Ray: a child process does (`ray_driver`), and
+ends with it. A slot for which the cluster has no room waits, which the cluster's autoscaler sees; other slots work
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from typing import Any
 import structlog
 
 from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
+from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
 END_S = 5.0
-"""How long a worker that is told to end may take until nobody waits for it."""
+"""How long the pool waits for a worker that was told to end."""
 LINE_BYTES = 1 << 20
 
 log = structlog.get_logger()
 
 
 class Driver:
-    """The process that speaks to Ray, for all pools of a coordinator. It is started with the first worker, and again
-    after it has ended, with which all its workers have."""
+    """The process that speaks to Ray, for all pools of a coordinator. It starts with the first worker. If it ends, its
+    workers end too, and the next worker starts it again."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -44,7 +46,7 @@ class Driver:
         self._gone: dict[str, asyncio.Event] = {}
 
     async def start(self, worker_id: str, request: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Event]:
-        """Where the worker is, and what is set when it is gone. Waits until the cluster has room."""
+        """Start a worker; returns its address and an event that is set when it is gone. Waits for room."""
         started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         gone = asyncio.Event()
         async with self._lock:
@@ -101,7 +103,7 @@ class Driver:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """To the end of the process: what it was asked for, and what it had, is gone then."""
+        """Read the process's messages to its end, after which all its workers are gone."""
         assert process.stdout is not None
         why = "the process that speaks to Ray has ended"
         try:
@@ -115,7 +117,7 @@ class Driver:
                         starting.set_result(message)
                 else:
                     self._lost(message["gone"], message["why"])
-        except (ValueError, KeyError, TypeError) as error:  # no line of its protocol: it cannot be trusted any more
+        except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
             why = f"the process that speaks to Ray said what cannot be understood: {error!r}"
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -135,7 +137,7 @@ class Driver:
 
 @dataclass(slots=True)
 class RayWorker:
-    """A worker on some node."""
+    """A worker on a node of the cluster."""
 
     worker_id: str
     address: str
@@ -164,7 +166,7 @@ class RayWorker:
                 await self.ended.wait()
 
     async def follow(self) -> None:
-        """What it prints, into the file that it would have here: a page a second, and the rest at the end."""
+        """Copy what it prints to the log of this server: one page a second, and the rest at its end."""
         after = 0
         client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
@@ -187,8 +189,17 @@ class RayWorker:
         return after
 
 
+def reservation(pool: PoolSpec, job: JobSpec | None) -> dict[str, Any]:
+    """The options of the actor: what the job needs, and what the pool gives where the job says nothing."""
+    reserved: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.devices_per_worker}
+    for name in ("num_cpus", "num_gpus", "memory", "resources"):
+        if (amount := getattr(job, name, None)) is not None:
+            reserved[name] = amount
+    return reserved
+
+
 class RayPool:
-    """Starts workers of one pool."""
+    """Starts the workers of one pool."""
 
     kind = RAY
 
@@ -197,12 +208,12 @@ class RayPool:
         self._logs = logs
         self._driver = driver
 
-    async def start(self, worker_id: str, slot: int | None) -> RayWorker:
-        """One for an operation reserves nothing: it must not wait for those that it is to finish the work of. Raises
-        WorkerStartError, and leaves nothing of the worker then."""
+    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> RayWorker:
+        """Start a worker. A worker for an operation reserves nothing, since the workers whose job it finishes may hold
+        all resources. Raises WorkerStartError after cleaning up."""
         token = secrets.token_urlsafe(32)
-        reserved = {"cpus": self.spec.cpus, "gpus": self.spec.devices_per_worker} if slot is not None else {}
-        request = {"token": token, "setup": self.spec.setup, "cpus": 0, "gpus": 0, **reserved}
+        reserved = reservation(self.spec, job) if slot is not None else {"num_cpus": 0, "num_gpus": 0}
+        request = {"token": token, "setup": self.spec.setup, "reserved": reserved}
         try:
             self._logs.directory.mkdir(parents=True, exist_ok=True)
             path = self._logs.path(worker_id)
@@ -215,6 +226,9 @@ class RayPool:
         worker.following = asyncio.create_task(worker.follow())
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)
         return worker
+
+    async def warm_up(self) -> None:
+        """Nothing to do: an idle worker would hold resources of the cluster."""
 
     async def close(self) -> None:
         await self._driver.close()

@@ -1,8 +1,8 @@
 """The process that talks to Ray for one coordinator: `python -m tinsmith.batch.pools.ray_driver`.
 
 Standard input has lines of JSON: first the `address` of the cluster, then workers to `start` and to `kill`. Standard
-output has lines that say that a worker is `started`, and where, or `gone`, and why, or that everything is `refused`.
-The actors belong to this process: when its input closes, it ends, and Ray ends them.
+output has lines: a worker is `started`, with its address; a worker is `gone`, with the reason; or the cluster `refused`
+the connection. This process owns the actors: when its input closes, it ends, and Ray ends them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinsmith.batch.pools.ray_host import WorkerHost
 
 NAMESPACE = "tinsmith-batch"
 CONNECT_S = 60.0
-"""How long an unreachable cluster is tried; its head may be restarting."""
+"""How long to try an unreachable cluster, whose head may be restarting."""
 PAUSE_S = 2.0
 
 
@@ -35,8 +35,7 @@ class Hosts:
     def start(self, request: dict[str, Any]) -> None:
         options = {
             "name": f"batch-{request['start']}",
-            "num_cpus": request["cpus"],
-            "num_gpus": request["gpus"],
+            **request["reserved"],
             "max_restarts": 0,
             "max_concurrency": 4,
             "scheduling_strategy": "SPREAD",
@@ -65,7 +64,7 @@ class Hosts:
         ray.kill(host)
 
     def kill(self, worker_id: str) -> None:
-        """End a worker, which gets a moment to end its children; one that waits for room ends at once."""
+        """End a worker. A running worker gets `PAUSE_S` to end its children; one that waits for room ends at once."""
         host = self._hosts.pop(worker_id, None)
         if host is not None:
             task = asyncio.create_task(self._end(host))

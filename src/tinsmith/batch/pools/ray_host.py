@@ -1,7 +1,7 @@
 """The Ray actor that starts one worker on its node and ends it. No data of a job passes through it.
 
-The worker listens on the node's address, and accepts only the token of its coordinator. It ends with this process, when
-its standard input closes, as on the coordinator's own machine.
+The worker listens on the node's address and accepts only its coordinator's token. It ends when its standard input
+closes, which happens when this process ends.
 """
 
 from __future__ import annotations

@@ -1,20 +1,33 @@
 """The declaration of a pool of workers and the interface of its implementations.
 
-A pool has slots; a slot runs the batches of one job at a time. In an exclusive pool, whose workers hold resources
-(accelerators, or a place on a cluster), only workers of the job that has the slot may exist.
+A pool has slots. A slot runs the batches of one job at a time. The workers of an exclusive pool hold accelerators or a
+reservation on a cluster, so a slot has a worker only for the job that it runs.
+
+A pool whose `infra` has one of SkyPilot's forms (`aws/us-east-1`, `kubernetes/CONTEXT`, `ssh/POOL`) is rented: its jobs
+are left to the machines that `skypilot_task` describes. Each of them runs whole jobs, with all workers of the pool.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tinsmith.batch.types import JobSpec
 from tinsmith.errors import SettingsError, UserError
 
 LOCAL, RAY = "local", "ray"
 INFRA = (LOCAL, RAY)
+CLOUDS = re.compile(
+    "aws|azure|cudo|digitalocean|do|fluidstack|gcp|hyperbolic|ibm|k8s|kubernetes|lambda|mithril|nebius|oci|paperspace|"
+    "primeintellect|runpod|scp|seeweb|shadeform|slurm|ssh|vast|verda|vsphere|yotta|[*]"
+)
+"""What SkyPilot 0.14.1 takes before the first slash."""
 MAX_SLOTS = 1024
 POOL_KEYS = {
     "workers",
@@ -43,11 +56,38 @@ class PoolSpec:
     """CPUs that each worker reserves on a cluster; on this machine nothing is reserved."""
 
     @property
+    def rented(self) -> bool:
+        """Whether its machines are SkyPilot's, and serve it by themselves."""
+        return self.infra not in INFRA
+
+    @property
     def exclusive(self) -> bool:
         return self.devices_per_worker > 0 or self.infra == RAY
 
     def resized(self, workers: object) -> PoolSpec:
         return replace(self, workers=_count("workers", workers))
+
+
+def most_workers(pool: PoolSpec, job: JobSpec) -> int:
+    """How many workers of the pool may run a job at a time, with the resources that each needs. Ray decides on its
+    cluster, where a request without room waits for the autoscaler, and a rented machine decides when it takes the job.
+    Raises UserError that names the resource that a worker cannot have."""
+    if pool.infra != LOCAL:
+        return MAX_SLOTS
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    shared = {"num_cpus": float(os.cpu_count() or 1), "memory": float(pages * page_bytes)}
+    asked = {"num_cpus": job.num_cpus, "memory": job.memory, "num_gpus": job.num_gpus, **(job.resources or {})}
+    most = MAX_SLOTS
+    for name, amount in asked.items():
+        has = shared.get(name, float(pool.devices_per_worker) if name == "num_gpus" else 0.0)
+        if amount and amount > has:
+            raise UserError(
+                f"each worker needs {name} = {amount:.15g}, and a worker of the pool {pool.name!r} can have at most "
+                f"{has:.15g}; ask for less, or use another pool"
+            )
+        if amount and name in shared:
+            most = min(most, int(has / amount))
+    return most
 
 
 class Started(Protocol):
@@ -82,8 +122,13 @@ class Pool(Protocol):
     kind: str
     spec: PoolSpec
 
-    async def start(self, worker_id: str, slot: int | None) -> Started:
-        """Start a worker for a slot, or, with None, for an operation beside the slots. Raises WorkerStartError."""
+    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> Started:
+        """Start a worker for a slot, with what the job needs, or, with None, for an operation beside the slots. Raises
+        WorkerStartError."""
+        ...
+
+    async def warm_up(self) -> None:
+        """A job has ended: prepare for the next one."""
         ...
 
     async def close(self) -> None:
@@ -93,13 +138,49 @@ class Pool(Protocol):
 
 def pool_from_yaml(name: str, path: Path) -> PoolSpec:
     """A pool from SkyPilot's keys. Raises SettingsError."""
+    return _read_pool(name, path)[0]
+
+
+def _read_pool(name: str, path: Path) -> tuple[PoolSpec, Mapping[str, Any]]:
+    """A pool and the contents of its file."""
     import yaml
 
     try:
         data = yaml.safe_load(path.read_text())
-        return pool_from(name, data)
+        return pool_from(name, data), data
     except (OSError, yaml.YAMLError, UserError) as error:
         raise SettingsError(f"the pool {name!r} in {path}: {error}") from None
+
+
+def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str]) -> dict[str, object]:
+    """A SkyPilot task, as it is in YAML, for machines that run the jobs of the rented pool in a file. They reach the
+    server by its database and storage. `envs` are more settings. Raises SettingsError.
+    """
+    spec, data = _read_pool(name, path)
+    if not spec.rented:
+        raise SettingsError(
+            f"resources.infra is {spec.infra!r}; SkyPilot's are such as aws/us-east-1 or kubernetes/CONTEXT"
+        )
+    resources = {key: value for key, value in data["resources"].items() if key != "infra"}
+    there = {"pool": {"workers": spec.workers}, "resources": {k: v for k, v in resources.items() if k != "cpus"}}
+    own = {"DATA_DIR": "~/tinsmith", "BATCH_WORKERS": "0", "BATCH_POOLS": json.dumps([f"{spec.name}=~/pool.yaml"])}
+    install = "python3 -m venv ~/venv\n~/venv/bin/pip install --constraint constraints.txt '.[batch]'\n"
+    serve = "exec ~/venv/bin/tinsmith serve --role batch-worker\n"
+    return {
+        "name": f"tinsmith-{spec.name}",
+        "num_nodes": machines,
+        "resources": {"infra": spec.infra, **resources},
+        "workdir": ".",
+        "envs": {f"TINSMITH_{name}": value for name, value in {**own, **envs}.items()},
+        "secrets": {"TINSMITH_DATABASE_URL": None, "TINSMITH_SIGNING_SECRET": None},
+        "setup": install + spec.setup,
+        "run": f"echo {shlex.quote(json.dumps(there))} > ~/pool.yaml\n" + serve,
+    }
+
+
+def _is_infra(value: object) -> bool:
+    cloud = value.lower().split("/")[0] if isinstance(value, str) else ""
+    return value in INFRA or CLOUDS.fullmatch(cloud) is not None
 
 
 def pool_from(name: str, data: object) -> PoolSpec:
@@ -116,13 +197,16 @@ def pool_from(name: str, data: object) -> PoolSpec:
     if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus"}:
         raise UserError(f"resources is {resources!r}; it has accelerators, infra and cpus")
     infra = resources.get("infra", LOCAL)
-    if infra not in INFRA:
-        raise UserError(f"resources.infra is {infra!r}; it must be one of {list(INFRA)}")
+    if not _is_infra(infra):
+        raise UserError(
+            f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
+            "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"
+        )
     cpus = resources.get("cpus", 1.0)
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
         raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
     if "cpus" in resources and infra == LOCAL:
-        raise UserError("resources.cpus is for pools with 'infra: ray'; workers on this machine share all of its CPUs")
+        raise UserError("resources.cpus is for pools on Ray or SkyPilot; workers on this machine share all of its CPUs")
     setup = data.get("setup") or ""
     if not isinstance(setup, str):
         raise UserError(f"setup is {setup!r}; it must be a shell command")

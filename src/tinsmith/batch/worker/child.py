@@ -1,24 +1,28 @@
 """The process in which a worker runs a mapper or an operation.
 
-`python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD` starts it. Messages (`rpc.py`) use two descriptors
-of their own, so that a mapper may print. The first message holds the specification of the job. A child in the role
-`mapper` then reads assignments and replies to each with one outcome; one in the role `utility` runs the operations of
-`utility.py`, replying to each with messages and an end. The process ends with its input, or with its worker.
+`python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD [MODULE...]` starts it and imports the modules.
+Messages (`rpc.py`) use two descriptors of their own, so that a mapper may print. The first message holds the
+specification of the job and the path of the log. A child in the role
+`mapper` then reads assignments and replies with an outcome for each, or gives it back when it is asked to. One in the
+role `utility` runs the operations of `utility.py`, replying to each with messages and an end. The process ends with its
+input, or with its worker.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError
+from tinsmith.batch.worker import logs
 from tinsmith.batch.worker.children import Marker, assignment_of
 from tinsmith.batch.worker.rpc import Message, pack, read_frames
 
@@ -45,7 +49,12 @@ def main() -> None:
             _die()
 
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    first = next(source)
+    for module in sys.argv[4:]:
+        importlib.import_module(module)
+    first = next(source, None)
+    if first is None:
+        return
+    logs.write_to(first["log_path"], 1, 2)
     spec = JobSpec.from_dict(first["spec"])
     if spec.roots is not None:
         from tinsmith.batch.formats.offset_cache import cache_directory
@@ -70,7 +79,7 @@ def _die_with(worker_pid: int) -> None:
 
 
 def _die() -> NoReturn:
-    """With all processes that the mapper started."""
+    """Kill this process and all processes that the mapper started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -79,17 +88,17 @@ def _die() -> NoReturn:
 def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool) -> None:
     """A careful child reads the rows of a batch only when the mapper asks for it."""
     from tinsmith.batch.operations.runtime import Channel
-    from tinsmith.batch.worker import logs, runtime
+    from tinsmith.batch.worker import runtime
 
     logs.tag_output(runtime.current_batch)
     channel = Channel(send)
-    assignments: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(source, assignments, channel), daemon=True).start()
+    assignments = _Assignments()
+    threading.Thread(target=_read, args=(source, assignments, channel, send), daemon=True).start()
     try:
         runtime.run(
             spec,
-            iter(assignments.get, None),
-            lambda outcome: send({"outcome": outcome.to_dict()}),
+            assignments,
+            lambda outcomes: send({"outcomes": [outcome.to_dict() for outcome in outcomes]}),
             channel,
             Marker(int(sys.argv[3])),
             eager=not careful,
@@ -100,15 +109,56 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
         send({"start_error": "".join(traceback.format_exception(error))})
 
 
-def _read(source: Iterator[Message], assignments: queue.SimpleQueue[Assignment | None], channel: Channel) -> None:
+class _Assignments:
+    """The assignments that no thread has begun, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Assignment] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[Assignment]:
+        """Until they are closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                assignment = self._waiting.popleft()
+            yield assignment
+
+    def add(self, assignments: Iterable[Assignment]) -> None:
+        with self._changed:
+            self._waiting.extend(assignments)
+            self._changed.notify_all()
+
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
+        with self._changed:
+            taken = [assignment for assignment in self._waiting if assignment.key in keys]
+            self._waiting = deque(assignment for assignment in self._waiting if assignment.key not in keys)
+        return taken
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _read(source: Iterator[Message], assignments: _Assignments, channel: Channel, send: Send) -> None:
     """Separate assignments and answers, which share a pipe: an answer must not wait behind rows being read."""
+    from tinsmith.batch.worker import runtime
+
     for message in source:
         if "answers" in message:
             channel.answered(message["answers"])
+        elif "take_back" in message:
+            keys = set(map(tuple, message["take_back"]))
+            taken = [*assignments.take_back(keys), *runtime.take_back(keys)]
+            send({"taken_back": [assignment.key for assignment in taken]})
         else:
-            assignments.put(assignment_of(message))
+            assignments.add(map(assignment_of, message["assignments"]))
     channel.close()
-    assignments.put(None)
+    assignments.close()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -33,8 +34,13 @@ from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
 TAIL_BYTES = 4000
 AHEAD = 3
-"""Attempts that the child has: it reads the rows of one, maps one, and stores the results of one."""
+"""Attempts that the child has, or as many as the last group had: it reads one, maps one, and stores one."""
 
+MODULES = {
+    "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
+    "utility": ("tinsmith.batch.worker.utility", "tinsmith.batch.formats.lines", "numpy"),
+}
+"""What a spare child imports for its role."""
 MIN_PYTHON = (3, 11)
 PROBE = """
 import sys
@@ -58,7 +64,7 @@ SIZE = 3 * _SLOT
 
 
 def marker_file() -> IO[bytes]:
-    """An unnamed file for a marker, whose descriptor a child inherits. It says that nothing has begun."""
+    """An unnamed file for a marker, in the state in which nothing has begun. A child inherits its descriptor."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  its owner closes it
     file.truncate(SIZE)
     return file
@@ -106,19 +112,18 @@ class ChildError(Exception):
 
 
 class Child:
-    """One process. Its output and that of its own children goes to the log."""
+    """One process. `begin` gives it its role. Its output and that of its own children goes to the log."""
 
-    def __init__(self, python: str, first: Message, log_path: Path) -> None:
+    def __init__(self, python: str, log_path: Path, modules: Sequence[str] = ()) -> None:
+        """Starts the process, which imports `modules` before it waits for `begin`."""
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
-        self._log_path = log_path
         try:
             with log_path.open("ab") as log, marker_file() as shared:
                 inherited = (child_reads, child_writes, shared.fileno())
                 self.marker = Marker(shared.fileno())
-                self._log_start = log.tell()
                 self.process = subprocess.Popen(
-                    [python, "-m", "tinsmith.batch.worker.child", *map(str, inherited)],
+                    [python, "-m", "tinsmith.batch.worker.child", *map(str, inherited), *modules],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, start_new_session=True,
                 )  # fmt: skip
         except BaseException:
@@ -131,7 +136,11 @@ class Child:
         self._input = os.fdopen(we_write, "wb")
         self._output = os.fdopen(we_read, "rb")
         self._lock = threading.Lock()
-        self.send(first)
+
+    def begin(self, first: Message, log_path: Path) -> None:
+        self._log_path = log_path
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self.send({**first, "log_path": str(log_path)})
 
     def send(self, message: Message) -> None:
         """A dead child is ignored here; the reader of its messages notices."""
@@ -140,7 +149,7 @@ class Child:
             self._input.flush()
 
     def messages(self) -> Iterator[Message]:
-        """To the end of the child. A child that sends an invalid frame is killed."""
+        """The child's messages, to its end. A child that sends an invalid frame is killed."""
         try:
             yield from read_frames(self._output)
         except FrameError:
@@ -152,7 +161,7 @@ class Child:
             self._input.close()
 
     def kill(self) -> None:
-        """With all processes that it started."""
+        """Kill the child and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -162,6 +171,20 @@ class Child:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
             return untagged(log.read().decode(errors="replace"))
+
+
+def spare(role: str) -> Child:
+    """A child of this interpreter that has imported what the role needs before a job is known."""
+    return Child(sys.executable, Path(os.devnull), MODULES[role])
+
+
+def started(python: str, spare: Child | None, log_path: Path) -> Child:
+    """The spare, if it is alive and of this interpreter, or a new child. Raises OSError."""
+    if spare is not None:
+        if python == sys.executable and spare.process.poll() is None:
+            return spare
+        spare.kill()
+    return Child(python, log_path)
 
 
 def interpreter(spec: Message) -> str:
@@ -183,7 +206,7 @@ def interpreter_problem(python: str) -> str:
     version, _, found = probe.stdout.strip().partition(" ")
     if not version:
         tail = probe.stderr[-TAIL_BYTES:]
-        return f"{python} is no Python interpreter: it ended with status {probe.returncode}\n{tail}"
+        return f"{python} is not a Python interpreter: it ended with status {probe.returncode}\n{tail}"
     if tuple(map(int, version.split("."))) < MIN_PYTHON:
         wanted = ".".join(map(str, MIN_PYTHON))
         return f"{python} is Python {version}; a mapper needs {wanted} or newer"
@@ -216,6 +239,11 @@ class Lost:
     """The row that the mapper worked on, if it is known."""
     setup: bool = False
     """The mapper does not start."""
+    retry: bool = True
+    """Whether another attempt at the same rows may succeed."""
+
+
+GIVEN_BACK = Lost("GivenBack", "other batches took too long", infra=True, begun=False)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -260,14 +288,16 @@ class AttemptQueue(Protocol):
 class MapperProcess:
     """The mapper's child, and the attempts that are not settled, oldest first."""
 
-    def __init__(self, spec: Message, log_path: Path) -> None:
+    def __init__(self, spec: Message, log_path: Path, spare: Child | None = None) -> None:
         self._first = {"role": "mapper", "spec": spec}
         self._python = interpreter(spec)
+        self._spare = spare
         self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
         self._limits: Message = spec["limits"]
         self._log_path = log_path
         self._lock = threading.RLock()
-        self._waiting: list[Attempt] = []
+        self._waiting: dict[tuple[int, int], Attempt] = {}
+        self._ahead = AHEAD
         self._child: Child | None = None
         self._answered = False
         self._timed_out: tuple[Attempt, Lost] | None = None
@@ -292,25 +322,34 @@ class MapperProcess:
 
     def feed(self, attempts: list[Attempt]) -> None:
         with self._lock:
-            self._waiting += attempts
+            self._waiting |= {attempt.key: attempt for attempt in attempts}
+            self._ahead = max(AHEAD, len(attempts))
             if self._child is None:
                 self._start_child()
             else:
                 self._send()
 
     def _send(self) -> None:
-        """Send no more than the child can work on: the others can still be given back."""
-        for attempt in self._waiting[: 1 if self._suspects else AHEAD]:
-            if not attempt.begun and self._child is not None:
+        """Send no more than the child works on soon: the others are given back at once when batches become slow."""
+        next_ones = islice(self._waiting.values(), 1 if self._suspects else self._ahead)
+        to_send = [attempt for attempt in next_ones if not attempt.begun]
+        if to_send and self._child is not None:
+            for attempt in to_send:
                 attempt.begun = True
-                self._child.send(attempt.to_send())
+            self._child.send({"assignments": [attempt.to_send() for attempt in to_send]})
 
     def give_back(self, attempts: list[Attempt]) -> None:
-        """Settle those that have not begun, so that another worker can run them."""
+        """Settle those that have not begun, so that another worker can run them. The child is asked for those that it
+        has beyond the first `AHEAD`."""
+        given = {attempt.key for attempt in attempts}
         with self._lock:
-            for attempt in attempts:
-                if attempt in self._waiting and not attempt.begun:
-                    self._settle(attempt, Lost("GivenBack", "other batches took too long", infra=True, begun=False))
+            in_child = list(self._waiting)[AHEAD:]
+            for attempt in list(self._waiting.values()):
+                if attempt.key in given and not attempt.begun:
+                    self._settle(attempt, GIVEN_BACK)
+            asked = [key for key in in_child if key in given and key in self._waiting]
+            if asked and self._child is not None:
+                self._child.send({"take_back": asked})
 
     def _start_child(self) -> None:
         if self._problem is None:
@@ -319,13 +358,15 @@ class MapperProcess:
             self._start_failed("InterpreterError", self._problem, final=True)
             return
         try:
-            child = Child(self._python, self._first | {"careful": bool(self._suspects)}, self._log_path)
+            child = started(self._python, self._spare, self._log_path)
         except OSError as error:
             self._settle_all(Lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
+        self._spare = None
+        child.begin(self._first | {"careful": bool(self._suspects)}, self._log_path)
         self._child, self._answered, self._timed_out = child, False, None
         now = time.monotonic()
-        for attempt in self._waiting:
+        for attempt in self._waiting.values():
             attempt.since, attempt.begun = now, False
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
@@ -342,8 +383,12 @@ class MapperProcess:
                 self._answered, self._start_error = True, None
                 if "asks" in message:
                     self._ask(message["asks"])
+                elif "taken_back" in message:
+                    for key in map(tuple, message["taken_back"]):
+                        if key in self._waiting:
+                            self._settle(self._waiting[key], GIVEN_BACK)
                 else:
-                    self._complete(message["outcome"])
+                    self._complete(message["outcomes"])
         status = child.process.wait()
         child.kill()  # its own children may have outlived it
         with self._lock:
@@ -352,7 +397,7 @@ class MapperProcess:
                 self._on_death(status, start_error, child)
 
     def _ask(self, asks: list[Message]) -> None:
-        for attempt in self._waiting:
+        for attempt in self._waiting.values():
             if own := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
                 attempt.events.put(own)
 
@@ -362,15 +407,18 @@ class MapperProcess:
             if self._child is not None:
                 self._child.send({"answers": answers})
 
-    def _complete(self, outcome: Message) -> None:
-        key = outcome["batch_idx"], outcome["attempt_id"]
-        for attempt in [attempt for attempt in self._waiting if attempt.key == key]:
-            self._deaths_alone = 0
-            failed = Lost(outcome["error_type"] or "Error", outcome["error"], final=outcome["final"])
-            self._settle(attempt, failed if outcome["error"] else outcome)
-            for next_one in self._waiting[:1]:
-                next_one.since = time.monotonic()
-            self._send()
+    def _complete(self, outcomes: list[Message]) -> None:
+        for outcome in outcomes:
+            attempt = self._waiting.get((outcome["batch_idx"], outcome["attempt_id"]))
+            if attempt is not None:
+                self._deaths_alone = 0
+                failed = Lost(
+                    outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
+                )
+                self._settle(attempt, failed if outcome["error"] else outcome)
+        for next_one in islice(self._waiting.values(), 1):
+            next_one.since = time.monotonic()
+        self._send()
 
     def _on_death(self, status: int, start_error: Message | None, child: Child) -> None:
         if start_error is not None and not self._answered:
@@ -379,7 +427,7 @@ class MapperProcess:
             attempt, lost = self._timed_out
             if lost.setup:
                 self._settle_all(lost)
-            elif attempt in self._waiting:
+            elif attempt.key in self._waiting:
                 self._settle(attempt, lost)
         elif start_error is None and self._waiting:
             self._blame(status, child)
@@ -389,11 +437,11 @@ class MapperProcess:
     def _blame(self, status: int, child: Child) -> None:
         """Settle the attempt that killed a child, or find it with the next child."""
         busy, starting = child.marker.busy(), child.marker.starting
-        suspects = [attempt for attempt in self._waiting if attempt.key in busy]
+        suspects = [attempt for key, attempt in self._waiting.items() if key in busy]
         kind = "MapperKilled" if status == -signal.SIGKILL else "MapperDied"
         if suspects and (len(suspects) > 1 or starting):
             self._suspects = {attempt.key for attempt in suspects}
-            self._waiting.sort(key=lambda attempt: attempt.key not in self._suspects)
+            self._waiting = {attempt.key: attempt for attempt in suspects} | self._waiting
         elif suspects:
             attempt, row = suspects[0], busy[suspects[0].key]
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
@@ -414,20 +462,20 @@ class MapperProcess:
         self._settle_all(Lost(error_class, error, setup=True, final=final))
 
     def _settle(self, attempt: Attempt, outcome: Message | Lost) -> None:
-        self._waiting.remove(attempt)
+        del self._waiting[attempt.key]
         self._suspects.discard(attempt.key)
         attempt.settle(outcome)
 
     def _settle_all(self, lost: Lost) -> None:
-        while self._waiting:
-            self._settle(self._waiting[0], lost)
+        for attempt in list(self._waiting.values()):
+            self._settle(attempt, lost)
 
     def watch(self) -> None:
         """Kill a child that takes too long."""
         with self._lock:
             if self._child is None or not self._waiting or self._timed_out:
                 return
-            oldest, starting = self._waiting[0], self._child.marker.starting
+            oldest, starting = next(iter(self._waiting.values())), self._child.marker.starting
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if time.monotonic() - oldest.since > limit_s:
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
@@ -438,7 +486,7 @@ class MapperProcess:
         """Settle all attempts; the mapper may end by itself within the grace period."""
         with self._lock:
             self._closed = True
-            child = self._child
+            child = self._child or self._spare
             self._settle_all(Lost("Shutdown", "the worker was shut down", infra=True))
         if child is not None:
             child.end()
@@ -462,9 +510,10 @@ def _death(status: int, when: str, child: Child) -> str:
 class Utility:
     """A child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
 
-    def __init__(self, spec: Message, job_id: int, log_path: Path) -> None:
+    def __init__(self, spec: Message, job_id: int, log_path: Path, spare: Child | None = None) -> None:
         self._first = {"role": "utility", "spec": spec, "job_id": job_id}
         self._log_path = log_path
+        self._spare = spare
         self._lock = threading.Lock()
         self._child: Child | None = None
 
@@ -472,7 +521,9 @@ class Utility:
         """The messages of an operation, the last with `end` or `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
-                self._child = Child(sys.executable, self._first, self._log_path)
+                self._child = started(sys.executable, self._spare, self._log_path)
+                self._child.begin(self._first, self._log_path)
+                self._spare = None
             child = self._child
             child.send(request)
             for message in child.messages():
@@ -484,6 +535,7 @@ class Utility:
             raise ChildError(f"the process of {request['op']!r} ended with status {status}\n{child.tail()}")
 
     def close(self) -> None:
-        if self._child is not None:
-            self._child.end()
-            self._child.kill()
+        child = self._child or self._spare
+        if child is not None:
+            child.end()
+            child.kill()

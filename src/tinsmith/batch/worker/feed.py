@@ -1,7 +1,8 @@
 """The batches of one job on one worker: read, mapped, stored, reported.
 
-`Feed` reads the next batch while the mapper works on one, and stores the previous one: three threads with a batch each.
-The mapper's code runs only in the calling thread.
+`Feed` reads the next batches while the mapper works on one, and stores the previous ones, on three threads. Short
+batches wait between the threads in larger numbers (`_Waiting`), and those that wait to be stored share objects and one
+fsync. The mapper's code runs only in the calling thread.
 
 Invariants:
 - Every assignment is reported once: parts and counts, or why it failed.
@@ -16,20 +17,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
-from tinsmith.batch.formats import input_versions, registry, schemas
+from tinsmith.batch.formats import input_versions, publishing, registry, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.batch.types import FINAL_ERRORS, Assignment, AttemptOutcome, JobSpec, ProgramError, Row, RowFailure
+from tinsmith.batch.types import (
+    FINAL_ERRORS,
+    Assignment,
+    AttemptOutcome,
+    JobSpec,
+    PartInfo,
+    ProgramError,
+    Row,
+    RowFailure,
+    is_retried,
+)
 from tinsmith.batch.worker.children import MAP, READ, STORE, Marker
 
-Report = Callable[[AttemptOutcome], None]
+Report = Callable[[Sequence[AttemptOutcome]], None]
+MAX_WAITING_ROWS = 256
+"""Between two threads; a batch of more rows waits alone."""
 Result = Row | list[Row] | None
 
 
@@ -55,12 +69,21 @@ class _Batch:
     saved: bool = False
     error: BaseException | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """Its share of the rows that may wait between two threads."""
+        return max(1, len(self.rows))
+
     def output_rows(self) -> list[Row | None]:
         """For each row of the span its results, or None; if the number of results differs (`rows="any"`), these."""
         if len(self.results) != len(self.indices):
             return [row for result in self.results for row in rows_of(result)]
-        by_index = dict(zip(self.indices, self.results, strict=True))
         rows: list[Row | None] = []
+        if len(self.indices) == self.assignment.span.rows:
+            for result in self.results:
+                rows += result if isinstance(result, list) else [result]
+            return rows
+        by_index = dict(zip(self.indices, self.results, strict=True))
         for index in range(self.assignment.start_idx, self.assignment.end_idx + 1):
             result = by_index.get(index)
             rows += result if isinstance(result, list) else [result]
@@ -78,8 +101,72 @@ class _Batch:
         self.failures.append(_failure(self.indices[place], self.rows[place], error))
 
 
+def rows_in(result: object, many: bool) -> list[Row]:
+    """The rows that a function gave for one; with `many`, there may be several or none. Raises the result's own error,
+    or TypeError."""
+    if isinstance(result, dict):
+        return [result]
+    if isinstance(result, RowError):
+        raise (result.cause or result)
+    if isinstance(result, BaseException):
+        raise result
+    if not many or not (result is None or isinstance(result, list)):
+        allowed = "a dict, a list of them or None" if many else 'a dict (see also rows="any")'
+        raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
+    for row in result or ():
+        if not isinstance(row, dict):
+            raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold objects")
+    return result or []
+
+
 def rows_of(result: Result) -> list[Row]:
     return result if isinstance(result, list) else [result] if result is not None else []
+
+
+class _Waiting:
+    """The batches between two threads, in order: at least one, and more while they have few rows."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Batch | BaseException | None] = deque()
+        self._num_rows = 0
+        self._changed = threading.Condition()
+
+    def put(self, item: _Batch | BaseException | None) -> None:
+        """Waits for room. None and an exception end the batches."""
+        rows = item.num_waiting if isinstance(item, _Batch) else 0
+        with self._changed:
+            self._changed.wait_for(lambda: not self._items or self._num_rows + rows <= MAX_WAITING_ROWS)
+            self._items.append(item)
+            self._num_rows += rows
+            self._changed.notify_all()
+
+    def get(self) -> _Batch | BaseException | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._items)
+            return self._taken()
+
+    def get_all(self) -> list[_Batch | BaseException | None]:
+        """All batches that wait; blocks until there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items)
+            return [self._taken() for _ in range(len(self._items))]
+
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
+        """Remove the batches of these attempts."""
+        with self._changed:
+            taken = [item for item in self._items if isinstance(item, _Batch) and item.assignment.key in keys]
+            for item in taken:
+                self._items.remove(item)
+                self._num_rows -= item.num_waiting
+            self._changed.notify_all()
+        return [item.assignment for item in taken]
+
+    def _taken(self) -> _Batch | BaseException | None:
+        item = self._items.popleft()
+        if isinstance(item, _Batch):
+            self._num_rows -= item.num_waiting
+        self._changed.notify_all()
+        return item
 
 
 class Feed:
@@ -104,8 +191,9 @@ class Feed:
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
         self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
-        self._to_map: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
-        self._to_store: queue.Queue[_Batch | None] = queue.Queue(maxsize=1)
+        self._have_schemas = any(type(writer).schema is not OutputWriter.schema for writer in self._writers)
+        self._to_map = _Waiting()
+        self._to_store = _Waiting()
         self._current: _Batch | None = None
         self.num_taken = 0
         self.ended = False
@@ -128,6 +216,10 @@ class Feed:
     def indices(self) -> Sequence[int]:
         """The indices of the input rows in the current batch."""
         return self._current.indices if self._current is not None else []
+
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
+        """Remove the attempts whose rows were read and that the mapper has not begun."""
+        return self._to_map.take_back(keys)
 
     @property
     def at_work(self) -> Assignment | None:
@@ -155,7 +247,7 @@ class Feed:
             self._to_store.put(batch)
 
     def start(self) -> None:
-        """The mapper begins, perhaps again."""
+        """The mapper's function is called, perhaps not for the first time."""
         self._marker.start()
 
     def at_row(self, row_idx: int) -> None:
@@ -174,6 +266,9 @@ class Feed:
         results = list(results)
         if self._spec.rows != "any" and len(results) != len(batch.rows):
             batch.error = wrong_number(len(results), len(batch.rows))
+            return
+        if len(self._writers) == 1 and all(type(result) is dict for result in results):
+            batch.results = cast(list[Result], results)
             return
         batch.results = [None] * len(results)
         for place, result in enumerate(results):
@@ -207,27 +302,19 @@ class Feed:
         if error is None:
             self._to_store.put(batch)
         else:
-            self._report(_failed(batch.assignment, error))
+            self._report([self._failed(batch.assignment, error)])
 
     def _checked(self, result: object) -> Result:
         """The result as it is written. Raises the result's own error, or TypeError."""
-        if isinstance(result, RowError):
-            raise (result.cause or result)
-        if isinstance(result, BaseException):
-            raise result
-        if self._spec.rows == "any" and (result is None or isinstance(result, list)):
-            rows = result or []
-        elif isinstance(result, dict):
-            rows = [result]
-        else:
-            allowed = "a dict, a list of them or None" if self._spec.rows == "any" else 'a dict (see also rows="any")'
-            raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
+        rows = rows_in(result, many=self._spec.rows == "any")
+        if len(self._writers) > 1:  # one writer alone finds what it cannot write while it writes
+            self._check_rows(rows)
+        return rows if isinstance(result, list) else cast(Result, result)
+
+    def _check_rows(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            if not isinstance(row, dict):
-                raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold objects")
             for writer in self._writers:
                 writer.check(row)
-        return rows if isinstance(result, list) else result
 
     # The reading thread.
 
@@ -239,7 +326,7 @@ class Feed:
                 try:
                     batch = self._read(assignment)
                 except Exception as error:  # noqa: BLE001  fails the batch
-                    self._report(_failed(assignment, error))
+                    self._report([self._failed(assignment, error)])
                     continue
                 finally:
                     self._marker.end(READ)
@@ -271,17 +358,34 @@ class Feed:
     # The storing thread.
 
     def _store_all(self) -> None:
-        while (batch := self._to_store.get()) is not None:
-            self._marker.begin(STORE, batch.assignment)
-            try:
-                outcome = self._store(batch)
-            except Exception as error:  # noqa: BLE001  fails the batch
-                outcome = _failed(batch.assignment, error)
-            self._report(outcome)
-            self._marker.end(STORE)
+        ended = False
+        while not ended:
+            waiting = self._to_store.get_all()
+            ended = waiting[-1] is None
+            batches = [batch for batch in waiting if isinstance(batch, _Batch)]
+            if batches:
+                self._report(self._stored(batches))
+                self._marker.end(STORE)
+
+    def _stored(self, batches: Sequence[_Batch]) -> list[AttemptOutcome]:
+        """The outcome of each batch. Its parts are durable before any outcome is reported."""
+        outcomes = []
+        try:
+            with publishing.in_segments():
+                for batch in batches:
+                    self._marker.begin(STORE, batch.assignment)
+                    try:
+                        outcomes.append(self._store(batch))
+                    except Exception as error:  # noqa: BLE001  fails the batch
+                        outcomes.append(self._failed(batch.assignment, error))
+        except Exception as error:  # noqa: BLE001  none of the parts may be there
+            return [self._failed(batch.assignment, error) for batch in batches]
+        return outcomes
 
     def _check_schemas(self, batch: _Batch) -> None:
         """Rows whose types conflict with those of earlier rows, in the batch or in what is committed, fail."""
+        if not self._have_schemas:
+            return
         known = batch.assignment.schemas or (None,) * len(self._writers)
         for writer, types in zip(self._writers, known, strict=True):
             found, results = types or {}, batch.results
@@ -301,16 +405,19 @@ class Feed:
         assignment = batch.assignment
         self._check_schemas(batch)
         if batch.error is not None:
-            return _failed(assignment, batch.error)
-        rows = batch.output_rows()
-        parts = [
-            writer.write_part(rows, assignment.span, base)
-            for writer, base in zip(self._writers, assignment.part_bases, strict=True)
-        ]
+            return self._failed(assignment, batch.error)
+        try:
+            parts = self._written(batch)
+        except (ValueError, TypeError, KeyError):
+            if len(self._writers) > 1 or not self._fail_unwritable(batch):
+                raise
+            if batch.error is not None:
+                return self._failed(assignment, batch.error)
+            parts = self._written(batch)
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
-            parts=tuple(parts),
+            parts=parts,
             rows_ok=assignment.span.rows - len(batch.failures),
             rows_failed=len(batch.failures),
             tokens_in=batch.tokens[0],
@@ -318,21 +425,39 @@ class Feed:
             row_failures=tuple(sorted(batch.failures, key=lambda failure: failure.idx)),
         )
 
+    def _written(self, batch: _Batch) -> tuple[PartInfo, ...]:
+        rows = batch.output_rows()
+        written = zip(self._writers, batch.assignment.part_bases, strict=True)
+        return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in written)
+
+    def _failed(self, assignment: Assignment, error: BaseException) -> AttemptOutcome:
+        return AttemptOutcome(
+            batch_idx=assignment.batch_idx,
+            attempt_id=assignment.attempt_id,
+            error_type=type(error).__name__,
+            error=text_of(error),
+            final=isinstance(error, FINAL_ERRORS),
+            retry=is_retried(error, self._spec.retry_on),
+        )
+
+    def _fail_unwritable(self, batch: _Batch) -> bool:
+        """Fail the rows that the output cannot write; False if there are none."""
+        found, results = False, batch.results
+        for place, result in enumerate(results):
+            try:
+                self._check_rows(rows_of(result))
+            except Exception as error:  # noqa: BLE001  fails the row
+                found = True
+                batch.fail_result(place, error)
+                if batch.error is not None or batch.results is not results:
+                    break  # the batch has failed, or its only row
+        return found
+
 
 def wrong_number(results: int, rows: int) -> ProgramError:
     return ProgramError(
         f"the function gave {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must give one for "
         'each row, in the same order. With rows="any" (in the shell: --rows any) a batch may give any number of rows'
-    )
-
-
-def _failed(assignment: Assignment, error: BaseException) -> AttemptOutcome:
-    return AttemptOutcome(
-        batch_idx=assignment.batch_idx,
-        attempt_id=assignment.attempt_id,
-        error_type=type(error).__name__,
-        error=text_of(error),
-        final=isinstance(error, FINAL_ERRORS),
     )
 
 

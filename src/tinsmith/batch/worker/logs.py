@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 import threading
@@ -77,6 +78,13 @@ class Tagged(io.TextIOBase):
         # One write, so that lines of several threads and processes do not mix.
         self._target.write(f"{SEPARATOR}{json.dumps(dict(zip(FIELDS, values, strict=True)))}\n")
         self._target.flush()
+
+
+def write_to(path: str, *descriptors: int) -> None:
+    """Write what this process and its children write to these descriptors from now on to the end of a file."""
+    with open(path, "ab") as log:
+        for descriptor in descriptors:
+            os.dup2(log.fileno(), descriptor)
 
 
 def tag_output(batch: Callable[[], Assignment | None]) -> None:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, overload
 
-from tinsmith.batch import operations
-from tinsmith.batch.client import adapters, functions
 from tinsmith.batch.formats.registry import InputReader
-from tinsmith.batch.operations import runtime as operations_runtime
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, MapperStartError, ProgramError, Row
+from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
 from tinsmith.batch.worker.feed import Feed, Report, text_of
 
@@ -30,6 +27,11 @@ _feed: Feed | None = None
 def current_batch() -> Assignment | None:
     """The batch that the mapper works on; None between batches, and on threads that read or store other batches."""
     return _feed.at_work if _feed is not None else None
+
+
+def take_back(keys: set[tuple[int, int]]) -> list[Assignment]:
+    """Remove the attempts that wait for the mapper, on any thread."""
+    return _feed.take_back(keys) if _feed is not None else []
 
 
 @overload
@@ -67,7 +69,7 @@ def run(
     marker: Marker | None = None,
     eager: bool = True,
 ) -> None:
-    """Run a job's mapper over assignments to their end; calls `report` once for each, on any thread.
+    """Run a job's mapper over assignments to their end; calls `report` with some outcomes at a time, on any thread.
 
     Operations use the channel for requests to the service. `eager` reads rows before the mapper asks for them. Raises
     MapperStartError with the mapper's traceback as text if the mapper cannot be loaded or does not take a batch, and
@@ -75,18 +77,14 @@ def run(
     """
     global _feed
     try:
-        steps = operations.steps_of(spec.batch_serialized_fn)
-        mapper = functions.load_mapper(spec.batch_serialized_fn) if steps is None else None
+        steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
         raise MapperStartError(text_of(error), final=True) from error
     _feed = feed
     try:
-        if mapper is None:
-            assert steps is not None and channel is not None
-            loop, name = partial(operations_runtime.run, steps, feed, channel), "operations"
-        else:
-            loop, name = adapters.loop_of(mapper, feed), mapper.name
+        loop = adapters.loop_of(steps, spec, feed, channel)
+        name = getattr(steps[0], "name", "operations")
         while not feed.ended:
             _run_once(loop, name, feed)
         feed.finish()

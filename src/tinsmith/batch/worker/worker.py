@@ -1,14 +1,15 @@
 """A worker: a small service that runs the batches of one job in a child and survives the child's death.
 
-`python -m tinsmith.batch.worker.worker` reads one line of JSON from standard input (token, where to listen, log, a
-directory for received files, a directory to delete at its end) and writes one (its address). The worker and its
+`python -m tinsmith.batch.worker.worker [ROLE...]` starts a spare child for each role, reads one line of JSON from
+standard input (token, where to listen, log, a directory for received files, a directory to delete at its end) and
+writes one (its address). The worker and its
 children end when standard input closes, which happens when the process that started the worker ends.
 
 The calls (`rpc.py`):
 - `configure`, once, before the others.
 - `feed_batch` with the `assignments` of a group. It streams results of attempts, requests of operations to the server
   (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. Two groups are in
-  flight at a time. If no attempt ends for a second, those that have not begun are given back.
+  flight at a time. If no attempt ends for a second, those that the mapper has not begun are given back.
 - `operate`: plan, publish, delete, give_up; streams messages and heartbeats.
 - `receive` and `log` for a coordinator on another machine: a file that the worker reads, and the worker's log.
 - `health`, `shutdown`.
@@ -27,14 +28,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.worker.children import Attempt, ChildError, Lost, MapperProcess, Utility
-from tinsmith.batch.worker.logs import read_page
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, Lost, MapperProcess, Utility, spare
+from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ HEARTBEAT_S = 1.0
 WATCH_S = 0.2
 MAX_IN_FLIGHT = 2
 """Groups."""
-MAX_GROUP = 32
+MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
 FLUSH_S = 1.0
@@ -76,8 +77,11 @@ class LoopQueue(Generic[T]):
 class Worker:
     """The calls of one worker. Whatever may block on a child runs on a thread."""
 
-    def __init__(self, token: str, log_path: Path, directory: Path | None = None) -> None:
+    def __init__(
+        self, token: str, log_path: Path, directory: Path | None = None, spares: Mapping[str, Child] | None = None
+    ) -> None:
         self._log_path = log_path
+        self._spares = dict(spares or {})
         self._directory = directory
         self._job_id: int | None = None
         self._mapper: MapperProcess | None = None
@@ -116,6 +120,8 @@ class Worker:
             self._mapper.close(grace_s)
         if self._utility is not None:
             self._utility.close()
+        for child in self._spares.values():
+            child.kill()
 
     # The calls.
 
@@ -123,8 +129,8 @@ class Worker:
         if self._job_id is not None:
             raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
-        self._mapper = MapperProcess(request["spec"], self._log_path)
-        self._utility = Utility(request["spec"], self._job_id, self._log_path)
+        self._mapper = MapperProcess(request["spec"], self._log_path, self._spares.pop("mapper", None))
+        self._utility = Utility(request["spec"], self._job_id, self._log_path, self._spares.pop("utility", None))
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
             await asyncio.to_thread(self._mapper.start)
@@ -235,7 +241,7 @@ class Worker:
 
 
 async def _next_events(events: LoopQueue[Attempt | list[Message]], attempts_left: int) -> list[Attempt | list[Message]]:
-    """Nothing within a heartbeat; or the next events, after a moment in which more attempts may settle."""
+    """The next events; empty if none comes within a heartbeat. Waits up to `GATHER_S` for more attempts to settle."""
     first = await events.get(HEARTBEAT_S)
     arrived = [] if first is None else [first]
     until = time.monotonic() + GATHER_S
@@ -248,11 +254,18 @@ async def _next_events(events: LoopQueue[Attempt | list[Message]], attempts_left
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.readline())
+    spares = {role: spare(role) for role in sys.argv[1:]}
+    line = sys.stdin.readline()
+    if not line:
+        for child in spares.values():
+            child.kill()
+        return
+    given = json.loads(line)
+    write_to(given["log_path"], 2)
 
     async def serve() -> None:
         directory = given.get("directory")
-        worker = Worker(given["token"], Path(given["log_path"]), Path(directory) if directory else None)
+        worker = Worker(given["token"], Path(given["log_path"]), Path(directory) if directory else None, spares)
         threading.Thread(target=_end_with_input, args=(worker, given.get("scratch")), daemon=True).start()
         address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"), int(given.get("port", 0)))
         sys.stdout.write(json.dumps({"address": address}) + "\n")

@@ -2,8 +2,8 @@
 
 Each actor has a placement group, which reserves the resources of one process on one node, counts as demand for Ray's
 autoscaler while no node has room, and is rescheduled when its node is lost. Detached actors outlive their creator; Ray
-restarts dead ones with the same arguments. The object store is not used. Names begin with the role, and there is one
-fleet in the namespace. `settings.prepare_ray` must have set Ray's environment before the import.
+restarts dead ones with the same arguments. The object store is not used. Names begin with the role, and a namespace has
+one fleet. `settings.prepare_ray` must set Ray's environment before this module is imported.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
 TICK_S = 1.0
 ANSWER_S = 3.0
-"""How long a query of the cluster waits for shells that do not answer."""
+"""Timeout of a query of the shells."""
 START_S = 60.0
 OBJECT_STORE_BYTES = 80_000_000
 """About Ray's minimum; Tinsmith stores nothing there."""
 
-# Errors of an actor that is unreachable for now, and of one that is gone.
+# Errors of an actor that is unreachable or has ended.
 SILENT = (RayActorError, GetTimeoutError)
 
 log = structlog.get_logger()
@@ -52,12 +52,12 @@ def connect(address: str) -> None:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise SettingsError(f"there is no Ray cluster at {address!r} that can be joined from here: {error}") from None
+        raise SettingsError(f"cannot connect to a Ray cluster at {address!r} from this machine: {error}") from None
 
 
 def start_local(fleet: Fleet, directory: str) -> str:
-    """Start a cluster of this machine alone, which ends with this process, and return its address. Its declared
-    resources suffice for the largest fleet, whatever the machine has."""
+    """Start a cluster on this machine, which ends with this process, and return its address. Its declared resources
+    suffice for the largest fleet, regardless of the machine's."""
     cpus = sum(role.rule.maximum * role.resources.cpus for role in fleet.roles.values())
     others: dict[str, float] = {}
     for role in fleet.roles.values():
@@ -112,7 +112,7 @@ class RayCluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
         }
         given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key, get_node_ip_address
-        with contextlib.suppress(ValueError):  # another process has just started it
+        with contextlib.suppress(ValueError):  # another process has started it
             remote: Any = ray.remote(Shell)
             remote.options(**options).remote(*given)
 
@@ -131,7 +131,7 @@ class RayCluster:
 
 
 class ControllerActor:
-    """The actor of the controller, which reconciles once a second while the cluster exists."""
+    """The controller's actor, which reconciles once a second while the cluster exists."""
 
     def __init__(self, fleet: Fleet) -> None:
         from tinsmith.cluster.ray.controller import QueueDepths
@@ -159,7 +159,7 @@ class ControllerActor:
 
 
 def start_controller(fleet: Fleet) -> None:
-    """Start the controller in place of a running one, whose processes it adopts. Raises UserError if it fails."""
+    """Start the controller, replacing a running one and adopting its processes. Raises UserError if it fails."""
     stop_controller()
     options = {"name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
     remote: Any = ray.remote(ControllerActor)
@@ -173,7 +173,7 @@ def start_controller(fleet: Fleet) -> None:
 
 
 def stop_controller() -> None:
-    """Stop the controller, so that nothing is started or drained; returns when its name is free."""
+    """Stop the controller, so that no process is started or drained; returns when its name is free."""
     made = _actor(CONTROLLER)
     if made is not None:
         ray.kill(made, no_restart=True)
@@ -186,7 +186,7 @@ def has_controller() -> bool:
 
 
 def report() -> dict[str, Any]:
-    """The controller's last report; empty if there is no controller, or it does not answer."""
+    """The controller's last report; empty if no controller answers."""
     made = _actor(CONTROLLER)
     if made is None:
         return {}
@@ -221,7 +221,7 @@ def _names() -> list[str]:
     return [each["name"] for each in named if each["namespace"] == NAMESPACE]
 
 
-def _actor(name: str) -> Any:  # noqa: ANN401  a handle of Ray's has the methods of its class
+def _actor(name: str) -> Any:  # noqa: ANN401  an actor handle has the methods of its class
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

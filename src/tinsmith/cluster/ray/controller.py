@@ -1,12 +1,11 @@
 """Reconciles a cluster with the wanted fleet: starts missing processes, and drains surplus or outdated ones.
 
-The controller keeps no state that it cannot list again: processes have names that are unique in the cluster, so a
-restarted controller adopts them, and nothing is started twice. New settings replace one process of a role at a time, so
-refused settings cost one process. `Controller` does not import Ray (`Cluster` does) and does not query the database
-(`QueueDepths` does).
+The controller's state can be read back from the cluster: names of processes are unique in it, so a restarted controller
+adopts them, and none is started twice. New settings replace one process of a role at a time, so refused settings cost
+one process. `Controller` neither imports Ray (`Cluster` does) nor queries the database (`QueueDepths` does).
 
-`QueueDepths` reads how much waits for each role: tokens of training, tokens of samples, batches of bulk jobs. Every
-query uses an index over unfinished work; running work counts as waiting until it is done.
+`QueueDepths` reads the work that waits for each role: tokens of training, tokens of samples, batches of bulk jobs. The
+queries use indexes over unfinished work; running work counts as waiting until it is done.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS, FUTURES
 
 LOST_S = 30.0
-"""A process that should end and does not answer for this long is removed by force."""
+"""A process that should end but does not answer for this long is killed."""
 
-GOING = ("draining", "ended")
+ENDING = ("draining", "ended")
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """One process and its shell in the cluster. `silent`: the shell did not answer the last query."""
+    """One process and its shell in the cluster. In state `silent` the shell did not answer the last query."""
 
     name: str
     state: str
@@ -75,21 +74,21 @@ class Controller:
         self._read_depths = read_depths
         self._clock = clock
         self._past: Mapping[str, Past] | None = None
-        self._leaving: dict[str, float] = {}
+        self._draining_since: dict[str, float] = {}
         self._report: dict[str, Any] = {}
 
     def tick(self) -> None:
         """One round: read the cluster and the queues, and start or drain processes."""
         now = self._clock()
         seats = {seat.name: seat for seat in self._cluster.seats()}
-        self._leaving = {name: since for name, since in self._leaving.items() if name in seats}
+        self._draining_since = {name: since for name, since in self._draining_since.items() if name in seats}
         if self._past is None:
             self._past = {role: Past(sum(each.role == role for each in seats.values())) for role in self._fleet.roles}
         depths: Depths | None = None
         try:
             depths = self._read_depths()
         except SQLAlchemyError as error:
-            log.error("the queues cannot be read; the number of processes stays", error=repr(error))
+            log.error("the queues cannot be read; the number of processes does not change", error=repr(error))
         rules = {name: role.rule for name, role in self._fleet.roles.items()}
         if depths is None:
             counts = {name: rule.bounded(self._past[name].count) for name, rule in rules.items()}
@@ -107,23 +106,23 @@ class Controller:
             log.info("starting", name=missing)
             self._cluster.start(missing, role, self._fleet)
         leaving = {each for each in seats if each not in names}
-        replaced = [each for each in names if each in seats and self._is_other(seats[each])]
+        replaced = [each for each in names if each in seats and self._is_outdated(seats[each])]
         others = [each for each in names if each not in replaced]
         if replaced and all(each in seats and seats[each].state == "running" for each in others):
             leaving.add(replaced[0])
         for each, seat in seats.items():
-            if each in leaving or seat.state in GOING or each in self._leaving:
-                self._let_go(seat, now)
+            if each in leaving or seat.state in ENDING or each in self._draining_since:
+                self._drain_or_remove(seat, now)
 
-    def _is_other(self, seat: RayProcess) -> bool:
+    def _is_outdated(self, seat: RayProcess) -> bool:
         return bool(seat.fingerprint) and seat.fingerprint != self._fleet.fingerprint
 
-    def _let_go(self, seat: RayProcess, now: float) -> None:
-        since = self._leaving.setdefault(seat.name, now)
+    def _drain_or_remove(self, seat: RayProcess, now: float) -> None:
+        since = self._draining_since.setdefault(seat.name, now)
         if seat.state == "ended" or (seat.state == "silent" and now - since > LOST_S):
             log.info("removed", name=seat.name)
             self._cluster.remove(seat.name)
-            del self._leaving[seat.name]
+            del self._draining_since[seat.name]
         elif seat.state != "draining":
             self._cluster.drain(seat.name)
 
@@ -145,7 +144,7 @@ class QueueDepths:
         self._sampling_role = SAMPLER if has_samplers else ENGINE
 
     def read(self) -> dict[str, dict[str, float]]:
-        """role -> base model -> tokens; batches of bulk jobs have no base model."""
+        """The waiting work: role -> base model -> tokens. Batches of bulk jobs have the base model ""."""
         found: dict[str, dict[str, float]] = {role: {} for role in ROLES}
         columns = FUTURES.c.base_model, FUTURES.c.kind
         waiting = (
@@ -156,14 +155,14 @@ class QueueDepths:
         with self._db.read() as connection:
             for base_model, kind, tokens, count in connection.execute(waiting):
                 role = found[self._sampling_role if kind in SAMPLED else ENGINE]
-                # An optimizer step has no tokens, but is work.
+                # By the count, too, since optimizer steps have no tokens.
                 role[base_model] = role.get(base_model, 0.0) + max(float(tokens), float(count))
             found[BATCH_WORKER][""] = float(connection.scalar(sa.select(_batches())) or 0)
         return found
 
 
 def _batches() -> sa.ScalarSelect[int]:
-    """The uncommitted batches; one for a job whose batches are not counted yet."""
+    """The number of uncommitted batches; 1 for a job whose batches are not counted yet."""
     jobs = BATCH_JOBS.c
     left = jobs.total_batches - jobs.completed_batches
     batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)

@@ -1,8 +1,8 @@
-"""How many processes each role should have: a pure function of the waiting work, the rules and the time.
+"""The number of processes that each role should have: a pure function of the waiting work, the rules and the time.
 
-A role grows after more work than its processes can take has waited for `up_after_s` without a break, to the minimum
-that was needed in that time. It shrinks to the maximum that was needed in the last `down_after_s`. So a short burst
-starts nothing, and a pause between two steps ends nothing. A history shorter than its window decides nothing.
+A role scales up when more processes were needed throughout the last `up_after_s`, to the minimum needed in that time.
+It scales down to the maximum needed in the last `down_after_s`. So a short burst starts no process, and a pause between
+steps ends none. A history shorter than its window has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Depths = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`work` is how much may wait for each process before another one is needed."""
+    """`work` is the amount that may wait for each process before another process is needed."""
 
     minimum: int
     maximum: int
@@ -42,49 +42,49 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The current number of one role, and what was needed at each look, oldest first."""
+    """The current number of one role's processes, and the (time, needed number) of earlier rounds, oldest first."""
 
     count: int
-    looks: tuple[tuple[float, int], ...] = ()
+    samples: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WantedCounts:
     counts: Mapping[str, int]
     past: Mapping[str, Past]
-    """For the next look."""
+    """For the next call of `wanted`."""
 
 
 def wanted(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> WantedCounts:
-    """`now` must not decrease. A role without a past has its minimum."""
+    """The wanted numbers. `now` must not decrease. A role without a past starts at its minimum."""
     after = {
-        role: _look(rule, past.get(role, Past(rule.minimum)), rule.needed(depths.get(role, {})), now)
+        role: _decide(rule, past.get(role, Past(rule.minimum)), rule.needed(depths.get(role, {})), now)
         for role, rule in rules.items()
     }
     return WantedCounts({role: each.count for role, each in after.items()}, after)
 
 
-def _look(rule: Rule, past: Past, needed: int, now: float) -> Past:
-    looks = (*past.looks, (now, needed))
+def _decide(rule: Rule, past: Past, needed: int, now: float) -> Past:
+    samples = (*past.samples, (now, needed))
     count = rule.bounded(past.count)
-    lately, long_since = _since(looks, now - rule.up_after_s), _since(looks, now - rule.down_after_s)
-    if lately and min(lately) > count:
-        count = min(lately)
-    elif long_since and max(long_since) < count:
-        count = max(long_since)
-    return Past(count, _pruned(looks, now - max(rule.up_after_s, rule.down_after_s)))
+    up_window, down_window = _since(samples, now - rule.up_after_s), _since(samples, now - rule.down_after_s)
+    if up_window and min(up_window) > count:
+        count = min(up_window)
+    elif down_window and max(down_window) < count:
+        count = max(down_window)
+    return Past(count, _pruned(samples, now - max(rule.up_after_s, rule.down_after_s)))
 
 
-def _since(looks: tuple[tuple[float, int], ...], start: float) -> list[int]:
-    """The needs from `start` on; empty if the history begins later."""
-    kept = _pruned(looks, start)
+def _since(samples: tuple[tuple[float, int], ...], start: float) -> list[int]:
+    """The needed numbers from `start` on; empty if the history begins later."""
+    kept = _pruned(samples, start)
     return [needed for _, needed in kept] if kept[0][0] <= start else []
 
 
-def _pruned(looks: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[float, int], ...]:
-    """Drop looks before `start`, except for the last one, which holds at `start`."""
-    first = max((index for index, (at, _) in enumerate(looks) if at <= start), default=0)
-    return looks[first:]
+def _pruned(samples: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[float, int], ...]:
+    """Drop samples before `start`, except the last one, which holds at `start`."""
+    first = max((index for index, (at, _) in enumerate(samples) if at <= start), default=0)
+    return samples[first:]
 
 
 ENGINE, SAMPLER, BATCH_WORKER = "engine", "sampler", "batch-worker"
@@ -94,7 +94,7 @@ MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray reserves for one process, all on one node."""
+    """The resources that Ray reserves for one process, on one node."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -117,9 +117,9 @@ class Fleet:
     base_models: tuple[str, ...]
     settings: Mapping[str, object] = field(repr=False)
     signing_key: bytes = field(default=b"", repr=False)
-    """The key from the file, if the secret is not a setting."""
+    """The key from the data directory, unless the secret is a setting."""
 
-    def knowing(self, ray_address: str) -> Fleet:
+    def with_ray_address(self, ray_address: str) -> Fleet:
         """The fleet with the cluster's address, so that bulk jobs can use it."""
         return replace(self, settings={**self.settings, "ray_address": self.settings.get("ray_address") or ray_address})
 
@@ -137,7 +137,7 @@ def counts_from(flag: str, text: str) -> tuple[int, int]:
         minimum, maximum = int(least), int(most or least)
         if minimum <= maximum <= MOST:
             return minimum, maximum
-    raise SettingsError(f"{flag} is {text!r}; it must be MIN or MIN:MAX, whole numbers up to {MOST}, as in 1:4")
+    raise SettingsError(f"{flag} is {text!r}; it must be MIN or MIN:MAX, integers up to {MOST}, as in 1:4")
 
 
 def others_from(flag: str, given: list[str]) -> dict[str, float]:

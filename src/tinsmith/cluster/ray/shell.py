@@ -1,9 +1,9 @@
 """Keeps one process of a role running: starts it, restarts it when it dies, and drains it on request.
 
 A shell is the actor that Ray places. It sends its process the settings as one line on standard input, which stays open.
-When the shell dies the input closes, and the process ends at once, since another may be starting in its place. A
-process that refuses its settings is not restarted. States: starting -> running -> restarting -> running; refused;
-draining -> ended. Calls return at once; a thread does the work.
+When the shell dies, the input closes and the process ends at once, since a replacement may be starting. A process that
+refuses its settings is not restarted. States: starting -> running -> restarting -> running; refused; draining -> ended.
+Calls return at once; a thread does the work.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EXIT_REFUSED = 2
 """Exit status of `tinsmith serve` when it refuses its settings."""
 FIRST_PAUSE_S = 0.5
 DRAIN_S = 120.0
-"""How long a process may take to drain before it is killed, which costs only time."""
+"""How long a process may take to drain before it is killed, which loses only time."""
 TAIL_BYTES = 2000
 
 ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
-"""Each shell has one process, without ports that another on the same node might use."""
+"""Each shell has one process, without ports that could conflict with others on the same node."""
 
 COMMAND = (sys.executable, "-m", "tinsmith.cli.serve_role")
 
@@ -48,8 +48,8 @@ class Shell:
         address: Callable[[], str] | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """The process has its own data directory on this node, `name` below the one in `settings`. `address` is the
-        node's address for other processes of the cluster."""
+        """The process has its own data directory on this node: `name` below that of `settings`. `address` returns the
+        node's address in the cluster."""
         self._command = command
         self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
         directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
@@ -62,7 +62,7 @@ class Shell:
         self._process: subprocess.Popen[bytes] | None = None
         self._state, self._detail, self._restarts = "starting", "", 0
         self._stopping = threading.Event()
-        self._thread = kept_thread("shell", self._keep, self._stopping.wait)
+        self._thread = kept_thread("shell", self._supervise, self._stopping.wait)
 
     def state(self) -> dict[str, Any]:
         with self._lock:
@@ -71,7 +71,7 @@ class Shell:
         return {**self._fixed, **found, "shell_pid": os.getpid()}
 
     def drain(self, patience_s: float = DRAIN_S) -> None:
-        """Let the process finish and give back its work. A second call changes nothing."""
+        """Let the process finish its step and release its work. A second call does nothing."""
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -81,7 +81,7 @@ class Shell:
             if self._process is not None:
                 threading.Thread(target=_end, args=(self._process, patience_s), daemon=True).start()
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         backoff = Backoff(FIRST_PAUSE_S)
         while not self._stopping.is_set():
             began = time.monotonic()
@@ -94,12 +94,12 @@ class Shell:
             if self._stopping.is_set():
                 break
             if code == EXIT_REFUSED:
-                self._say("refused", why)
+                self._set_state("refused", why)
                 self._stopping.wait()
                 break
-            self._say("restarting", f"it ended with status {code}: {why}", restarts=1)
+            self._set_state("restarting", f"it ended with status {code}: {why}", restarts=1)
             self._stopping.wait(backoff.after(time.monotonic() - began))
-        self._say("ended", "")
+        self._set_state("ended", "")
 
     def _run_once(self) -> int:
         self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class Shell:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
 
-    def _say(self, state: str, detail: str, restarts: int = 0) -> None:
+    def _set_state(self, state: str, detail: str, restarts: int = 0) -> None:
         with self._lock:
             self._state, self._detail = state, detail
             self._restarts += restarts

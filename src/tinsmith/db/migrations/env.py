@@ -1,8 +1,8 @@
-"""Alembic's entry: runs the migrations on the connection that `Database.migrate` passes.
+"""Alembic's entry point: runs the migrations on the connection that `Database.migrate` passes.
 
-Until the first release there is one revision, `0001_schema.py`, and it changes with `schema.py`. From the first release
-on revisions accumulate and never change: a change of `schema.py` adds a revision `schema_NNNN` to `versions`, and every
-released schema can be migrated to the newest.
+Until the first release, the only revision, `0001_schema.py`, changes with `schema.py`. From the first release on,
+revisions never change: a change of `schema.py` adds a revision `schema_NNNN` to `versions`, so that every released
+schema can be migrated to the newest.
 """
 
 from alembic import context

@@ -1,25 +1,20 @@
-"""The sampler that lives beside the trainer: continuous batching on the engine's own base model and adapters.
+"""The sampler in the trainer's process: continuous batching on the engine's own base model and adapters.
 
-`LocalSampler` turns requests into sequences, asks its `Batcher` what to compute next, runs the rows of all
-sequences, whatever their weights, through the base model once, and samples. It owns no weights: a request
-captures the adapter that `versions` maps its version to when it is submitted, and keeps it to its end
-whatever the owner does to the mapping; published adapters are immutable. Blocks cached for others die with
-the mapping's entry.
+`LocalSampler` turns requests into sequences, asks its `Batcher` what to compute next, runs the rows of all sequences,
+of any weights, through the base model once, and samples. It owns no weights: on submission a request captures the
+adapter that `versions` maps its version to, and keeps that adapter to its end even if the owner changes the mapping;
+published adapters are immutable. Prefix blocks of a version are dropped with its entry.
 
-A request whose logits are not finite ends alone: no kernel mixes rows of two sequences, and every block is
-zeroed before it is used. Called by the engine, in one thread, between training steps. Knows no SQL, no HTTP,
-no tenants.
+A request whose logits are not finite fails alone: no kernel mixes rows of two sequences, and every block is zeroed
+before use. A step synchronises with the device once, when it reads tokens, and once more for each chunk of a prompt
+that is scored. Called by the engine in one thread, between training steps. Knows no SQL, HTTP or tenants.
+
+With `SamplerOptions.reads_late` a step is launched before the tokens of the step before are read: the model takes them
+from the device, and the host works while the device computes. A sequence that ends by its length leaves in time; one
+that ends by its tokens computes one more, which is discarded. A step whose next draws depend on the values of its
+tokens (`Request.needs_answer`) is read at once. Answers are the same either way.
 
 Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
-
-What requests do to their logits before a token is drawn: masks, bias and penalties, in this order.
-
-The order and the formulas are vLLM's (and OpenAI's, for frequency and presence): a repetition penalty r divides a
-positive logit and multiplies a negative one, for every token of the prompt or the answer so far; a frequency penalty is
-subtracted once for each time that the answer has a token, a presence penalty once if it has it at all. Temperature and
-min_p follow in `sampling`. Rows without adjustments are left as they are.
-
-Letters: B rows, V vocabulary, S tokens of a row that are changed.
 """
 
 from __future__ import annotations
@@ -36,104 +31,40 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.lora_ops import Routing, Segment
-from tinsmith.backends.torch.memory import MemoryManager, memory_errors
+from tinsmith.backends.torch.host import Readback, upload, upload_all
+from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.memory import SAMPLED_ROWS, MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
-from tinsmith.backends.torch.vision import ImageRows, Placed, PlacedSpan
+from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
-from tinsmith.samplers.local.contiguous_kv import StripCache
+from tinsmith.samplers.local.adjusting import adjust
+from tinsmith.samplers.local.contiguous_kv import ContiguousKV
 from tinsmith.samplers.local.grammar import Grammars
-from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, noted_layers
+from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, probe_layers
 from tinsmith.samplers.local.memory import CacheBudget
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
-from tinsmith.samplers.local.prompt_logprobs import max_target
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows, check_pages
+from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenRun
-from tinsmith.samplers.local.scoring import score_prompt
 from tinsmith.samplers.local.states import (
     Recurrence,
     SequencePiece,
     SequenceState,
-    StateRoom,
+    StateBudget,
     StateSnapshots,
     cuts_between,
     state_bytes,
 )
-from tinsmith.types import I32, Adjustments, Grammar, Partial, Sample, SampleResult
-
-
-def adjust(logits_BV: Tensor, sequences: Seq[Sequence]) -> Tensor | None:
-    """The logits to draw from, None if they are the model's own."""
-    if not any(sequence.request.sample.params.adjustments for sequence in sequences):
-        return None
-    adjusted_BV = logits_BV.float().clone()
-    for row, sequence in enumerate(sequences):
-        adjustments = sequence.request.sample.params.adjustments
-        if adjustments is None:
-            continue
-        if sequence.constraint is not None:
-            allowed_V = torch.from_numpy(sequence.constraint.allowed()).to(adjusted_BV.device)
-            adjusted_BV[row].masked_fill_(~allowed_V, -torch.inf)
-        _mask(adjusted_BV[row], adjustments, sequence)
-        _add_bias(adjusted_BV[row], adjustments)
-        _repeat_less(adjusted_BV[row], adjustments, sequence)
-        _penalise(adjusted_BV[row], adjustments, sequence)
-    return adjusted_BV
-
-
-def _mask(logits_V: Tensor, adjustments: Adjustments, sequence: Sequence) -> None:
-    """Leave out tokens that are not allowed, that would complete a bad word, or that would stop too short an answer."""
-    if len(allowed := sequence.request.allowed_ids):
-        ids_S = torch.from_numpy(allowed).to(logits_V.device)
-        own_S = logits_V[ids_S]
-        logits_V.fill_(-torch.inf)
-        logits_V[ids_S] = own_S
-    answer_T = sequence.tokens_T[sequence.request.num_prompt : sequence.length]
-    masked = [
-        word[-1]
-        for word in adjustments.bad_words
-        if len(word) <= len(answer_T) + 1 and tuple(answer_T[len(answer_T) + 1 - len(word) :].tolist()) == word[:-1]
-    ]
-    if sequence.num_generated < adjustments.min_tokens:
-        masked += sequence.stop.tokens
-    if masked:
-        logits_V[torch.tensor(masked, device=logits_V.device)] = -torch.inf
-    if masked or len(allowed):
-        sequence.exhausted = bool(logits_V.amax() == -torch.inf)
-
-
-def _add_bias(logits_V: Tensor, adjustments: Adjustments) -> None:
-    if adjustments.logit_bias:
-        ids_S, biases_S = zip(*adjustments.logit_bias, strict=True)
-        logits_V[torch.tensor(ids_S, device=logits_V.device)] += torch.tensor(biases_S, device=logits_V.device)
-
-
-def _repeat_less(logits_V: Tensor, adjustments: Adjustments, sequence: Sequence) -> None:
-    penalty = adjustments.repetition_penalty
-    if penalty == 1.0:
-        return
-    seen_S = np.union1d(sequence.request.prompt_ids, np.fromiter(sequence.counts, np.int64, len(sequence.counts)))
-    ids_S = torch.from_numpy(seen_S).to(logits_V.device)
-    own_S = logits_V[ids_S]
-    logits_V[ids_S] = torch.where(own_S > 0, own_S / penalty, own_S * penalty)
-
-
-def _penalise(logits_V: Tensor, adjustments: Adjustments, sequence: Sequence) -> None:
-    if not sequence.counts or not (adjustments.frequency_penalty or adjustments.presence_penalty):
-        return
-    ids_S = torch.tensor(list(sequence.counts), device=logits_V.device)
-    counts_S = torch.tensor(list(sequence.counts.values()), dtype=torch.float32, device=logits_V.device)
-    logits_V[ids_S] -= adjustments.frequency_penalty * counts_S + adjustments.presence_penalty
-
+from tinsmith.types import F32, I32, I64, Grammar, Partial, Sample, SampleResult
 
 log = structlog.get_logger()
 
-PIECE_ROWS = 16
-"""Rows of a forward of the deterministic mode: fewer waste less in decode steps, more cost less for prompts. Of a
-mixture of experts one: an expert meets as many rows as choose it.
+CHUNK_ROWS = 16
+"""Rows of a forward in deterministic mode: fewer waste less in decode steps, more make prompts cheaper. Mixtures of
+experts use one, since the number of rows of an expert depends on which rows choose it.
 """
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
@@ -144,28 +75,47 @@ EXHAUSTED = (
 )
 
 
+MAX_SEQUENCES = {False: 256, True: 512}
+"""Sequences that run at once, without and with CUDA."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
+    """None selects a default for the device."""
+
     block_size: int = 16
     """Tokens per cache block; prefixes are shared in whole blocks."""
 
     kv_cache_bytes: int | None = None
-    """The cache grows up to this. None: 512 MiB, or one whole context if that is more and fits in memory."""
+    """Size of the cache: allocated at once on CUDA, a ceiling for growth elsewhere."""
 
-    max_sequences: int = 256
+    max_sequences: int | None = None
     """Sequences that run at once; the others wait."""
 
-    max_tokens_per_step: int = 512
-    """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
+    max_tokens_per_step: int | None = None
+    """Rows of one step. Smaller values stall decoding less behind long prompts; larger values make prompts cheaper."""
 
     deterministic: bool = False
-    """Whether every sequence goes through the model alone, in forwards of fixed shapes (`_through_pieces`)."""
+    """Whether every sequence runs through the model alone, in forwards of fixed shapes (`_forward_chunks`)."""
+
+    reads_late: bool | None = None
+    """Whether tokens are read while the next step runs; by default on CUDA. Never if `deterministic`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A step's tokens, on their way to the host."""
+
+    sequences: Seq[Sequence]
+    chosen: Chosen
+    readback: Readback
 
 
 class LocalSampler:
     """Implements the Sampler protocol."""
 
     runs_by_itself = False
+    inference_server = None
 
     def __init__(
         self,
@@ -176,30 +126,37 @@ class LocalSampler:
         memory: MemoryManager | None = None,
     ) -> None:
         options = options or SamplerOptions()
+        on_cuda = base.device.type == "cuda"
         self._base = base
         self._versions = versions
-        self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
+        shapes = layer_shapes(base)
+        self._cache = KVCache(shapes, options.block_size, base.device)
+        check_pages(shapes.values(), options.block_size, base.device)
         memory = memory or MemoryManager()
         token_bytes = max(self._cache.token_bytes, 1)
         budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
-        state_size = state_bytes(noted_layers(base))
-        states = StateRoom.of(state_size, min(budget, memory.steady_limit()), options.max_sequences)
+        state_size = state_bytes(probe_layers(base))
+        max_sequences = options.max_sequences or MAX_SEQUENCES[on_cuda]
+        states = StateBudget.of(state_size, min(budget, memory.steady_limit()), max_sequences)
         self._keeps_states = state_size > 0
         self._batcher = Batcher(
             BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
             max_sequences=states.max_sequences,
-            max_tokens=options.max_tokens_per_step,
+            max_tokens=options.max_tokens_per_step or SAMPLED_ROWS[on_cuda],
             snapshots=StateSnapshots(states.max_snapshots) if self._keeps_states else None,
         )
         self._deterministic = options.deterministic
         has_experts = any("expert" in name for name, _ in base.model.named_modules())
-        self._piece_rows = 1 if has_experts else PIECE_ROWS
+        self._chunk_rows = 1 if has_experts else CHUNK_ROWS
         if self._deterministic:
             self._check_repeatable()
-        in_strips = base.device.type == "cpu" and not self._deterministic
-        self._strips = StripCache(self._cache, budget, base.device) if in_strips else None
-        self._cache_budget = CacheBudget(memory, self._batcher, self._cache, self._strips, state_size, states)
+        is_contiguous = base.device.type == "cpu" and not self._deterministic
+        self._contiguous = ContiguousKV(self._cache, budget, base.device) if is_contiguous else None
+        with memory_errors(base.device):
+            self._cache_budget = CacheBudget(
+                memory, self._batcher, self._cache, self._contiguous, state_size, states, fixed=on_cuda
+            )
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -207,6 +164,9 @@ class LocalSampler:
         self._num_requests = 0
         self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
         self._partials: list[Partial] = []
+        self._reads_late = not self._deterministic and (on_cuda if options.reads_late is None else options.reads_late)
+        self._unread: list[_Drawn] = []
+        """After a step: at most the tokens of that step."""
         self._can_retry = True
         self._prepared = True
         self._spans: list[TokenRun] = []
@@ -216,7 +176,7 @@ class LocalSampler:
         return bool(self._requests)
 
     def submit(self, sample: Sample) -> None:
-        """Enqueue a request. Raises UserError, and keeps nothing of it, if it can never run."""
+        """Enqueue a request. Raises UserError, and stores nothing, if the request can never run."""
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
             self._grammars.compiled(grammar)
@@ -230,32 +190,33 @@ class LocalSampler:
         self._batcher.add(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a waiting or running request and free its blocks at once."""
+        """Drop a waiting or running request and free its blocks at once."""
         sequences = self._requests.pop(request_id, None)
         if sequences is not None:
             self._batcher.remove(sequences)
         return sequences is not None
 
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
-        """If memory runs out, the youngest half of what runs waits, and the step is made again with the others. A
-        request for which there is no memory even alone fails.
+        """Run one step. If memory runs out, the youngest half of the running sequences is preempted and the step is
+        repeated with the others. A request that does not fit even alone fails.
         """
         self._settled = []
         self.collect()
         while True:
             self._prepared = True
             self._spans = []
-            # The error is let go of before the next attempt: it holds what the step had allocated.
+            # The error is dropped before the next attempt: its traceback holds what the step had allocated.
             lack = self._attempt(scopes)
             if lack is None:
                 break
             self._recover(lack)
-        if self._batcher.calm():
+        if self._batcher.note_success():
             self._cache_budget.relax()
         return self._settled
 
     def _attempt(self, scopes: Collection[str] | None) -> str | None:
-        """One step; or why there was no memory for it."""
+        """Run one step; returns why there was no memory for it, or None."""
+        before = self._unread[-1] if self._unread else None
         try:
             with memory_errors(self._base.device):
                 self._cache_budget.fit()
@@ -265,6 +226,10 @@ class LocalSampler:
                     self._prepared = False
                     with torch.inference_mode():
                         self._run(step)
+                is_late = bool(self._unread) and self._unread[-1] is not before
+                self._read_all_but(int(is_late))
+                if is_late:
+                    self._leave([sequence for sequence in self._unread[-1].sequences if sequence.is_full])
         except MemoryError as error:
             if not self._can_retry:
                 self._rewind()
@@ -274,25 +239,26 @@ class LocalSampler:
 
     def _scheduled(self, scopes: Collection[str] | None) -> SamplerStep:
         step = self._batcher.schedule(scopes)
-        while scopes is None and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
-            self._cache_budget.relax()  # the oldest needs more than there was memory for
+        is_whole = scopes is None and not self._unread
+        while is_whole and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
+            self._cache_budget.relax()  # the oldest sequence needs more than the lowered limit
             step = self._batcher.schedule()
         return step
 
     def _rewind(self) -> None:
-        """The sampler as if the step that was cut off had not been begun; what it has settled stays settled."""
-        if self._strips:
-            self._strips.clear()
+        """Undo the interrupted step; requests that it has already finished stay finished."""
+        if self._contiguous:
+            self._contiguous.clear()
         if self._prepared:
             self._batcher.rewind(self._spans)
-        else:  # blocks may lack what was to be copied, or hold what was to be cleared
+        else:  # block copies and zeroing may be incomplete
             self._cache_budget.give_up_growth()
 
     def _recover(self, lack: str) -> None:
         num_ran = len(self._batcher.running)
         self._rewind()
-        log.warning("there is no memory for a decode step; fewer samples go on", running=num_ran, lack=lack)
-        if self._batcher.restrain(num_ran):
+        log.warning("out of memory in a decode step; continuing with fewer samples", running=num_ran, lack=lack)
+        if self._batcher.throttle(num_ran):
             return
         sequence = next(iter(self._batcher.running or self._batcher.waiting), None)
         if sequence is None:
@@ -307,15 +273,15 @@ class LocalSampler:
         )
 
     def partials(self) -> list[Partial]:
-        told, self._partials = self._partials, []
-        return told
+        partials, self._partials = self._partials, []
+        return partials
 
     def cache_use(self) -> CacheUse:
         pool = self._batcher.pool
         return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
 
     def collect(self) -> None:
-        """Let go of versions that were replaced or dropped; their owner may call this after either."""
+        """Drop the bookkeeping of versions that were replaced or removed; their owner may call this after either."""
         for version_id, weights in list(self._weights.items()):
             if version_id is not None and self._versions.get(version_id) is not weights.adapter:
                 weights.alive = False
@@ -333,7 +299,7 @@ class LocalSampler:
             raise UserError(f"the prompt holds token ids outside the vocabulary [0, {self._base.vocab_size})")
         if max_target(sample) >= self._base.vocab_size:
             raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
-        # The last token is only ever returned: its keys and values need no room.
+        # The last token is only returned: its keys and values are never cached.
         capacity = self._cache_budget.capacity + 1
         room = min(context, capacity) - num_prompt
         max_tokens = sample.params.max_tokens
@@ -355,7 +321,7 @@ class LocalSampler:
         if weights is None:
             adapter = None if version_id is None else self._versions.get(version_id)
             if adapter is None:
-                raise NotFoundError(f"there are no weights called {version_id!r} to sample from")
+                raise NotFoundError(f"weights {version_id!r} do not exist; publish or load them first")
             weights = self._weights[version_id] = Weights(adapter, self._num_weights)
             self._num_weights += 1
         return weights
@@ -366,15 +332,15 @@ class LocalSampler:
         return Sequence(request, index, stop, self._grammars.constraint(grammar) if grammar else None)
 
     def _decode(self, token_ids: list[int]) -> str:
-        # The Rust tokenizer itself: transformers' decode costs ten times as much for a few tokens.
+        # Calls the Rust tokenizer: transformers' decode takes ten times as long for a few tokens.
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _run(self, step: SamplerStep) -> None:
         self._prepare(step)
-        through = self._through_pieces if self._deterministic else self._through_layers
+        through = self._forward_chunks if self._deterministic else self._forward
         spans, hidden_TD = through(step.spans)
         if self._keeps_states:
-            self._part_from_batches(step.spans)
+            self._unshare_states(step.spans)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
 
     def _prepare(self, step: SamplerStep) -> None:
@@ -382,15 +348,15 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _part_from_batches(self, spans: Seq[TokenRun]) -> None:
-        """States of running sequences that had no part in a step are not to keep those of an older one in memory."""
+    def _unshare_states(self, spans: Seq[TokenRun]) -> None:
+        """Copy the states of running sequences outside this step, which would keep an older batch in memory."""
         stepped = {id(span.sequence) for span in spans}
         for sequence in self._batcher.running:
             if sequence.state is not None and id(sequence) not in stepped:
-                sequence.state = sequence.state.apart()
+                sequence.state = sequence.state.unshared()
 
-    def _leave_states(self, spans: Seq[TokenRun], recurrence: Recurrence) -> None:
-        """Advance the spans with their states, and keep snapshots where these are wanted."""
+    def _store_states(self, spans: Seq[TokenRun], recurrence: Recurrence) -> None:
+        """Advance the spans with their states, and store the snapshots that are wanted."""
         for span, state in zip(spans, recurrence.after, strict=True):
             span.sequence.state = state
             self._batcher.advance(span)
@@ -398,31 +364,31 @@ class LocalSampler:
             inside = cuts_between(span.start, span.stop, span.sequence.cuts)
             for cut, state in zip(inside, states, strict=True):
                 self._snapshot(span.sequence, span.start + cut, state)
-            self._state_behind(span.sequence, span.stop, span.sequence.state)
+            self._store_state(span.sequence, span.stop, span.sequence.state)
 
-    def _state_behind(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
-        """Keep the state for others, if a snapshot is wanted there, or as the answer's last one so far."""
+    def _store_state(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
+        """Store a snapshot if one is wanted here, or keep the state as the answer's last one at a block boundary."""
         if position in sequence.cuts:
             self._snapshot(sequence, position, state)
         elif state is not None and position > sequence.request.num_prompt and not position % self._batcher.block_size:
-            sequence.tail = position, state.apart()
+            sequence.tail = position, state.unshared()
 
     def _snapshot(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
         snapshots, weights, size = self._batcher.snapshots, sequence.request.weights, self._batcher.block_size
         if snapshots is not None and state is not None and weights.alive:
             snapshots.add(sequence.key(position // size - 1, size), weights.number, state)
 
-    def _through_layers(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
-        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
-        # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
-        # Those of adapters that have equally many do, too: they are one batched product.
+    def _forward(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
+        """Final hidden states of the rows that are needed, and each span with the number of its rows among them."""
+        # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
+        # rows are adjacent, too: they share one batched product.
         num_rows: Counter[int] = Counter()
         for span in spans:
             num_rows[span.sequence.request.weights.number] += span.stop - span.start
         numbers = {id(span): span.sequence.request.weights.number for span in spans}
         spans = sorted(spans, key=lambda span: (num_rows[numbers[id(span)]], numbers[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
-        rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
+        rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence, _seen(span)) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
         sizes = [span.stop - span.start for span in spans]
         recurrence = None
@@ -430,59 +396,75 @@ class LocalSampler:
             firsts = accumulate(sizes, initial=0)
             pieces = [_piece_of(span, first) for span, first in zip(spans, firsts, strict=False)]
             recurrence = Recurrence(pieces, self._base.device)
-        plan = PagedPlan(self._cache, rows, self._base.device, self._strips, recurrence=recurrence)
+        plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
         routing = Routing.of(adapters, sizes)
-        tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        tokens_T = self._uploaded(tokens_T, spans)
         counts = [span.num_wanted for span in spans]
         ends = accumulate(sizes)
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        if not wanted:  # the first pieces of prompts need no logits: compute one row
+        if not wanted:  # the first chunks of prompts need no logits: compute one row
             wanted = [len(tokens_T) - 1]
         positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
             tokens_T, positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted, images
         )
         if recurrence is not None:
-            self._leave_states(spans, recurrence)
+            self._store_states(spans, recurrence)
         else:
             for span in spans:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
 
+    def _uploaded(self, tokens_T: I32, spans: Seq[TokenRun]) -> Tensor:
+        """[T] The tokens on the device, with those that are unread."""
+        on_device_T = upload(tokens_T, self._base.device, torch.int64)
+        ends = accumulate(span.stop - span.start for span in spans)
+        found = [(end - 1, s.sequence.unread_row) for end, s in zip(ends, spans, strict=True) if s.sequence.num_unread]
+        if found:
+            targets, sources = upload_all(list(np.array(found).T), self._base.device)
+            drawn_B = self._unread[-1].chosen.token_ids_B
+            on_device_T.index_copy_(0, targets, drawn_B.index_select(0, sources))
+        return on_device_T
+
     def _positions(self, plan: PagedPlan, spans: Seq[TokenRun]) -> tuple[Tensor, ImageRows | None]:
-        """What RoPE is given, which differs from the places in the cache behind an image; and the rows of images."""
+        """RoPE positions, which after an image differ from cache positions, and the rows of images."""
         if not any(span.sequence.request.placed for span in spans):
             return plan.positions_T, None
-        placed = [PlacedSpan(span.sequence.request.placed, span.start, span.stop) for span in spans]
+        placed = [InputSpan(span.sequence.request.placed, span.start, span.stop) for span in spans]
         positions, images = self._base.positions(placed)
-        return torch.from_numpy(positions).to(self._base.device), images
+        return upload(positions, self._base.device), images
 
-    def _through_pieces(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
-        """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
+    def _forward_chunks(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
+        """The same for every row of the spans, in forwards whose shapes depend on positions alone.
 
-        A kernel adds in an order that it chooses by the shapes that it is given. So a position is always computed in
-        the same place of the same piece of its sequence, beside nothing else: those before it are computed again, and
-        places behind it hold copies of the last token, whose keys and values are dropped.
+        A kernel chooses the order of its additions by the shapes of its inputs. So a position is always computed at the
+        same row of the same chunk of its sequence, with no other sequence in the forward: earlier rows of the chunk are
+        computed again, and later rows hold copies of the last token, whose keys and values are dropped.
         """
         found = []
         for span in spans:
             sequence, state = span.sequence, span.sequence.state
-            begin = span.start - span.start % self._piece_rows
-            for first in range(begin, span.stop, self._piece_rows):
-                wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
-                tokens_T = sequence.tokens_T[first : first + wanted.stop]
-                adapter, whole = sequence.request.weights.adapter, wanted.stop == self._piece_rows
-                placed, blocks = sequence.request.placed, sequence.blocks
-                hidden_TD, after = self._piece(self._cache, tokens_T, first, blocks, adapter, wanted, state, placed)
+            adapter, blocks, placed = sequence.request.weights.adapter, sequence.blocks, sequence.request.placed
+            position, num = span.start, self._chunk_rows
+            while position < span.stop:
+                first, end = position - position % num, position - position % num + num
+                if placed is not None:
+                    first, end, num = placed.fixed_piece(position, self._chunk_rows)
+                wanted = slice(position - first, min(span.stop, end) - first)
+                position, is_complete = first + wanted.stop, wanted.stop == num
+                tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - wanted.stop), "edge")
+                hidden_TD, after = self._forward_chunk(
+                    self._cache, tokens_T, first, blocks, adapter, wanted, state, placed
+                )
                 found.append(hidden_TD)
-                if whole:  # the next piece begins behind it
+                if is_complete:  # the next chunk starts from this state
                     state = after
-                    self._state_behind(sequence, first + wanted.stop, state)
+                    self._store_state(sequence, first + wanted.stop, state)
             sequence.state = state
             self._batcher.advance(span)
         return [(span, span.stop - span.start) for span in spans], torch.cat(found)
 
-    def _piece(
+    def _forward_chunk(
         self,
         cache: KVCache,
         tokens_T: I32,
@@ -491,48 +473,53 @@ class LocalSampler:
         adapter: Adapter | None,
         wanted: slice,
         state: SequenceState | None,
-        placed: Placed | None = None,
+        placed: ImageInput | None = None,
     ) -> tuple[Tensor, SequenceState | None]:
-        """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`, behind `state`; and
-        the state behind the piece.
+        """[n, D]: hidden states of the wanted rows of the chunk that begins at position `first` with `state`; and the
+        state after the chunk.
         """
-        num = self._piece_rows
-        tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
-        rows = Rows(first, first + num, [*blocks, *[0] * num])
+        num = len(tokens_T)
+        seen = placed.seen(first, first + num) if placed is not None else None
+        rows = Rows(first, first + num, [*blocks, *[0] * num], None, seen)
         recurrence = Recurrence([SequencePiece(0, num, state)], self._base.device) if self._keeps_states else None
         plan = PagedPlan(cache, [rows], self._base.device, written=wanted, recurrence=recurrence)
-        rows_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        rows_T = upload(tokens_T, self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None
         if placed is not None:
-            positions, images = self._base.positions([PlacedSpan(placed, first, first + num)])
-            positions_T = torch.from_numpy(positions).to(self._base.device)
+            positions, images = self._base.positions([InputSpan(placed, first, first + num)])
+            positions_T = upload(positions, self._base.device)
         routing = Routing([Segment(0, num, adapter)])
         hidden_TD = self._base.hidden(rows_T, positions_T, plan, routing, images=images)
         return hidden_TD[wanted], recurrence.after[0] if recurrence is not None else None
 
     @torch.inference_mode()
     def _check_repeatable(self) -> None:
-        """Raises SettingsError if the same call gives other bits when it is made again."""
-        num = self._piece_rows
+        """Raises SettingsError if repeating the same forward gives different bits."""
+        num = self._chunk_rows
         tokens_T = (7 * np.arange(2 * num) % self._base.shape.vocab_size).astype(np.int32)
         found = []
         for _ in range(2):
             cache = KVCache(layer_shapes(self._base), num, self._base.device)
             cache.resize(3)  # block 0 is the null block
-            first, state = self._piece(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
-            second, _ = self._piece(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
+            first, state = self._forward_chunk(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
+            second, _ = self._forward_chunk(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
             found.append([first, second, self._base.logits(second[-1:], Routing([Segment(0, 1, None)]))])
-        if not all(torch.equal(ours, again) for ours, again in zip(*found, strict=True)):
-            raise SettingsError("the same rows give other bits from call to call on this machine: not deterministic")
+        if not all(torch.equal(first, second) for first, second in zip(*found, strict=True)):
+            raise SettingsError("repeating a forward gives different bits on this machine: it is not deterministic")
 
     def _score(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> list[tuple[TokenRun, int]]:
-        """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
+        """Compute prompt logprobs where requested; returns the spans to sample from, each with its last row."""
         complete, end = [], 0
         for span, num_rows in spans:
             begin, end = end, end + num_rows
             request = span.sequence.request
             if request.scores.next_row is not None and not score_prompt(
-                self._base, request, hidden_TD[begin:end], span.start, 1 if self._deterministic else None
+                self._base,
+                request.scores,
+                request.weights.adapter,
+                hidden_TD[begin:end],
+                span.start,
+                1 if self._deterministic else None,
             ):
                 self._settle(request, UserError(NOT_FINITE))
             elif span.completes:
@@ -540,16 +527,16 @@ class LocalSampler:
         return complete
 
     def _sample(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> None:
-        """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
+        """Sample the next token of sequences without pending tokens, and the first token of forked siblings."""
         if self._deterministic and len(spans) > 1:
             for span in spans:
                 self._sample([span], hidden_TD)
             return
         if not spans:
             return
-        # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
+        # Pad with copies of the last row, as in the layers: every new number of rows is another product to compile.
         repeated = round_up(len(spans)) - len(spans)
-        rows = torch.tensor([row for _, row in [*spans, *[spans[-1]] * repeated]], device=hidden_TD.device)
+        rows = upload(np.array([row for _, row in [*spans, *[spans[-1]] * repeated]]), hidden_TD.device)
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
         routing = Routing.of([*adapters, *[None] * repeated], [1] * len(rows))
         logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
@@ -558,15 +545,15 @@ class LocalSampler:
         if self._deterministic:
             for sequence in sequences:
                 own_1V = logits_BV.clone()  # `choose` works in place
-                self._append([sequence], choose(own_1V, draws_of([sequence]), adjust(own_1V, [sequence])))
+                self._hold([sequence], _choose(own_1V, [sequence]))
             return
         if len(sequences) > len(spans):
-            sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
-            logits_BV = logits_BV.repeat_interleave(sizes, 0)
-        self._append(sequences, choose(logits_BV, draws_of(sequences), adjust(logits_BV, sequences)))
+            leaders = np.repeat(np.arange(len(families)), [len(family) for family in families])
+            logits_BV = logits_BV.index_select(0, upload(leaders, logits_BV.device))
+        self._hold(sequences, _choose(logits_BV, sequences))
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
-        """The other answers of a request whose prompt was just computed, those that can run at once."""
+        """The other answers of a request whose prompt was just computed, as far as they can run at once."""
         request = leader.request
         if leader.index or request.forked or request.sample.num_samples == 1:
             return []
@@ -575,22 +562,54 @@ class LocalSampler:
         self._requests[request.sample.request_id] += children
         return self._batcher.fork(leader, children)
 
-    def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
-        topk_rows = _topk_rows(sequences, chosen)
-        # One read from the device: a float64 holds either exactly.
-        read_2B = torch.stack((chosen.token_ids_B.double(), chosen.logprobs_B.double())).cpu().numpy()
-        token_ids, logprobs = read_2B[0].astype(np.int64).tolist(), read_2B[1].tolist()
+    def _hold(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
+        """Append each sequence's token, at once or in the next step."""
+        top = () if chosen.top is None else (chosen.top.ids_Rk, chosen.top.logprobs_Rk)
+        flags = () if chosen.exhausted_B is None else (chosen.exhausted_B,)
+        readback = Readback(chosen.token_ids_B, chosen.logprobs_B, *top, *flags)
+        self._unread.append(_Drawn(sequences, chosen, readback))
+        if self._reads_late and not any(sequence.request.needs_answer for sequence in sequences):
+            for row, sequence in enumerate(sequences):
+                sequence.extend(row)
+        else:
+            self._read_all_but(0)
+
+    def _read_all_but(self, num: int) -> None:
+        """Read the tokens of all steps but the last `num`."""
+        while len(self._unread) > num:
+            self._append(self._unread.pop(0))
+
+    def _leave(self, sequences: Seq[Sequence]) -> None:
+        """Free what sequences hold whose last token was drawn."""
+        for sequence in sequences:
+            if sequence.tail is not None:
+                self._snapshot(sequence, *sequence.tail)
+        if sequences:
+            self._batcher.retire(sequences)
+
+    def _append(self, drawn: _Drawn) -> None:
+        """Append each sequence's token and settle requests that end."""
+        sequences, chosen = drawn.sequences, drawn.chosen
+        if not any(sequence.is_open for sequence in sequences):
+            return
+        ids_B, logprobs_B, *others = drawn.readback.values()
+        topk_rows = {} if chosen.top is None else _topk_rows(sequences, chosen.top.rows, others[0], others[1])
+        exhausted = [False] * len(sequences) if chosen.exhausted_B is None else others[-1].tolist()
+        token_ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
         for row, sequence in enumerate(sequences):
             request = sequence.request
-            if request.sample.request_id not in self._requests:
-                continue  # a sibling failed in this very step
-            if sequence.exhausted:
+            if not sequence.is_open:
+                continue  # ended by an earlier token, cancelled, or failed with a sibling
+            if exhausted[row]:
                 self._settle(request, UserError(EXHAUSTED))
                 continue
             if np.isnan(logprobs[row]):
                 self._settle(request, UserError(NOT_FINITE))
                 continue
+            position = sequence.num_known
             reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
+            if sequence.num_cached > position:
+                self._batcher.register(sequence, position, position + 1)
             if sequence.constraint and (error := sequence.constraint.error):
                 self._settle(request, error)
                 continue
@@ -598,9 +617,8 @@ class LocalSampler:
                 self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
             if reason is None:
                 continue
-            if sequence.tail is not None:
-                self._snapshot(sequence, *sequence.tail)
-            self._batcher.remove([sequence])
+            self._leave([sequence])
+            sequence.is_open = False
             self._requests[request.sample.request_id].remove(sequence)
             result = request.finish(sequence.index, sequence.answer(reason))
             if result is not None:
@@ -612,21 +630,35 @@ class LocalSampler:
         self._settled.append((request_id, outcome))
 
 
+def _seen(span: TokenRun) -> I64 | None:
+    placed = span.sequence.request.placed
+    return placed.seen(span.start, span.stop) if placed is not None else None
+
+
 def _piece_of(span: TokenRun, first: int) -> SequencePiece:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
     return SequencePiece(first, span.stop - span.start, sequence.state, cuts)
 
 
+def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Chosen:
+    """Sample each sequence's next token. Overwrites the logits."""
+    adjusted = adjust(logits_BV, sequences)
+    if adjusted is None:
+        return choose(logits_BV, draws_of(sequences))
+    return choose(logits_BV, draws_of(sequences), adjusted.logits_BV)._replace(exhausted_B=adjusted.exhausted_B)
+
+
 def draws_of(sequences: Seq[Sequence]) -> Draws:
-    params = [sequence.request.sample.params for sequence in sequences]
+    given_B5 = np.array([sequence.request.draw for sequence in sequences])
+    temperature_B, top_k_B, top_p_B, min_p_B, num_top_B = given_B5.T
     return Draws(
-        temperature_B=np.array([p.temperature for p in params], np.float32),
-        top_k_B=np.array([p.top_k for p in params], np.int64),
-        top_p_B=np.array([p.top_p for p in params], np.float64),
+        temperature_B=temperature_B.astype(np.float32),
+        top_k_B=top_k_B.astype(np.int64),
+        top_p_B=top_p_B,
         uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
-        min_p_B=np.array([p.adjustments.min_p if p.adjustments else 0.0 for p in params], np.float64),
-        num_top_B=np.array([sequence.request.sample.topk_sample_logprobs for sequence in sequences]),
+        min_p_B=min_p_B,
+        num_top_B=num_top_B.astype(np.int64),
     )
 
 
@@ -636,20 +668,18 @@ def _grammar_of(sample: Sample) -> Grammar | None:
 
 
 def _partial(sequence: Sequence, token: int, logprob: float, top: TopRow | None) -> Partial:
-    """The newest token of a sequence, to be told at once."""
+    """The newest token of a sequence, for streaming."""
     topk = () if top is None else ((tuple(top[0].tolist()), tuple(top[1].tolist())),)
     request_id = sequence.request.sample.request_id
-    return Partial(request_id, sequence.index, sequence.num_generated - 1, (token,), (logprob,), topk)
+    place = sequence.num_known - sequence.request.num_prompt - 1
+    return Partial(request_id, sequence.index, place, (token,), (logprob,), topk)
 
 
-def _topk_rows(sequences: Seq[Sequence], chosen: Chosen) -> dict[int, TopRow]:
+def _topk_rows(sequences: Seq[Sequence], rows: Seq[int], ids_Rk: I64, logprobs_Rk: F32) -> dict[int, TopRow]:
     """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
-    if chosen.top is None:
-        return {}
-    ids, logprobs = chosen.top.ids_Rk.to(torch.int32).cpu().numpy(), chosen.top.logprobs_Rk.cpu().numpy()
     found = {}
-    for place, row in enumerate(chosen.top.rows):
+    for place, row in enumerate(rows):
         k = sequences[row].request.sample.topk_sample_logprobs
-        # Copies, lest a narrow row keep the widest one's batch alive.
-        found[row] = (ids[place, :k].copy(), logprobs[place, :k].copy())
+        # Copies, so that a row with small k does not keep the widest row's batch alive.
+        found[row] = (ids_Rk[place, :k].astype(np.int32), logprobs_Rk[place, :k].copy())
     return found

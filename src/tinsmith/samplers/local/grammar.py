@@ -1,8 +1,8 @@
-"""Grammars that answers are held to: which tokens may come next (llguidance does the work).
+"""Grammar-constrained decoding: which tokens may come next (llguidance does the work).
 
-A grammar is compiled once, within limits, and kept for the next request that has it; each answer walks a copy. What is
-too large or too ambiguous is refused at submission, or ends its request when the limit of a step is met. Knows tokens
-and no model. The first request that needs the library loads it.
+A grammar is compiled once, within limits, and cached; each answer walks a copy. A grammar that is too large or too
+ambiguous is rejected at submission, or fails its request when a step exceeds its limit. Knows tokens and no model. The
+library is imported with the first request that needs it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
     from transformers import PreTrainedTokenizerFast
 
-MOST_KEPT = 64
-SHOWN = 300  # characters of the library's reason
+MAX_COMPILED = 64
+REASON_CHARS = 300  # characters of the library's reason
 
 LIMITS = {
     "max_items_in_row": 2_000,
@@ -35,20 +35,20 @@ LIMITS = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Of what the library computes: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
+"""Limits of llguidance: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
 
 _JSON = cast("JsonCompileOptions", dict(JSON_FORM))
 
 
-MOST_NUMBER = 40
-"""Characters of a number in JSON. A double takes 25 at most; a schema sets no bound, and some models find no end."""
+MAX_NUMBER_LENGTH = 40
+"""Characters of a number in JSON. A double takes 25 at most; schemas set no bound, and some models never stop."""
 
 _NUMBER = frozenset(b"0123456789+-.eE")
 _QUOTE, _ESCAPE = b'"\\'
 
 
-class Spellings:
-    """What the tokens of a vocabulary are, byte by byte."""
+class TokenBytes:
+    """The bytes of each token of a vocabulary."""
 
     def __init__(self, tokenizer: LLTokenizer, num_vocab: int) -> None:
         self.bytes_of = [tokenizer.decode_bytes([token]) for token in range(num_vocab)]
@@ -56,15 +56,15 @@ class Spellings:
 
 
 class NumberRun:
-    """How long the number is that JSON ends with, as it comes token by token; 0 in a string and elsewhere."""
+    """Length of the number that the JSON text ends with, updated token by token; 0 inside a string and elsewhere."""
 
-    def __init__(self, spellings: Spellings) -> None:
-        self.spellings = spellings
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self.token_bytes = token_bytes
         self.length = 0
         self._in_string = self._escaped = False
 
     def push(self, token: int) -> None:
-        for byte in self.spellings.bytes_of[token]:
+        for byte in self.token_bytes.bytes_of[token]:
             if self._in_string:
                 self._in_string = self._escaped or byte != _QUOTE
                 self._escaped = byte == _ESCAPE and not self._escaped
@@ -74,7 +74,7 @@ class NumberRun:
 
 
 class Constraint:
-    """One answer's way through its grammar; `number` bounds the numbers of one that is JSON."""
+    """One answer's position in its grammar; `number` bounds the length of JSON numbers."""
 
     def __init__(self, matcher: LLMatcher, num_vocab: int, number: NumberRun | None = None) -> None:
         self._matcher = matcher
@@ -82,12 +82,12 @@ class Constraint:
         self._number = number
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """[V]: the tokens that may come next; an end token where the answer may end."""
+        """[V]: the tokens that may come next, including an end token where the answer may end."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = bits[: self._num_vocab].astype(np.bool_)
-        if self._number is not None and self._number.length >= MOST_NUMBER:
-            ending = allowed & ~self._number.spellings.continues_number
-            return ending if ending.any() else allowed  # a schema may want a longer one
+        if self._number is not None and self._number.length >= MAX_NUMBER_LENGTH:
+            ending = allowed & ~self._number.token_bytes.continues_number
+            return ending if ending.any() else allowed  # a schema may require a longer number
         return allowed
 
     def push(self, token: int) -> None:
@@ -97,14 +97,14 @@ class Constraint:
 
     @property
     def finished(self) -> bool:
-        """Nothing may follow; also after an error."""
+        """True if no token may follow; also after an error."""
         return self._matcher.is_stopped()
 
     @property
     def error(self) -> UserError | None:
         if not self._matcher.is_error():
             return None
-        return UserError(f"the grammar takes more work than a token may: {self._matcher.get_error()[:SHOWN]}")
+        return UserError(f"the grammar exceeds the work allowed per token: {self._matcher.get_error()[:REASON_CHARS]}")
 
 
 class Grammars:
@@ -113,7 +113,7 @@ class Grammars:
         self._num_vocab = num_vocab
         self._end_token_ids = sorted(end_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._spellings: Spellings | None = None
+        self._token_bytes: TokenBytes | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> LLMatcher:
@@ -122,7 +122,7 @@ class Grammars:
         if matcher is None:
             matcher = self._compiled[grammar] = self._compile(grammar)
         self._compiled.move_to_end(grammar)
-        while len(self._compiled) > MOST_KEPT:
+        while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return matcher
 
@@ -130,18 +130,18 @@ class Grammars:
         matcher = self.compiled(grammar).deep_copy()
         if grammar.kind not in ("json_schema", "json_lark"):
             return Constraint(matcher, self._num_vocab)
-        if self._spellings is None:
+        if self._token_bytes is None:
             assert self._tokenizer is not None
-            self._spellings = Spellings(self._tokenizer, self._num_vocab)
-        return Constraint(matcher, self._num_vocab, NumberRun(self._spellings))
+            self._token_bytes = TokenBytes(self._tokenizer, self._num_vocab)
+        return Constraint(matcher, self._num_vocab, NumberRun(self._token_bytes))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits  # when a grammar is first used: an engine may never need it
+        from llguidance import LLMatcher, LLParserLimits  # lazy: many engines never need it
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
             if not self._end_token_ids:
-                raise NotSupportedError("this model has no end token, so that no answer can be held to a grammar")
+                raise NotSupportedError("this model has no end token, so answers cannot be constrained by a grammar")
             self._tokenizer = from_tokenizer(self._hf_tokenizer, self._num_vocab, self._end_token_ids)
         of_kind = {
             "json_schema": partial(LLMatcher.grammar_from_json_schema, overrides=_JSON),
@@ -152,8 +152,8 @@ class Grammars:
         try:
             source = of_kind[grammar.kind](grammar.text)
         except ValueError as error:
-            raise UserError(f"the {grammar.kind} cannot be compiled: {str(error)[:SHOWN]}") from None
+            raise UserError(f"the {grammar.kind} cannot be compiled: {str(error)[:REASON_CHARS]}") from None
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
-            raise UserError(f"the {grammar.kind} cannot be compiled: {matcher.get_error()[:SHOWN]}")
+            raise UserError(f"the {grammar.kind} cannot be compiled: {matcher.get_error()[:REASON_CHARS]}")
         return matcher

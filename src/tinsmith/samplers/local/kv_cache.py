@@ -1,24 +1,20 @@
-"""The tensors of the paged key/value cache, and what a model's layers keep in them.
+"""The paged KV cache: its tensors, and the allocation of its blocks.
 
-`KVCache` holds blocks of `block_size` tokens for every layer; which block belongs to whom is the
-`BlockPool`'s affair, whose `num_blocks` the tensors follow. Nothing is allocated before the first `resize`.
-What a layer caches is learned by running one token through the model, because configurations do not say it
-for every family.
+`KVCache` holds blocks of `block_size` tokens for every layer. On a CPU the tensors follow `BlockPool.num_blocks`, which
+grows with the work and shrinks when memory is needed elsewhere. On CUDA all blocks are allocated when the sampler is
+created (`BlockPool.fill`), because growing copies the cache and needs twice its memory for a moment. What a layer
+caches is found by running one token through the model, because configurations do not state it for every family.
 
-Letters: T rows of a step, n sequences, C blocks of a table, K = C * S positions, S slots of a block, H query
-heads, G key heads, D head dim.
+`BlockPool` keeps counts, a free list and a prefix index, no tensors. A block holds the keys and values of `block_size`
+consecutive tokens. It is in exactly one state: free; live (referenced by one or more sequences); or cached
+(unreferenced, but found by its key for a later prompt). Block 0 is the null block: always zero, never allocated, the
+padding of every block table. A key is a digest of everything that the block depends on (`chain_key`): the weights,
+named by a namespace, all tokens up to the block's end, and the scope within which prompts are shared. The pool grows
+only for live blocks and otherwise evicts the least recently used cached block. Blocks in `take_fresh()` must be zeroed
+before use, because a stale NaN under a mask is still a NaN.
 
-Which blocks of the key/value cache belong to whom: counts, a free list and a prefix index, no tensors.
-
-A block holds the keys and values of `block_size` consecutive tokens. It is in exactly one state: free; live
-(one or more sequences refer to it); or cached (nobody refers to it, but a later prompt may find it by its
-key). Block 0 is the null block: always zero, never handed out, the padding of every block table. A key is a
-digest of everything the block depends on (`chain_key`): the weights, named by a namespace, all tokens up to the
-block's end, and the scope within which prompts are shared. The pool grows only when live blocks need the room and
-otherwise drops the cached block that was used longest ago, so memory follows the work and not the traffic. It shrinks
-when its owner needs the memory for something else. The
-cache's tensors follow `num_blocks`; blocks in `take_fresh()` must be zeroed before use, because a stale NaN under
-a mask is still a NaN.
+Letters: T rows of a step, n sequences, C blocks of a table, K = C * S positions, S slots of a block, H query heads, G
+key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -29,18 +25,23 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe
-from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.host import upload_all
+from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 
 MIN_CACHE_BYTES = 512 * 2**20
 
+CUDA_SHARE = 0.3
+"""Share of the free memory of a CUDA device when the sampler is created; adapters and activations use the rest."""
+
 
 class LayerShape(NamedTuple):
-    """What one layer keeps per token."""
+    """What one layer caches per token."""
 
     num_heads: int
     key_dim: int
@@ -71,8 +72,8 @@ class KVCache:
         return sum(shape.num_bytes for shape in self._shapes.values())
 
     def resize(self, num_blocks: int) -> None:
-        """Grow; what was cached stays, what is new is zero. If memory runs out, what was cached stays, and another
-        call, for as many or more, goes on.
+        """Grow; existing blocks are kept, new ones are zero. If memory runs out, existing blocks are kept, and a later
+        call with at least as many blocks completes the growth.
         """
         for shape, layers in self.members.items():
             size = (
@@ -95,7 +96,7 @@ class KVCache:
         return sum(store.nbytes for store in self._stores.values())
 
     def shrink(self, num_blocks: int, moves: Mapping[int, int]) -> None:
-        """Keep the first blocks, in which those that moved (old number -> new) lie by then."""
+        """Keep the first blocks, after moving blocks by `moves` (old number -> new)."""
         sources = list(range(num_blocks))
         for source, target in moves.items():
             sources[target] = source
@@ -106,19 +107,22 @@ class KVCache:
         self.num_blocks = num_blocks
 
     def clear(self) -> None:
-        """Hold nothing, until the next `resize`."""
+        """Free all tensors until the next `resize`."""
         self._stores.clear()
         self._layers.clear()
         self.num_blocks = 0
 
     def prepare(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int]) -> None:
         """Copy blocks (source, target), then zero the fresh ones, in all layers."""
+        if not (copies or fresh):
+            return
+        numbers = [np.array(part, np.int64) for part in ([s for s, _ in copies], [t for _, t in copies], fresh)]
+        sources, targets, cleared = upload_all(numbers, self._device)
         for store in self._stores.values():
             if copies:
-                source, target = torch.tensor(copies, device=self._device).unbind(1)
-                store[:, target] = store[:, source]
+                store.index_copy_(1, targets, store.index_select(1, sources))
             if fresh:
-                store.index_fill_(1, torch.tensor(fresh, device=self._device), 0)
+                store.index_fill_(1, cleared, 0)
 
     def write(self, layer: int, slots_T: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self._layers[layer].flatten(0, 1).index_copy_(0, slots_T, torch.cat((k_TGD, v_TGD), -1))
@@ -131,40 +135,46 @@ class KVCache:
         rows = rows.transpose(1, 2)
         return rows[..., :key_dim], rows[..., key_dim:]
 
+    def shape(self, layer: int) -> LayerShape:
+        return self._shapes[layer]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """k and v of all blocks, [blocks, S, G, D] each: views."""
+        store, key_dim = self._layers[layer], self._shapes[layer].key_dim
+        return store[..., :key_dim], store[..., key_dim:]
+
     def gather(self, shape: LayerShape, blocks_nC: Tensor) -> Tensor:
-        """Keys and values of all layers of one shape, [layers, n, K, G, D] with values behind keys."""
+        """Keys and values of all layers of one shape, [layers, n, K, G, D]; D holds the key, then the value."""
         store = self._stores[shape]
         rows = store.index_select(1, blocks_nC.flatten())
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
 
 
-def noted_layers(base: BaseModel) -> AttentionProbe:
-    """What the layers cache and keep of one token."""
-    noting = AttentionProbe()
+def probe_layers(base: BaseModel) -> AttentionProbe:
+    """Records what the layers cache and store for one token."""
+    probe = AttentionProbe()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
-        base.hidden(token_T, token_T, noting, Routing([Segment(0, 1, None)]))
-    return noting
+        base.hidden(token_T, token_T, probe, Routing([Segment(0, 1, None)]))
+    return probe
 
 
 def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:
-    return {layer: LayerShape(*asked[-1][:4]) for layer, asked in noted_layers(base).asked.items()}
+    return {layer: LayerShape(*calls[-1][:4]) for layer, calls in probe_layers(base).calls.items()}
 
 
 def default_bytes(base: BaseModel, token_bytes: int) -> int:
-    """Room for one whole context but at least 512 MiB, and at most a quarter of memory (on CUDA: half of what
-    is free).
-
-    It is a ceiling: a cache grows only as live sequences need it.
+    """On CUDA, CUDA_SHARE of the free memory, allocated at once. Elsewhere a ceiling for growth: one whole context but
+    at least 512 MiB, and at most a quarter of memory.
     """
     if base.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(base.device)[0] // 2)
+        return int(CUDA_SHARE * torch.cuda.mem_get_info(base.device)[0])
     quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return max(MIN_CACHE_BYTES, min(base.max_context_length * token_bytes, quarter))
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a block whose predecessor has the key `parent` (at first its namespace's root)."""
+    """The key of a block whose predecessor has the key `parent` (for the first block, the root of its namespace)."""
     return hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
 
 
@@ -173,14 +183,14 @@ def root_key(namespace: int, scope: str = "") -> bytes:
 
 
 class BlockPool:
-    """Not thread-safe; every method is O(blocks it is given)."""
+    """Not thread-safe; every method is O(blocks given)."""
 
     def __init__(self, *, max_blocks: int, initial_blocks: int = 64) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks is {max_blocks}; it must be at least 1")
         self.max_blocks = max_blocks
         self.limit: int | None = None
-        """For a while, fewer than `max_blocks`: there was no memory for more."""
+        """A temporary limit below `max_blocks`, set when there was no memory for more."""
         self.num_blocks = 1  # the null block counts towards the tensors, not towards max_blocks
         self._initial_blocks = initial_blocks
         self._free: list[int] = []
@@ -208,11 +218,15 @@ class BlockPool:
     def _most(self) -> int:
         return self.max_blocks if self.limit is None else min(self.max_blocks, self.limit)
 
+    def fill(self) -> None:
+        """Allocate all blocks from the start, so that the pool never grows."""
+        self._grow(self.max_blocks)
+
     def refs(self, block: int) -> int:
         return self._refs.get(block, 0)
 
     def allocate(self, num: int) -> list[int] | None:
-        """`num` blocks with one reference each, or None (and no change) if there are not so many."""
+        """`num` blocks with one reference each, or None (and no change) if fewer are available."""
         if num > self.num_available:
             return None
         self._make_room(num)
@@ -233,7 +247,7 @@ class BlockPool:
             self._refs[block] = self._refs.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each. The end of a chain becomes evictable before its beginning."""
+        """Drop one reference to each. The end of a chain becomes evictable before its start."""
         for block in reversed(blocks):
             left = self._refs[block] - 1
             if left:
@@ -246,7 +260,7 @@ class BlockPool:
                 self._free.append(block)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known run of keys, not yet acquired."""
+        """The blocks of the longest known prefix of keys, not yet acquired."""
         blocks = []
         for key in keys:
             block = self._by_key.get(key)
@@ -256,7 +270,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, key: bytes, namespace: int) -> None:
-        """Let later prompts find a live, full block. A key's first block wins; others stay private."""
+        """Let later prompts find a live, full block. A key keeps its first block; later ones stay private."""
         if key in self._by_key or block in self._key_of:
             return
         self._by_key[key] = block
@@ -264,7 +278,7 @@ class BlockPool:
         self._namespaces.setdefault(namespace, set()).add(block)
 
     def forget(self, namespace: int) -> None:
-        """Nobody finds this namespace's blocks any more; those that nobody refers to are free."""
+        """Unregister this namespace's blocks and free those that are unreferenced."""
         for block in list(self._namespaces.get(namespace, ())):
             self._forget_block(block)
             if block in self._cached:
@@ -272,8 +286,8 @@ class BlockPool:
                 self._free.append(block)
 
     def shrink(self, size: int) -> dict[int, int]:
-        """Keep no more than `size` blocks, live ones among them all; cached ones go, the least recently used first. The
-        others get numbers from 1 to `size`: returns old number -> new, of those that move.
+        """Keep at most `size` blocks, including all live ones; evicts the least recently used cached blocks first. The
+        kept blocks get numbers from 1 to `size`; returns old number -> new for those that move.
         """
         if len(self._refs) > size:
             raise ValueError(f"{len(self._refs)} blocks are live, more than {size}")
@@ -295,7 +309,7 @@ class BlockPool:
         return moves
 
     def _evict(self) -> None:
-        """Free the cached block that was used longest ago."""
+        """Free the least recently used cached block."""
         block, _ = self._cached.popitem(last=False)
         self._forget_block(block)
         self._free.append(block)

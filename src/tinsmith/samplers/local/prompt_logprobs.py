@@ -1,10 +1,17 @@
-"""What a request wants to know about its prompt, and how much of that is known: no tensors, no model.
+"""Prompt logprobs of a request: which rows are scored, and their logprobs from chunks of hidden states.
 
-Row t of a prompt is the hidden state of its token t; it predicts token t + 1. `rows_R` are the rows whose logits
-somebody wants, in order, and the first `num_scored` of them are done. Rows before the next one to score may come
-from the prefix cache: whoever asks for the logprobs of a prompt's end only does not pay for its beginning.
+Row t of a prompt is the hidden state of token t; it predicts token t + 1. `rows_R` are the rows whose logits are
+wanted, in order; the first `num_scored` of them are done. Rows before the next one to score may come from the prefix
+cache, so a request for the logprobs of a prompt's end does not pay for its beginning. A row is scored once, even if
+preemptions compute it several times.
 
-Letters: T tokens of the prompt, R wanted rows, C cells that name a target, k entries of a row.
+`score_prompt` accepts hidden states in chunks of any size and reads from the device once per chunk of rows. All
+logprobs are at temperature 1 and over the whole vocabulary, including those of alternatives: only the drawing of
+alternatives follows the request's temperature. Alternatives are drawn with numbers that depend on the seed, the row and
+the draw alone, from the full distribution, ignoring top_k and top_p.
+
+Letters: T tokens of the prompt, R wanted rows or those scored at once, D hidden size, V vocabulary, C cells that name a
+target, k entries of a row.
 """
 
 from __future__ import annotations
@@ -12,15 +19,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from tinsmith.samplers.local.sampling import uniforms
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local.sampling import draw_each, top_rows, uniforms
 from tinsmith.types import EMPTY_LOGPROB, F32, I64, AltTokens, Sample, SparseRows, TopK
+
+SCORED_NUMBERS = 2**22
+"""Rows times vocabulary of logits computed at once: 16 MiB of float32."""
 
 
 class PromptScores:
-    """`first_own_row`: from here on the prompt's own tokens and the likeliest ones are wanted."""
+    """`first_own_row`: the first row that needs the logprob of the prompt's own token and the top-k tokens."""
 
     def __init__(self, sample: Sample, seed: int) -> None:
+        self.sample = sample
         num_prompt, k = len(sample.prompt_T), sample.topk_prompt_logprobs
         num_rows, last_n, alt_k = num_prompt - 1, sample.prompt_logprobs_last_n, sample.prompt_alt_tokens_k
         self.prompt_logprobs_T = np.full(num_prompt, np.nan, np.float32) if sample.prompt_logprobs else None
@@ -49,7 +66,7 @@ class PromptScores:
         return int(self.rows_R[self.num_scored]) if self.num_scored < len(self.rows_R) else None
 
     def target_prompt(self) -> F32 | SparseRows | None:
-        """The targets' logprobs in the layout in which the targets came."""
+        """The targets' logprobs in the layout of the request."""
         targets = self._targets
         if targets is None:
             return None
@@ -70,7 +87,7 @@ def empty_topk(num_rows: int, k: int) -> TopK:
 
 
 def _cells(targets: I64 | SparseRows | None) -> tuple[I64, I64, I64]:
-    """Of every cell that names a token: its place among the values, its row and its token, by row."""
+    """For every cell that names a token: its index among the values, its row and its token, ordered by row."""
     if targets is None:
         nothing = np.empty(0, np.int64)
         return nothing, nothing, nothing
@@ -83,3 +100,84 @@ def _cells(targets: I64 | SparseRows | None) -> tuple[I64, I64, I64]:
 
 def _ids(targets: I64 | SparseRows) -> F32 | I64:
     return targets.values if isinstance(targets, SparseRows) else targets.ravel()
+
+
+def score_prompt(
+    base: BaseModel,
+    scores: PromptScores,
+    adapter: Adapter | None,
+    hidden_TD: Tensor,
+    start: int,
+    max_rows: int | None = None,
+) -> bool:
+    """Score the prompt from token `start` on. False if some logits are not finite.
+
+    Logits are computed for at most `max_rows` rows at once; None: as many as SCORED_NUMBERS allows.
+    """
+    device = hidden_TD.device
+    stop = int(np.searchsorted(scores.rows_R, start + len(hidden_TD)))
+    chunk = max_rows or max(SCORED_NUMBERS // base.vocab_size, 1)
+    while scores.num_scored < stop:
+        rows_R = scores.rows_R[scores.num_scored : min(scores.num_scored + chunk, stop)]
+        hidden_RD = hidden_TD.index_select(0, upload(rows_R - start, device))
+        logits_RV = base.logits(hidden_RD, Routing([Segment(0, len(rows_R), adapter)]))
+        logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
+        found = {"is_nan": logprobs_RV[:, 0].isnan()}
+        found |= _own(scores, rows_R, logprobs_RV) | _targets(scores, rows_R, logprobs_RV)
+        found |= _alternatives(scores, rows_R, logits_RV, logprobs_RV)
+        values = dict(zip(found, read(*found.values()), strict=True))
+        if values["is_nan"].any():
+            return False
+        _store(scores, rows_R, values)
+        scores.num_scored += len(rows_R)
+    return True
+
+
+def _own(scores: PromptScores, rows_R: I64, logprobs_RV: Tensor) -> dict[str, Tensor]:
+    """Logprobs of the prompt's own tokens and the top-k tokens, for rows from `first_own_row` on."""
+    rows_R = rows_R[int(np.searchsorted(rows_R, scores.first_own_row)) :]
+    logprobs_RV = logprobs_RV[len(logprobs_RV) - len(rows_R) :]
+    found: dict[str, Tensor] = {}
+    if len(rows_R) and scores.prompt_logprobs_T is not None:
+        targets_R = upload(scores.sample.prompt_T[rows_R + 1], logprobs_RV.device, torch.int64)
+        found["own"] = logprobs_RV.gather(1, targets_R[:, None])[:, 0]
+    if len(rows_R) and scores.topk_prompt is not None:
+        found["top_ids"], found["top"] = top_rows(logprobs_RV, scores.sample.topk_prompt_logprobs)
+    return found
+
+
+def _cells_of(scores: PromptScores, rows_R: I64) -> slice:
+    """The cells of these rows, which are adjacent among the wanted ones."""
+    return slice(*np.searchsorted(scores.cell_rows_C, [rows_R[0], rows_R[-1] + 1]).tolist())
+
+
+def _targets(scores: PromptScores, rows_R: I64, logprobs_RV: Tensor) -> dict[str, Tensor]:
+    cells = _cells_of(scores, rows_R)
+    if cells.start == cells.stop:
+        return {}
+    at_C = np.searchsorted(rows_R, scores.cell_rows_C[cells]) * logprobs_RV.shape[1] + scores.cell_ids_C[cells]
+    return {"targets": logprobs_RV.view(-1).index_select(0, upload(at_C, logprobs_RV.device))}
+
+
+def _alternatives(scores: PromptScores, rows_R: I64, logits_RV: Tensor, logprobs_RV: Tensor) -> dict[str, Tensor]:
+    if scores.alt_tokens is None:
+        return {}
+    uniform_Rk = upload(scores.alt_uniform_Tk[rows_R], logits_RV.device)
+    ids_Rk = draw_each(logits_RV, scores.sample.params.temperature, uniform_Rk)
+    return {"alt_ids": ids_Rk, "alt": logprobs_RV.gather(1, ids_Rk)}
+
+
+def _store(scores: PromptScores, rows_R: I64, values: dict[str, np.ndarray]) -> None:
+    """Store the values that were read for these rows."""
+    positions_R = rows_R[int(np.searchsorted(rows_R, scores.first_own_row)) :] + 1
+    if scores.prompt_logprobs_T is not None and "own" in values:
+        scores.prompt_logprobs_T[positions_R] = values["own"]
+    if scores.topk_prompt is not None and "top" in values:
+        width = values["top"].shape[1]
+        scores.topk_prompt.token_ids_Tk[positions_R, :width] = values["top_ids"]
+        scores.topk_prompt.logprobs_Tk[positions_R, :width] = values["top"]
+    if "targets" in values:
+        scores.target_logprobs_C[_cells_of(scores, rows_R)] = values["targets"]
+    if scores.alt_tokens is not None:
+        scores.alt_tokens.token_ids_Tk[rows_R] = values["alt_ids"]
+        scores.alt_tokens.logprobs_Tk[rows_R] = values["alt"]

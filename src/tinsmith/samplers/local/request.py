@@ -1,10 +1,10 @@
-"""What the local sampler remembers of a request and of each answer that is being generated for it.
+"""State of a sampling request and of each answer that is being generated for it.
 
-A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request
-runs. A `Sequence` is one of its answers: prompt and generated tokens, which cache blocks hold the first `num_cached` of
-them, and the state behind these in a model that keeps one. The rest, `num_pending` tokens, go through the model next:
-many for a prompt, one while decoding, many again after a preemption, which drops the blocks and keeps the tokens. No
-arithmetic, no model.
+A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request runs. A
+`Sequence` is one answer: prompt and generated tokens, the blocks that cache the first `num_cached` of them, and the
+state after those in a stateful model. The remaining `num_pending` tokens go through the model next: many for a prompt,
+one while decoding, many again after a preemption, which drops the blocks and keeps the tokens. The last `num_unread`
+tokens are drawn and still on the device: they count, but their values are unknown. No arithmetic, no model.
 
 Letters: T tokens, k entries of a top-k row.
 """
@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.vision import Placed
+from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
@@ -28,27 +28,27 @@ from tinsmith.samplers.local.states import SequenceState
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
 TopRow = tuple[I32, F32]
-"""The likeliest tokens of one position and their logprobs."""
+"""The top-k tokens of one position and their logprobs."""
 
 
 Decode = Callable[[list[int]], str]
 
 WINDOW_TOKENS = 24  # decoded per token; the window is then cut back to KEEP_TOKENS
 KEEP_TOKENS = 8  # a character has at most 4 bytes, a token at least one, so an unfinished character is inside
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are not (yet) a character
+UNFINISHED = "\ufffd"  # decoders write this for bytes that are not (yet) a character
 
 
 class StopRule:
     """When a sequence stops: end-of-sequence tokens, stop tokens, and stop strings in the decoded text.
 
-    It is fed one token at a time and answers whether this token completes a stop. Strings are matched on what a client
-    sees when it decodes the generated tokens, special tokens included; a string may span tokens, and a character may be
-    split over tokens. Each token decodes a window of at most WINDOW_TOKENS tokens, never the whole answer.
+    It takes one token at a time and returns whether that token completes a stop. Strings are matched against the text
+    that a client decodes, special tokens included; a string may span tokens, and a character may be split over tokens.
+    Each token decodes a window of at most WINDOW_TOKENS tokens, never the whole answer.
     """
 
     def __init__(self, decode: Decode, *, strings: Seq[str], tokens: frozenset[int], min_tokens: int = 0) -> None:
-        """`tokens` holds every token that stops the sequence, end-of-sequence tokens included. None of the first
-        `min_tokens` tokens completes a stop string.
+        """`tokens` holds every token that stops the sequence, including end-of-sequence tokens. The first `min_tokens`
+        tokens cannot complete a stop string.
         """
         self._decode = decode
         self.tokens = tokens
@@ -56,9 +56,9 @@ class StopRule:
         self._num_pushed = 0
         self._strings = tuple(text for text in strings if text)
         self._tail_length = max((len(text) for text in self._strings), default=1) - 1
-        self._tail = ""  # the last characters before the window's new ones: too few to hold a whole stop string
+        self._tail = ""  # the last characters before the window's new ones, shorter than any stop string
         self._window: list[int] = []
-        self._num_seen = 0  # characters of the window's text that were matched already
+        self._num_seen = 0  # characters of the window's text that are already matched
 
     def push(self, token: int) -> bool:
         """Whether the sequence ends with this token."""
@@ -84,16 +84,16 @@ class StopRule:
         return False
 
     def _settled_text(self) -> str:
-        """The window's text without a last character that further tokens may still complete."""
+        """The window's text without a final character that later tokens may still complete."""
         return self._decode(self._window).rstrip(UNFINISHED)
 
 
 @dataclass(slots=True, eq=False)
 class Weights:
-    """One set of weights that requests run on: the base model or an immutable adapter.
+    """Weights that requests run on: the base model or an immutable adapter.
 
-    `number` is never used twice; it orders the rows of a step and is the namespace of the cache blocks. A
-    replaced or dropped version is no longer `alive`: its requests run on, but nobody reuses their blocks.
+    `number` is never reused; it orders the rows of a step and is the namespace of the cache blocks. A replaced or
+    dropped version is no longer `alive`: its requests continue, but their blocks are not shared any more.
     """
 
     adapter: Adapter | None
@@ -103,7 +103,7 @@ class Weights:
 
 class Request:
     def __init__(
-        self, sample: Sample, weights: Weights, number: int, max_new_tokens: int, placed: Placed | None = None
+        self, sample: Sample, weights: Weights, number: int, max_new_tokens: int, placed: ImageInput | None = None
     ) -> None:
         """`placed`: the positions of a prompt with images."""
         self.sample = sample
@@ -119,14 +119,30 @@ class Request:
         self._done: dict[int, SampledSequence] = {}
 
     @cached_property
+    def draw(self) -> tuple[float, float, float, float, float]:
+        """Temperature, top_k, top_p, min_p, and the number of top-k logprobs to return."""
+        params = self.sample.params
+        min_p = params.adjustments.min_p if params.adjustments else 0.0
+        return params.temperature, params.top_k, params.top_p, min_p, self.sample.topk_sample_logprobs
+
+    @cached_property
+    def needs_answer(self) -> bool:
+        """Whether drawing a token depends on the values of the answer's tokens so far."""
+        own = self.sample.params.adjustments
+        if own is None:
+            return False
+        has_penalty = own.repetition_penalty != 1.0 or own.frequency_penalty or own.presence_penalty
+        return bool(own.grammar or own.bad_words or has_penalty)
+
+    @cached_property
     def allowed_ids(self) -> I64:
-        """The tokens that the request allows; empty if all."""
+        """The tokens that the request allows; empty: all."""
         adjustments = self.sample.params.adjustments
         return np.array(adjustments.allowed_token_ids if adjustments else (), np.int64)
 
     @cached_property
     def prompt_ids(self) -> I64:
-        """Every token that the prompt has, once."""
+        """The distinct tokens of the prompt."""
         return np.unique(self.sample.prompt_T).astype(np.int64)
 
     def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
@@ -136,7 +152,7 @@ class Request:
         return StopRule(decode, strings=params.stop_strings, tokens=tokens, min_tokens=min_tokens)
 
     def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
-        """The request's result, with its last answer."""
+        """Store one answer; returns the request's result with the last one."""
         self._done[index] = answer
         if len(self._done) < self.sample.num_samples:
             return None
@@ -152,8 +168,8 @@ class Request:
 
 
 class Sequence:
-    """Answer `index` of a request. `order` says who is older; the youngest is preempted first. `scope` is that of its
-    request, with which it shares the batch's places. `counts` is how often it has each token.
+    """Answer `index` of a request. `order` is the age: the youngest is preempted first. Sequences of one `scope` share
+    the batch's places. `counts` maps generated tokens to how often they occur.
     """
 
     def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
@@ -163,18 +179,22 @@ class Sequence:
         self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
-        self.exhausted = False  # the request's masks leave no token to draw
         self.counts: dict[int, int] = {}
         self.length = request.num_prompt
+        self.num_unread = 0
+        self.unread_row = 0
+        """The row of the newest unread token among those of its step."""
+        self.is_open = True
+        """False after the end, a failure or a cancellation: later tokens are discarded."""
         self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)
         self.tokens_T[: self.length] = request.sample.prompt_T
         self.num_cached = 0
         self.blocks: list[int] = []
         self.state: SequenceState | None = None
         self.cuts: tuple[int, ...] = ()
-        """Positions behind whole blocks at which a snapshot of the state is wanted."""
+        """Block boundaries at which a snapshot of the state is wanted."""
         self.tail: tuple[int, SequenceState] | None = None
-        """The state behind the last whole block of the answer so far, and where that is."""
+        """The position of the answer's last full block so far, and the state there."""
         self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
@@ -184,19 +204,29 @@ class Sequence:
         return self.length - self.num_cached
 
     @property
+    def num_known(self) -> int:
+        """Tokens whose values were read."""
+        return self.length - self.num_unread
+
+    @property
     def num_generated(self) -> int:
         return self.length - self.request.num_prompt
 
     @property
+    def is_full(self) -> bool:
+        """Whether as many tokens were drawn as the request allows."""
+        return self.num_generated >= self.request.max_new_tokens
+
+    @property
     def num_reusable(self) -> int:
-        """How many tokens need not be computed if the cache has them: those before the first row whose hidden state
-        is wanted, for a prompt's logprobs or for the next token.
+        """How many tokens may come from the cache: those before the first row whose hidden state is needed, for prompt
+        logprobs or for the next token.
         """
         next_row = self.request.scores.next_row
         return self.length - 1 if next_row is None else next_row
 
     def key(self, block_index: int, block_size: int) -> bytes:
-        """The prefix key of a block that is full of known tokens."""
+        """The prefix key of a full block."""
         while len(self._keys) < block_index + 2:
             start = (len(self._keys) - 1) * block_size
             tokens = self.tokens_T[start : start + block_size].tobytes()
@@ -204,19 +234,36 @@ class Sequence:
         return self._keys[block_index + 1]
 
     def _image_marks(self, start: int, stop: int) -> bytes:
-        """What tells an image's tokens from those of others, which are the same: its digest, and where it begins."""
+        """Distinguishes an image's placeholder tokens, which are the same for every image: its digest and offset."""
         return b"".join(
             image.digest + (start - image.start).to_bytes(8, "little", signed=True)
             for image in self.request.sample.images
             if image.start < stop and image.stop > start
         )
 
-    def append(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
-        """Add a generated token; 'stop' or 'length' if it is the last."""
+    def extend(self, row: int) -> None:
+        """Count a token that was drawn in this row of a step and will be read later."""
         if self.length == len(self.tokens_T):
             self.tokens_T = np.concatenate([self.tokens_T, np.empty(self.length, np.int32)])
-        self.tokens_T[self.length] = token
+        self.tokens_T[self.length] = 0
         self.length += 1
+        self.num_unread += 1
+        self.unread_row = row
+
+    def append(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
+        """Add a generated token, or the value of the first unread one; returns 'stop' or 'length' if it is the last.
+        Unread tokens after a last one are dropped.
+        """
+        if not self.num_unread:
+            self.extend(0)
+        self.tokens_T[self.num_known] = token
+        self.num_unread -= 1
+        reason = self._note(token, logprob, topk)
+        if reason is not None:
+            self.length, self.num_unread = self.num_known, 0
+        return reason
+
+    def _note(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
         self.counts[token] = self.counts.get(token, 0) + 1
         self._logprobs.append(logprob)
         if topk is not None:
@@ -227,7 +274,7 @@ class Sequence:
             self.constraint.push(token)
             if self.constraint.finished:
                 return "stop"
-        return "length" if self.num_generated >= self.request.max_new_tokens else None
+        return "length" if self.num_known - self.request.num_prompt >= self.request.max_new_tokens else None
 
     def answer(self, stop_reason: str) -> SampledSequence:
         topk = empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None

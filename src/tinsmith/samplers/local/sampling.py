@@ -1,17 +1,20 @@
-"""Choosing next tokens: temperature, top-k, top-p and the randomness, for a whole batch of rows at once.
+"""Choosing next tokens: temperature, top-k, top-p and randomness, for a whole batch of rows at once.
 
 Letters: B rows, V vocabulary, W candidates kept by truncation, C pieces of a row and S entries of a piece.
 
-The reported logprob is log softmax(logits / temperature) over the FULL vocabulary: truncation chooses among
-tokens but does not change their logprobs, so log p_tau(i) - log p_tau(j) = (log p_1(i) - log p_1(j)) / tau
-holds exactly and ratios against a trainer's logprobs are right. Temperature 0 takes the likeliest token and
-reports its logprob at temperature 1. top-k is applied before top-p, and top-p counts mass within what top-k
-left.
+The reported logprob is log softmax(logits / temperature) over the FULL vocabulary: truncation restricts the choice but
+not the logprobs, so log p_tau(i) - log p_tau(j) = (log p_1(i) - log p_1(j)) / tau holds exactly and ratios against a
+trainer's logprobs are right. Temperature 0 takes the likeliest token and reports its logprob at temperature 1. top-k is
+applied before top-p, and top-p counts mass within the top-k tokens.
 
-Randomness is a function of (seed, index of the sample, position in the answer) alone: one uniform number per
-token inverts the row's cumulative distribution. A request thus gives the same tokens in any company, up to the
-rounding of the logits, which differs between batch shapes: by some 1e-5 with a float32 base, which flips a token
-about once in 1e5; by some 1e-2 with a bfloat16 base, which flips one in a hundred or so.
+Randomness is a function of (seed, index of the sample, position in the answer) alone: one uniform number per token
+inverts the row's cumulative distribution. A request thus gives the same tokens in any batch, up to the rounding of the
+logits, which differs between batch shapes: by some 1e-5 with a float32 base, which flips a token about once in 1e5; by
+some 1e-2 with a bfloat16 base, which flips about one in a hundred.
+
+Nothing here synchronises with a CUDA device: a step's parameters are uploaded together, and the host knows which rows
+need more than the likeliest candidates, or all rows are sorted. On a CPU reading values is free, so only the rows that
+need it are sorted.
 """
 
 from __future__ import annotations
@@ -25,21 +28,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-CANDIDATES = 128  # top-p first looks among so many of the likeliest tokens; a full sort costs 20 times as much
-PIECE = 64  # inverting a distribution first picks a piece of so many entries, then an entry
-ALMOST_ONE = 1 - 2.0**-52  # times a total, it is below the total whatever the rounding
+from tinsmith.backends.torch.host import upload, upload_all
+
+CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens; a full sort takes 20 times as long
+PIECE = 64  # inverting a distribution first picks a piece of this many entries, then an entry
+ALMOST_ONE = 1 - 2.0**-52  # its product with a total stays below the total despite rounding
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) for one token of one sample: 53 bits of a hash of its coordinates."""
+    """A number in [0, 1) for one token of one sample: 53 bits of a hash of (seed, index, position)."""
     digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for the alternatives of a prompt: a stream of its own beside those of the samples."""
+    """Numbers in [0, 1) for the alternatives of a prompt: a stream separate from those of the samples."""
     key = hashlib.blake2b(f"{seed},alternatives".encode(), digest_size=16).digest()
-    # The raw stream of a counter-based generator, which is the same in every version of numpy.
+    # The raw stream of a counter-based generator is the same in every version of numpy.
     raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(num)
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -47,7 +52,7 @@ def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
 @dataclass(frozen=True, slots=True)
 class Draws:
     """How to draw each row's token. temperature 0: the likeliest; top_k < 1, top_p >= 1 and min_p 0: no truncation.
-    `num_top_B`: how many of each row's likeliest tokens are wanted beside it.
+    `num_top_B`: how many of each row's likeliest tokens to report.
     """
 
     temperature_B: npt.NDArray[np.float32]
@@ -59,60 +64,94 @@ class Draws:
 
 
 class Top(NamedTuple):
-    """The likeliest tokens, best first, of the rows that ask for some: as many as the one that asks for most."""
+    """The likeliest tokens, best first, of the rows that request some; as many as the largest request."""
 
     rows: list[int]
+    rows_R: Tensor | None  # the same on the device; None: all
     ids_Rk: Tensor
     logprobs_Rk: Tensor
 
 
 class Chosen(NamedTuple):
-    """A row whose logits hold NaN or +inf has logprob NaN, and its token means nothing."""
+    """A row whose logits hold NaN or +inf has logprob NaN and an arbitrary token."""
 
     token_ids_B: Tensor  # int64
     logprobs_B: Tensor  # float32, at the row's temperature
     top: Top | None = None
+    exhausted_B: Tensor | None = None  # whether masks left the row no token to draw
+
+
+class _Uploaded(NamedTuple):
+    """The parameters of `Draws` on the device, float64."""
+
+    temperature_B: Tensor  # 1 for greedy rows
+    greedy_B: Tensor  # 1 or 0
+    top_k_B: Tensor  # the vocabulary's size: no truncation
+    top_p_B: Tensor
+    uniform_B: Tensor
+    min_p_B: Tensor
 
 
 def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -> Chosen:
-    """Draw each row's token, from the adjusted logits if there are any; logprobs are always the model's own.
+    """Draw each row's token, from `adjusted_BV` if given; logprobs are always of the model's own logits.
 
-    Uses up what it is given: logits become weights in place, relative to the row's largest.
+    Overwrites both inputs: logits become weights in place, relative to the row's largest.
     """
     greedy_B = draws.temperature_B == 0
-    temperature_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
+    given = _uploaded(draws, greedy_B, logits_BV)
+    has_temperature = bool(np.any((draws.temperature_B != 1) & ~greedy_B))
     likeliest_B = None
     if greedy_B.any():
         likeliest_B = (logits_BV if adjusted_BV is None else adjusted_BV).argmax(-1)
-    own_BV = _relative_(logits_BV, temperature_B)
+    own_BV = _relative_(logits_BV, given.temperature_B if has_temperature else None)
     top = _top(own_BV, draws)
     weights_BV = own_BV.exp() if adjusted_BV is not None else own_BV.exp_()
     sums_BC = piece_sums(weights_BV)
     total_B = sums_BC.sum(-1).log_()
     if adjusted_BV is not None:
-        weights_BV = _relative_(adjusted_BV, temperature_B).exp_()
+        weights_BV = _relative_(adjusted_BV, given.temperature_B if has_temperature else None).exp_()
         sums_BC = piece_sums(weights_BV)
 
     if likeliest_B is not None and greedy_B.all():
         token_ids_B = likeliest_B
     else:
-        token_ids_B = _draw(weights_BV, sums_BC, draws)
+        token_ids_B = _draw(weights_BV, sums_BC, draws, given)
         if likeliest_B is not None:
-            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(logits_BV.device), likeliest_B, token_ids_B)
-    # The weight of a token that was drawn is as exact as its logit; of a greedy one it is 1.
+            token_ids_B = torch.where(given.greedy_B == 1, likeliest_B, token_ids_B)
+    # The weight of a drawn token is as exact as its logit; that of a greedy one is 1.
     own_B = own_BV.gather(1, token_ids_B[:, None])[:, 0].double()
     logprobs_B = ((own_B if adjusted_BV is not None else own_B.log_()) - total_B).float()
     if top is not None:
-        top = top._replace(logprobs_Rk=(top.logprobs_Rk - total_B[top.rows, None]).float())
+        total_R = _rows_of(total_B, top.rows_R)
+        top = top._replace(logprobs_Rk=(top.logprobs_Rk - total_R[:, None]).float())
     return Chosen(token_ids_B, logprobs_B, top)
 
 
+def _uploaded(draws: Draws, greedy_B: npt.NDArray[np.bool_], logits_BV: Tensor) -> _Uploaded:
+    num_rows, num_vocab = logits_BV.shape
+    columns = (
+        np.where(greedy_B, 1.0, draws.temperature_B),
+        greedy_B,
+        np.where((draws.top_k_B > 0) & (draws.top_k_B < num_vocab), draws.top_k_B, num_vocab),
+        draws.top_p_B,
+        draws.uniform_B,
+        np.zeros(num_rows) if draws.min_p_B is None else draws.min_p_B,
+    )
+    return _Uploaded(*upload_all([np.asarray(column, np.float64) for column in columns], logits_BV.device))
+
+
+def _rows_of(x_B: Tensor, rows: Tensor | None) -> Tensor:
+    """These rows; None: all."""
+    return x_B if rows is None else x_B.index_select(0, rows)
+
+
 def _top(relative_BV: Tensor, draws: Draws) -> Top | None:
-    """The likeliest tokens, with logits relative to the row's largest for logprobs."""
+    """The likeliest tokens, with logits relative to the row's largest instead of logprobs."""
     if draws.num_top_B is None or not draws.num_top_B.any():
         return None
-    rows = np.flatnonzero(draws.num_top_B).tolist()
-    return Top(rows, *top_rows(relative_BV[rows], int(draws.num_top_B.max())))
+    rows = np.flatnonzero(draws.num_top_B)
+    on_device = None if len(rows) == len(relative_BV) else upload(rows, relative_BV.device)
+    return Top(rows.tolist(), on_device, *top_rows(_rows_of(relative_BV, on_device), int(draws.num_top_B.max())))
 
 
 def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -122,74 +161,83 @@ def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tensor:
-    """[R, k] token ids: k independent draws from every row's whole distribution; temperature 0: the likeliest."""
+    """[R, k] token ids: k independent draws from every row's full distribution; temperature 0: the likeliest."""
     if temperature == 0:
         return logits_RV.argmax(-1, keepdim=True).expand(uniform_Rk.shape).contiguous()
     relative_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).double()
     weights_RV = relative_RV.div_(temperature).exp_()
     sums_RV = weights_RV.cumsum_(-1)
     target_Rk = uniform_Rk.clamp(max=ALMOST_ONE) * sums_RV[:, -1:]
-    # The first sum above the target: a token of weight zero adds nothing and is never the first.
+    # The first sum above the target: a token of weight zero adds nothing, so it is never the first.
     return torch.searchsorted(sums_RV, target_Rk, right=True).clamp_(max=sums_RV.shape[1] - 1)
 
 
-def _relative_(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> Tensor:
-    """Logits over the temperature, less the row's largest, in place.
+def _relative_(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
+    """Logits minus the row's largest, divided by the temperature if given, in place.
 
-    Less the largest first, so that a tiny temperature sends others to -inf and none to NaN. A row with NaN or +inf
-    has NaN somewhere.
+    Subtracting first makes a tiny temperature send other logits to -inf and none to NaN. A row with NaN or +inf
+    contains NaN afterwards.
     """
     logits_BV.sub_(logits_BV.amax(-1, keepdim=True))
-    if np.any(temperature_B != 1):
-        logits_BV.div_(torch.from_numpy(temperature_B).to(logits_BV.device)[:, None])
-    return logits_BV
+    return logits_BV if temperature_B is None else logits_BV.div_(temperature_B.float()[:, None])
 
 
-def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: Draws) -> Tensor:
-    """One token of each row; greedy rows get any. Tokens that min_p leaves out lose their weight in place."""
-    device, num_vocab = weights_BV.device, weights_BV.shape[1]
+def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: Draws, given: _Uploaded) -> Tensor:
+    """One token of each row; arbitrary for greedy rows. Tokens that min_p excludes lose their weight in place."""
+    num_rows, num_vocab = weights_BV.shape
     if draws.min_p_B is not None and draws.min_p_B.any():
-        # The largest weight is 1. Rows without min_p lose nothing, not even by a rounding.
-        least_B = torch.from_numpy(draws.min_p_B.astype(np.float32)).to(device)
-        weights_BV.masked_fill_(weights_BV < least_B[:, None], 0.0)
+        # The largest weight is 1. Rows without min_p are unchanged, not even by rounding.
+        weights_BV.masked_fill_(weights_BV < given.min_p_B.float()[:, None], 0.0)
         sums_BC = piece_sums(weights_BV)
-    uniform_B = torch.from_numpy(draws.uniform_B).to(device)
     has_k_B = (draws.top_k_B > 0) & (draws.top_k_B < num_vocab)
     cut = np.flatnonzero((has_k_B | (draws.top_p_B < 1)) & (draws.temperature_B > 0))
     if not len(cut):
-        return invert(weights_BV, uniform_B, sums_BC)
-    top_k = np.where(has_k_B[cut], draws.top_k_B[cut], num_vocab)
-    if len(cut) == len(weights_BV):
-        return _draw_truncated(weights_BV, sums_BC.sum(-1), top_k, draws.top_p_B, uniform_B)
-    token_ids_B = invert(weights_BV, uniform_B, sums_BC)
-    rows = torch.from_numpy(cut).to(device)
-    token_ids_B[rows] = _draw_truncated(
-        weights_BV[rows], sums_BC[rows].sum(-1), top_k, draws.top_p_B[cut], uniform_B[rows]
+        return invert(weights_BV, given.uniform_B, sums_BC)
+    width = min(CANDIDATES, num_vocab)
+    is_known = bool((has_k_B[cut] & (draws.top_k_B[cut] <= width)).all())
+    if weights_BV.is_cuda and not is_known:
+        width, is_known = num_vocab, True
+    rows = None if len(cut) == num_rows else upload(cut, weights_BV.device)
+    weights_RV, total_R, top_k_R, top_p_R, uniform_R = (
+        _rows_of(x, rows) for x in (weights_BV, sums_BC.sum(-1), given.top_k_B, given.top_p_B, given.uniform_B)
     )
-    return token_ids_B
+    drawn_R = _draw_truncated(weights_RV, total_R, top_k_R, top_p_R, uniform_R, width, is_known=is_known)
+    if rows is None:
+        return drawn_R
+    return invert(weights_BV, given.uniform_B, sums_BC).index_copy_(0, rows, drawn_R)
 
 
 def _draw_truncated(
-    weights_BV: Tensor,
-    total_B: Tensor,
-    top_k_B: npt.NDArray[np.int64],
-    top_p_B: npt.NDArray[np.float64],
-    uniform_B: Tensor,
+    weights_RV: Tensor,
+    total_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    uniform_R: Tensor,
+    width: int,
+    *,
+    is_known: bool,
 ) -> Tensor:
-    """Look among the CANDIDATES likeliest first; rows that keep more than those are sorted whole."""
-    num_vocab, device = weights_BV.shape[1], weights_BV.device
-    top_p, top_k = torch.from_numpy(top_p_B).to(device), torch.from_numpy(top_k_B).to(device)
-    width = min(CANDIDATES, num_vocab)
-    weights_BW, ids_BW = weights_BV.topk(width, dim=-1)
-    weights_BW = weights_BW.double() / total_B[:, None]
-    fits_B = (top_k <= width) | ((top_k == num_vocab) & (weights_BW.sum(-1) >= top_p))
-    token_ids_B = _draw_sorted(weights_BW, ids_BW, top_k, top_p, uniform_B)
-    rest = torch.nonzero(~fits_B)[:, 0]
+    """Draw among the `width` likeliest; rows that keep more tokens are sorted whole. `is_known`: no row keeps more."""
+    num_vocab = weights_RV.shape[1]
+    weights_RW, ids_RW = _likeliest(weights_RV, total_R, width)
+    token_ids_R = _draw_sorted(weights_RW, ids_RW, top_k_R, top_p_R, uniform_R)
+    if is_known or width == num_vocab:
+        return token_ids_R
+    fits_R = (top_k_R <= width) | ((top_k_R == num_vocab) & (weights_RW.sum(-1) >= top_p_R))
+    rest = torch.nonzero(~fits_R)[:, 0]
     if len(rest):
-        weights_RV, ids_RV = weights_BV[rest].sort(dim=-1, descending=True, stable=True)
-        weights_RV = weights_RV.double() / total_B[rest, None]
-        token_ids_B[rest] = _draw_sorted(weights_RV, ids_RV, top_k[rest], top_p[rest], uniform_B[rest])
-    return token_ids_B
+        sorted_rV, ids_rV = _likeliest(weights_RV[rest], total_R[rest], num_vocab)
+        token_ids_R[rest] = _draw_sorted(sorted_rV, ids_rV, top_k_R[rest], top_p_R[rest], uniform_R[rest])
+    return token_ids_R
+
+
+def _likeliest(weights_RV: Tensor, total_R: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """[R, W] each: shares of the total in descending order, float64, and their tokens."""
+    if width < weights_RV.shape[1]:
+        weights_RW, ids_RW = weights_RV.topk(width, dim=-1)
+    else:
+        weights_RW, ids_RW = weights_RV.sort(dim=-1, descending=True, stable=True)
+    return weights_RW.double() / total_R[:, None], ids_RW
 
 
 def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
@@ -197,7 +245,7 @@ def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: T
     rank_W = torch.arange(weights_BW.shape[1], device=weights_BW.device)
     weights_BW = weights_BW * (rank_W < top_k_B[:, None])
     before_BW = weights_BW.cumsum(-1) - weights_BW
-    # Without top-k the mass is 1 by definition, also where only the likeliest candidates are at hand.
+    # Without top-k the mass is 1 by definition, even where only the likeliest candidates are present.
     mass_B = torch.where(top_k_B <= weights_BW.shape[1], weights_BW.sum(-1), 1.0)
     keep_BW = before_BW < (top_p_B * mass_B)[:, None]
     keep_BW[:, 0] = True
@@ -206,19 +254,19 @@ def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: T
 
 
 def piece_sums(weights_BV: Tensor) -> Tensor:
-    """[B, C] float64: the sum of every PIECE weights, of what is left over last."""
-    whole = weights_BV.shape[1] // PIECE * PIECE
-    sums_BC = weights_BV[:, :whole].unflatten(1, (whole // PIECE, PIECE)).sum(-1)
-    if whole < weights_BV.shape[1]:
-        sums_BC = torch.cat([sums_BC, weights_BV[:, whole:].sum(-1, keepdim=True)], -1)
+    """[B, C] float64: the sum of every PIECE weights; the last piece may be shorter."""
+    full = weights_BV.shape[1] // PIECE * PIECE
+    sums_BC = weights_BV[:, :full].unflatten(1, (full // PIECE, PIECE)).sum(-1)
+    if full < weights_BV.shape[1]:
+        sums_BC = torch.cat([sums_BC, weights_BV[:, full:].sum(-1, keepdim=True)], -1)
     return sums_BC.double()
 
 
 def invert(weights_BV: Tensor, uniform_B: Tensor, sums_BC: Tensor | None = None) -> Tensor:
-    """The index where each row's cumulative weight first exceeds uniform * total; never of weight zero.
+    """The index where each row's cumulative weight first exceeds uniform * total; never an index of weight zero.
 
-    In two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a
-    large vocabulary keeps its probability: a float32 cumulative sum cannot tell apart steps below 6e-8.
+    Works in two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a large
+    vocabulary keeps its probability: a float32 cumulative sum cannot distinguish steps below 6e-8.
     """
     num_vocab = weights_BV.shape[1]
     pieces_BC = piece_sums(weights_BV) if sums_BC is None else sums_BC
@@ -238,5 +286,5 @@ def invert(weights_BV: Tensor, uniform_B: Tensor, sums_BC: Tensor | None = None)
 
 
 def _first_above(sums_BC: Tensor, target_B: Tensor) -> Tensor:
-    """[B, 1]: the first column whose sum exceeds the target; some column if the sums are NaN."""
+    """[B, 1]: the first column whose sum exceeds the target; an arbitrary column if the sums are NaN."""
     return (sums_BC <= target_B[:, None]).sum(-1, keepdim=True).clamp(max=sums_BC.shape[1] - 1)

@@ -1,35 +1,36 @@
 """Which tokens of which sequences go through the model next: continuous batching over a bounded block pool.
 
-`Batcher` owns the waiting and the running sequences and their blocks; it knows counts and block numbers, no
-model. Each `schedule` gives every decoding sequence one token, then the rest of the step's token budget to
-prompts, oldest first, in chunks; so a long prompt never stalls decoding. Sequences join between steps and
-leave one by one.
+`Batcher` owns the waiting and the running sequences and their blocks; it handles counts and block numbers, no model.
+Each `schedule` gives every decoding sequence one token, then the rest of the step's token budget to prompts, oldest
+first, in chunks; so a long prompt never stalls decoding. Sequences join and leave between steps.
 
-Scopes (`Sequence.scope`, one for each tenant) share places and blocks. The scope with the fewest running sequences is
-admitted first. If a scope waits that has at least two fewer running than another, the youngest sequence of the largest
-scope is preempted for it, so no scope waits for the end of another's long answers. Prompts of several scopes share the
-tokens of a step. With one scope the order of arrival is all that counts.
+Scopes (`Sequence.scope`, one per tenant) share places and blocks. The scope with the fewest running sequences is
+admitted first. If a waiting scope has at least two fewer running sequences than another, the youngest sequence of the
+largest scope is preempted for it, so no scope waits for the end of another's long answers. Prompts of several scopes
+share the tokens of a step. With one scope only the order of arrival counts.
 
-Memory cannot deadlock: a prompt's blocks are taken when it is admitted, later blocks on demand, and when none
-is left the youngest running sequence of the largest scope gives its blocks back and waits (its tokens are computed
-again later, mostly from cached blocks). The oldest running sequence of a scope is never preempted for another scope,
-and the oldest of all is never preempted and fits alone, so it always finishes.
+Memory cannot deadlock: a prompt's blocks are allocated on admission, later blocks on demand; when none is left, the
+youngest running sequence of the largest scope gives its blocks back and waits (its tokens are computed again later,
+mostly from cached blocks). The oldest running sequence of a scope is never preempted for another scope. The oldest of
+all is never preempted and fits alone, so it always finishes.
 
-Blocks are shared in two ways. Answers of one request fork after the prompt and share its blocks; whoever
-writes into a shared block copies it first (`SamplerStep.copies`). Across requests, full blocks are found by their
-key; a prompt whose next block is being computed by another sequence right now waits for it rather than
-compute it twice.
+Blocks are shared in two ways. Answers of one request fork after the prompt and share its blocks; a shared block is
+copied before it is written (`SamplerStep.copies`). Across requests, full blocks are found by their key; a prompt whose
+next block another sequence is computing waits for that block.
 
-A model with layers that keep a state (`snapshots` is not None) reuses blocks up to a snapshot only. A prompt asks for
-snapshots behind its last whole block, and where the blocks that it found end, since there another prompt went its own
-way; an answer leaves one behind its last whole block.
+A model with stateful layers (`snapshots` is not None) reuses blocks up to a snapshot only. A prompt requests snapshots
+after its last full block and at the end of the blocks it found, because another prompt diverged there; an answer stores
+one after its last full block.
+
+A sequence with an unread token (`Sequence.num_unread`) decodes on: the model finds that token on the device. If it is
+preempted, it waits until the token is read. A block is registered once all of its tokens are known.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,20 +40,20 @@ from tinsmith.samplers.local.request import Sequence
 from tinsmith.samplers.local.states import StateSnapshots
 
 RELAXED_AFTER = 16
-"""Steps without a lack of memory after which twice as much may run again."""
+"""Steps without a shortage of memory after which the limits double."""
 
-FEWEST_TOKENS = 16
-"""Rows of a step below which less of a prompt at a time would save nothing."""
+MIN_STEP_TOKENS = 16
+"""Fewest rows of a step; fewer prompt tokens at a time would save no memory."""
 
-MAX_DEFERRED = 256  # waiting sequences that one step looks past for the sake of a prefix in the making
+MAX_DEFERRED = 256  # waiting sequences that a step skips because their prefix is being computed
 
 
-Lines = dict[str, deque[Sequence]]
+ScopeQueues = dict[str, deque[Sequence]]
 """Waiting sequences by scope, oldest first."""
 
 
 class TokenRun(NamedTuple):
-    """Tokens start..stop of a sequence, to be computed in this step."""
+    """Tokens start..stop of a sequence, computed in this step."""
 
     sequence: Sequence
     start: int
@@ -65,7 +66,7 @@ class TokenRun(NamedTuple):
 
     @property
     def num_wanted(self) -> int:
-        """Of how many of its last tokens the hidden state is asked for: all where a prompt is scored."""
+        """How many of the last tokens need their hidden state: all where a prompt is scored."""
         if self.sequence.request.scores.next_row is not None:
             return self.stop - self.start
         return int(self.completes)
@@ -73,7 +74,7 @@ class TokenRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplerStep:
-    """Before the model runs: `copies` (source, target) of blocks first, then `fresh` blocks to zero."""
+    """Before the model runs: first `copies` (source, target) of blocks, then `fresh` blocks to zero."""
 
     spans: list[TokenRun] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -93,10 +94,10 @@ class Batcher:
         self.pool = pool
         self.snapshots = snapshots
         self.block_size = block_size
-        # As many as there is memory for, up to the second.
-        self._max_sequences = self._most_sequences = max_sequences
-        self._max_tokens = self._most_tokens = max_tokens
-        self._calm_steps = 0
+        # Current limits, which follow the available memory, and the configured ones.
+        self._max_sequences = self._sequence_limit = max_sequences
+        self._max_tokens = self._token_limit = max_tokens
+        self._steps_since_shortage = 0
         self.running: list[Sequence] = []  # both lists are sorted by Sequence.order
         self.waiting: list[Sequence] = []
         self._computing: dict[bytes, Sequence] = {}
@@ -106,8 +107,15 @@ class Batcher:
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
 
-    def remove(self, sequences: Seq[Sequence]) -> None:
-        """Forget sequences, wherever they are, and give their blocks back."""
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Close sequences, and retire those that run or wait."""
+        sequences = list(sequences)
+        for sequence in sequences:
+            sequence.is_open = False
+        self.retire(sequences)
+
+    def retire(self, sequences: Seq[Sequence]) -> None:
+        """Free the places and blocks of running or waiting sequences."""
         gone = set(map(id, sequences))
         for sequence in sequences:
             self._give_back(sequence)
@@ -115,31 +123,29 @@ class Batcher:
         self.waiting = [s for s in self.waiting if id(s) not in gone]
 
     def schedule(self, scopes: Container[str] | None = None) -> SamplerStep:
-        """What to compute next; with `scopes`, of sequences of these alone. The others keep their places."""
+        """What to compute next; with `scopes`, only sequences of those scopes. The others keep their places."""
         step = SamplerStep()
         is_shared = self._is_shared()
         if is_shared:
-            self._make_places()
+            self._preempt_for_waiting()
         spanned: set[int] = set()
-        for sequence in self._fewest_first() if is_shared else tuple(self.running):
+        for sequence in self._smallest_scope_first() if is_shared else tuple(self.running):
             if scopes is not None and sequence.scope not in scopes:
                 continue
             if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, spanned):
                 step.spans.append(TokenRun(sequence, sequence.num_cached, sequence.length))
                 spanned.add(id(sequence))
         budget = max(self._max_tokens - len(step.spans), 1)
-        lines = {scope: line for scope, line in self._lines().items() if scopes is None or scope in scopes}
+        queues = {scope: line for scope, line in self._queues().items() if scopes is None or scope in scopes}
         begun = [s for s in self.running if s.num_pending > 1 and (scopes is None or s.scope in scopes)]
-        budget -= self._continue_prompts(begun, budget, step, lines)
-        self._admit_waiting(budget, step, lines)
+        budget -= self._continue_prompts(begun, budget, step, queues)
+        self._admit_waiting(budget, step, queues)
         written = {target for _, target in step.copies}
         step.fresh.extend(block for block in self.pool.take_fresh() if block not in written)
         return step
 
     def shrink(self, num_blocks: int) -> dict[int, int]:
-        """Keep no more than so many blocks: the youngest sequences give theirs back first. Returns the blocks that
-        moved.
-        """
+        """Keep at most `num_blocks` blocks, preempting the youngest sequences first. Returns the blocks that moved."""
         while self.pool.num_live > num_blocks:
             self._preempt(self.running[-1])
         moves = self.pool.shrink(num_blocks)
@@ -147,11 +153,11 @@ class Batcher:
             sequence.blocks = [moves.get(block, block) for block in sequence.blocks]
         return moves
 
-    # Too little memory.
+    # Shortage of memory.
 
     def rewind(self, spans: Seq[TokenRun]) -> None:
-        """The step of these spans was cut off: what it did not come to the end with is computed again. Keys and values
-        that it has written are the same then.
+        """The step with these spans was interrupted: unfinished work is computed again, which writes the same keys and
+        values.
         """
         for span in spans:
             sequence = span.sequence
@@ -159,64 +165,68 @@ class Batcher:
             unscored = next_row is not None and next_row < span.stop
             if sequence.blocks and (sequence.length == span.stop or unscored):
                 if self.snapshots is not None and sequence.num_cached > span.start:
-                    self._preempt(sequence)  # its state is that behind the span
+                    self._preempt(sequence)  # its state already includes the span
                 sequence.num_cached = min(sequence.num_cached, span.start)
         for sequence in tuple(self.running):
             if sequence.num_pending == 0:  # it forked within the step
                 self._preempt(sequence)
 
     def preempt_all(self) -> None:
-        """All give their blocks back and wait."""
+        """Preempt every running sequence."""
         while self.running:
             self._preempt(self.running[-1])
 
-    def restrain(self, num_ran: int) -> bool:
-        """There was no memory for a step in which so many sequences ran: half of them, the youngest, wait, and no more
-        run until `relax`. False if one ran alone, with as few tokens in a step as make a difference.
+    def throttle(self, num_ran: int) -> bool:
+        """There was no memory for a step of `num_ran` sequences: preempt the younger half and admit no more until
+        `relax`. False if one sequence ran alone with the smallest useful token budget.
         """
-        self._calm_steps = 0
+        self._steps_since_shortage = 0
         if num_ran > 1:
             self._max_sequences = num_ran // 2
             while len(self.running) > self._max_sequences:
                 self._preempt(self.running[-1])
             return True
         self._max_sequences = 1
-        if self._max_tokens <= FEWEST_TOKENS:
+        if self._max_tokens <= MIN_STEP_TOKENS:
             return False
-        self._max_tokens = max(FEWEST_TOKENS, self._max_tokens // 2)
+        self._max_tokens = max(MIN_STEP_TOKENS, self._max_tokens // 2)
         return True
 
-    def calm(self) -> bool:
-        """A step had the memory that it needed. True if more may run from now on."""
-        if (self._max_sequences, self._max_tokens) == (self._most_sequences, self._most_tokens):
+    def note_success(self) -> bool:
+        """A step had enough memory. Returns whether the limits were raised."""
+        if (self._max_sequences, self._max_tokens) == (self._sequence_limit, self._token_limit):
             return False
-        self._calm_steps += 1
-        if self._calm_steps < RELAXED_AFTER:
+        self._steps_since_shortage += 1
+        if self._steps_since_shortage < RELAXED_AFTER:
             return False
         self.relax()
         return True
 
     def relax(self) -> None:
-        """Let twice as much run."""
-        self._calm_steps = 0
-        self._max_sequences = min(self._most_sequences, 2 * self._max_sequences)
-        self._max_tokens = min(self._most_tokens, 2 * self._max_tokens)
+        """Double the limits."""
+        self._steps_since_shortage = 0
+        self._max_sequences = min(self._sequence_limit, 2 * self._max_sequences)
+        self._max_tokens = min(self._token_limit, 2 * self._max_tokens)
 
     def advance(self, span: TokenRun) -> None:
-        """The span's keys and values are in the cache: its full blocks may serve other prompts."""
-        sequence, weights = span.sequence, span.sequence.request.weights
-        for index in range(span.start // self.block_size, span.stop // self.block_size):
+        """The span's keys and values are cached: register its full blocks for other prompts."""
+        self.register(span.sequence, span.start, min(span.stop, span.sequence.num_known))
+        span.sequence.num_cached = span.stop
+
+    def register(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Register the blocks that tokens start..stop, cached and known, have completed."""
+        weights = sequence.request.weights
+        for index in range(start // self.block_size, stop // self.block_size):
             key = sequence.key(index, self.block_size)
             if weights.alive:
                 self.pool.register(sequence.blocks[index], key, weights.number)
             if self._computing.get(key) is sequence:
                 del self._computing[key]
-        sequence.num_cached = span.stop
 
     def fork(self, parent: Sequence, children: Seq[Sequence]) -> list[Sequence]:
-        """Children of a parent that has just computed its prompt share its blocks; those returned run now.
+        """Children of a parent that has just computed its prompt share its blocks; the returned ones run now.
 
-        The others wait, for want of room, and will find the prompt's full blocks by key.
+        The others wait for a place and will find the prompt's full blocks by key.
         """
         room = max(self._max_sequences - len(self.running), 0)
         for child in children[:room]:
@@ -229,15 +239,15 @@ class Batcher:
             self.add(child)
         return list(children[:room])
 
-    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: SamplerStep, lines: Lines) -> int:
-        """Compute more of the prompts that have begun; returns the number of tokens. Of several scopes each takes an
-        equal part at most, and those that could be admitted are among them.
+    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: SamplerStep, queues: ScopeQueues) -> int:
+        """Compute more of the prompts that have begun; returns the number of tokens. Each scope gets at most an equal
+        part, counting scopes that could be admitted.
         """
         if not begun:
             return 0
         takers = {sequence.scope for sequence in begun}
         if len(self.running) < self._max_sequences:
-            takers |= lines.keys()
+            takers |= queues.keys()
         left = dict.fromkeys(takers, max(budget // len(takers), 1))
         used = 0
         for sequence in begun:
@@ -250,14 +260,16 @@ class Batcher:
     def _take(self, sequence: Sequence, budget: int, step: SamplerStep) -> int:
         start = sequence.num_cached
         stop = min(sequence.length, start + budget)
+        if sequence.request.placed is not None:
+            stop = sequence.request.placed.piece_end(start, stop)
         step.spans.append(TokenRun(sequence, start, stop))
         return stop - start
 
-    def _admit_waiting(self, budget: int, step: SamplerStep, lines: Lines) -> None:
+    def _admit_waiting(self, budget: int, step: SamplerStep, queues: ScopeQueues) -> None:
         counts = Counter(sequence.scope for sequence in self.running)
         deferred = 0
         while budget > 0 and len(self.running) < self._max_sequences and deferred < MAX_DEFERRED:
-            sequence = self._next(lines, counts)
+            sequence = self._next(queues, counts)
             if sequence is None:
                 return
             hits = self._cached_blocks(sequence)
@@ -265,7 +277,7 @@ class Batcher:
                 deferred += 1
                 continue
             if not self._admit(sequence, hits):
-                return  # no sequence overtakes one that waits for memory
+                return  # sequences do not overtake one that waits for memory
             self.waiting.remove(sequence)
             counts[sequence.scope] += 1
             self._num_admitted += 1
@@ -273,39 +285,40 @@ class Batcher:
             budget -= self._take(sequence, budget, step)
 
     def _is_shared(self) -> bool:
-        """Whether there are several scopes."""
+        """Whether sequences of several scopes are present."""
         sequences = [*self.running, *self.waiting]
         return any(sequence.scope != sequences[0].scope for sequence in sequences)
 
-    def _lines(self) -> Lines:
-        """The waiting sequences of each scope, oldest first."""
-        lines: Lines = {}
+    def _queues(self) -> ScopeQueues:
+        """The waiting sequences of each scope that can be admitted, oldest first."""
+        queues: ScopeQueues = {}
         for sequence in self.waiting:
-            lines.setdefault(sequence.scope, deque()).append(sequence)
-        return lines
+            if not sequence.num_unread:
+                queues.setdefault(sequence.scope, deque()).append(sequence)
+        return queues
 
-    def _next(self, lines: Lines, counts: Counter[str]) -> Sequence | None:
-        """Take the next sequence: of the scope with the fewest running, then of the one admitted longest ago."""
-        heads = [line[0] for line in lines.values() if line]
+    def _next(self, queues: ScopeQueues, counts: Counter[str]) -> Sequence | None:
+        """Pop the next sequence: of the scope with the fewest running, then of the scope admitted longest ago."""
+        heads = [line[0] for line in queues.values() if line]
         if not heads:
             return None
         if len(heads) > 1:
             heads.sort(key=lambda head: (counts[head.scope], self._admitted_at.get(head.scope, 0), head.order))
-        return lines[heads[0].scope].popleft()
+        return queues[heads[0].scope].popleft()
 
-    def _fewest_first(self) -> list[Sequence]:
-        """The running sequences, those of the smallest scope first, then by age."""
+    def _smallest_scope_first(self) -> list[Sequence]:
+        """The running sequences, smallest scope first, then by age."""
         counts = Counter(sequence.scope for sequence in self.running)
         return sorted(self.running, key=lambda sequence: (counts[sequence.scope], sequence.order))
 
-    def _make_places(self) -> None:
-        """Preempt sequences of large scopes for waiting ones of small scopes, as far as this step can admit these."""
-        lines = self._lines()
+    def _preempt_for_waiting(self) -> None:
+        """Preempt sequences of large scopes for waiting ones of small scopes, as far as this step can admit those."""
+        queues = self._queues()
         counts = Counter(sequence.scope for sequence in self.running)
-        self._admitted_at = {s: at for s, at in self._admitted_at.items() if s in lines or s in counts}
+        self._admitted_at = {s: at for s, at in self._admitted_at.items() if s in queues or s in counts}
         budget = max(self._max_tokens - len(self.running), 1)
         num_coming = num_blocks = 0
-        while budget > 0 and (newcomer := self._next(lines, counts)):
+        while budget > 0 and (newcomer := self._next(queues, counts)):
             num_blocks += -(-newcomer.length // self.block_size)
             if not self._displace(newcomer.scope, counts, num_coming, num_blocks):
                 return
@@ -314,8 +327,9 @@ class Batcher:
             budget -= newcomer.num_pending
 
     def _displace(self, scope: str, counts: Counter[str], num_coming: int, num_blocks: int) -> bool:
-        """Preempt what it takes to admit one sequence more of `scope`; nothing, and False, if that cannot be had.
-        `counts` are of the running and the `num_coming` who come before it; `num_blocks` is what all of these need.
+        """Preempt what is needed to admit one more sequence of `scope`; False, and no preemption, if that is
+        impossible. `counts` covers running sequences and the `num_coming` admitted before; `num_blocks` is what all
+        newcomers need.
         """
         left = counts.copy()
         running = Counter(sequence.scope for sequence in self.running)
@@ -340,7 +354,7 @@ class Batcher:
         return True
 
     def _cached_blocks(self, sequence: Sequence) -> list[int] | None:
-        """Blocks that a waiting sequence need not compute; None if it is worth waiting for one more."""
+        """Cached blocks that a waiting sequence can reuse; None if it should wait for a block in computation."""
         usable = sequence.num_reusable // self.block_size
         hits = self.pool.match(sequence.key(i, self.block_size) for i in range(usable))
         if self.snapshots is not None:
@@ -350,10 +364,10 @@ class Batcher:
         return hits
 
     def _with_snapshot(self, sequence: Sequence, hits: list[int], usable: int) -> list[int] | None:
-        """The same where a state is needed behind the last of the blocks."""
+        """The same for stateful models, which also need a state after the last reused block."""
         assert self.snapshots is not None
         if len(hits) < usable and sequence.key(usable - 1, self.block_size) in self._computing:
-            return None  # a prompt with the same blocks will leave a snapshot behind them
+            return None  # a prompt with the same blocks will store a snapshot after them
         ends = {(sequence.request.num_prompt - 1) // self.block_size, len(hits)}
         sequence.cuts = tuple(end * self.block_size for end in ends if end)
         while hits and sequence.key(len(hits) - 1, self.block_size) not in self.snapshots:
@@ -363,7 +377,7 @@ class Batcher:
     def _admit(self, sequence: Sequence, hits: list[int]) -> bool:
         num_new = -(-sequence.length // self.block_size) - len(hits)
         self.pool.acquire(hits)
-        # One spare block for everyone who runs, lest a newcomer be preempted as soon as the others go on.
+        # One spare block per running sequence, so that a newcomer is not preempted as soon as the others continue.
         enough = not self.running or self.pool.num_available >= num_new + len(self.running)
         blocks = self.pool.allocate(num_new) if enough else None
         if blocks is None:
@@ -382,8 +396,8 @@ class Batcher:
         return True
 
     def _make_writable(self, sequence: Sequence, step: SamplerStep, spanned: Container[int]) -> bool:
-        """Give a decoding sequence its own block for the next token; False if it was itself preempted. Those in
-        `spanned` have their part of the step and keep their blocks.
+        """Give a decoding sequence its own block for the next token; False if it was itself preempted. Sequences in
+        `spanned` are already part of the step and keep their blocks.
         """
         index = sequence.num_cached // self.block_size
         while True:
@@ -406,15 +420,15 @@ class Batcher:
         return True
 
     def _victim(self, sequence: Sequence, spanned: Container[int]) -> Sequence:
-        """Who gives its blocks back for this sequence: the youngest of the largest scope, if that has at least two
-        more running; otherwise the youngest of all, which may be this one.
+        """Which sequence is preempted for this one: the youngest of the largest scope, if that scope runs at least two
+        more; otherwise the youngest of all, which may be this one.
         """
         candidates = [other for other in self.running if id(other) not in spanned]
         counts = Counter(other.scope for other in self.running)
         largest = max(counts, key=lambda scope: counts[scope])
         if counts[largest] >= counts[sequence.scope] + 2:
-            theirs = [other for other in self.running if other.scope == largest][1:]
-            if youngest := next((other for other in reversed(theirs) if id(other) not in spanned), None):
+            of_largest = [other for other in self.running if other.scope == largest][1:]
+            if youngest := next((other for other in reversed(of_largest) if id(other) not in spanned), None):
                 return youngest
         return candidates[-1]
 

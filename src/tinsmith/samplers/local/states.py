@@ -1,13 +1,13 @@
-"""States of sequences beside the paged cache: what layers without keys and values keep, and snapshots of it.
+"""States of sequences in layers that cache no keys and values, and snapshots of those states.
 
-A `SequenceState` is what all such layers keep behind a sequence's first `num_cached` tokens. It is never written to: a
-step makes new ones, so that answers of one request share their prompt's, and a step that is cut off leaves the old ones
-as they were. `Recurrence` is a step's part of an `AttentionPlan`: pieces of equal length go through a layer together,
-each a batch row of its own, and a sequence may be cut within a step where a snapshot is wanted.
+A `SequenceState` holds the states of all such layers after a sequence's first `num_cached` tokens. It is immutable: a
+step makes new ones, so the answers of one request share their prompt's state, and an interrupted step leaves the old
+state intact. `Recurrence` is a step's part of an `AttentionPlan`: pieces of equal length go through a layer together,
+one batch row each; a sequence is cut within a step where a snapshot is wanted.
 
-`StateSnapshots` holds states behind whole blocks under the blocks' prefix keys, as many as there is room for; the one
-that was used longest ago leaves first. Cached blocks serve a prompt only up to a snapshot: attention knows those
-tokens by their keys and values, the other layers by their state.
+`StateSnapshots` maps prefix keys of blocks to the state after that block and evicts the least recently used one. Cached
+blocks serve a prompt only up to a snapshot: attention needs the keys and values of those tokens, the other layers their
+state.
 
 Letters: T rows of a step, n pieces of a group, L rows of each.
 """
@@ -19,45 +19,47 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe, Mixer, MixerState
+from tinsmith.backends.torch.host import upload
 from tinsmith.plan.memory import STATES_EACH
 
 
 class SequenceState:
-    """By layer, one row of the states of a batch."""
+    """By layer, one row of a batch of states."""
 
     def __init__(self, layers: Mapping[int, MixerState], *, shares_memory: bool) -> None:
         self.layers = layers
         self.shares_memory = shares_memory
 
-    def apart(self) -> SequenceState:
-        """The same in memory of its own, so that it does not keep a whole batch alive."""
+    def unshared(self) -> SequenceState:
+        """A copy in its own memory, so that it does not keep a whole batch alive."""
         if not self.shares_memory:
             return self
         own = {layer: MixerState(*(_copied(part) for part in state)) for layer, state in self.layers.items()}
         return SequenceState(own, shares_memory=False)
 
 
-def state_bytes(noted: AttentionProbe) -> int:
-    """What a sequence's state takes; 0 if no layer keeps any."""
-    return sum(part.nbytes for states in noted.kept.values() for part in states[-1] if part is not None)
+def state_bytes(probe: AttentionProbe) -> int:
+    """Bytes of one sequence's state; 0 if no layer keeps any."""
+    return sum(part.nbytes for states in probe.states.values() for part in states[-1] if part is not None)
 
 
 STATES_SHARE = 0.5
-"""Of a cache's bytes: the most that states may take; the rest is for keys and values."""
+"""The largest share of the cache's bytes that states may use."""
 
 SNAPSHOTS_SHARE = 0.25
-"""Of the bytes for states: the most that snapshots may take."""
+"""The largest share of the bytes for states that snapshots may use."""
 
-MOST_SNAPSHOTS = 1024
+MAX_SNAPSHOTS = 1024
 
 
-class StateRoom(NamedTuple):
-    """How many sequences of a model may run, how many snapshots may be kept, and what both take together in a step, in
-    which a sequence has the state before it, that behind it, and the one at its answer's last block.
+class StateBudget(NamedTuple):
+    """How many sequences may run, how many snapshots may be kept, and the bytes of both. During a step a sequence holds
+    the state before it, the state after it, and the state at its answer's last block.
     """
 
     max_sequences: int
@@ -65,11 +67,11 @@ class StateRoom(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, state_bytes: int, cache_bytes: float, max_sequences: int) -> StateRoom:
+    def of(cls, state_bytes: int, cache_bytes: float, max_sequences: int) -> StateBudget:
         if not state_bytes:
             return cls(max_sequences, 0, 0)
         room = STATES_SHARE * cache_bytes
-        num_snapshots = min(int(SNAPSHOTS_SHARE * room // state_bytes), MOST_SNAPSHOTS)
+        num_snapshots = min(int(SNAPSHOTS_SHARE * room // state_bytes), MAX_SNAPSHOTS)
         num_running = max(1, min(max_sequences, int((room / state_bytes - num_snapshots) // STATES_EACH)))
         return cls(num_running, num_snapshots, (STATES_EACH * num_running + num_snapshots) * state_bytes)
 
@@ -92,9 +94,9 @@ class StateSnapshots:
         return self._states[key][1]
 
     def add(self, key: bytes, namespace: int, state: SequenceState) -> None:
-        """A key's first state stays."""
+        """A key keeps its first state."""
         if key not in self._states and self.most:
-            self._states[key] = namespace, state.apart()
+            self._states[key] = namespace, state.unshared()
             self.shrink(self.most)
 
     def shrink(self, size: int) -> None:
@@ -107,8 +109,8 @@ class StateSnapshots:
 
 
 class SequencePiece(NamedTuple):
-    """A sequence's rows of a step: `size` of them from `first` on, behind `state`. `cuts`: numbers of rows, rising and
-    below `size`, behind which the state is wanted, too.
+    """A sequence's rows of a step: `size` rows from `first` on, starting from `state`. `cuts`: ascending row counts
+    below `size` after which the state is wanted, too.
     """
 
     first: int
@@ -119,7 +121,7 @@ class SequencePiece(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces, or parts of them, of equal length that go through a layer together."""
+    """Pieces, or parts of pieces, of equal length that go through a layer together."""
 
     pieces: list[int]
     starts: list[int]
@@ -128,8 +130,8 @@ class _Group:
 
 
 class Recurrence:
-    """A step's rows in layers that keep a state. Once every layer has been through, `after[i]` is piece i's state at
-    its end and `at_cuts[i]` are those behind its cuts.
+    """A step's rows in stateful layers. After all layers, `after[i]` is piece i's final state and `at_cuts[i]` are the
+    states at its cuts.
     """
 
     def __init__(self, pieces: Sequence[SequencePiece], device: torch.device) -> None:
@@ -141,7 +143,7 @@ class Recurrence:
         self._shares = any(len(group.pieces) > 1 for groups in self._rounds for group in groups)
 
     def _planned(self) -> list[list[_Group]]:
-        """First parts of all pieces, then the second parts, and so on; each round in groups of one length."""
+        """First parts of all pieces, then second parts, and so on; each round in groups of equal length."""
         rounds = []
         for number in range(max(len(piece.cuts) for piece in self._pieces) + 1):
             groups: dict[tuple[int, bool], _Group] = {}
@@ -163,8 +165,7 @@ class Recurrence:
         first, num_rows = group.starts[0], len(group.starts) * group.length
         if group.starts == list(range(first, first + num_rows, group.length)):
             return slice(first, first + num_rows)
-        starts_n1 = torch.tensor(group.starts)[:, None]
-        return (starts_n1 + torch.arange(group.length)).flatten().to(self._device)
+        return upload((np.array(group.starts)[:, None] + np.arange(group.length)).ravel(), self._device)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         y_TD = None
@@ -184,7 +185,7 @@ class Recurrence:
         return y_TD
 
     def _before(self, group: _Group, number: int, layer: int) -> MixerState | None:
-        """The states of a group's sequences, as one batch that the layer may write to."""
+        """The states of a group's sequences as one batch that the layer may overwrite."""
         states = []
         for index in group.pieces:
             if number:
@@ -212,7 +213,7 @@ class Recurrence:
 
 
 def cuts_between(start: int, stop: int, positions: Iterable[int]) -> list[int]:
-    """Those of some positions of a sequence that lie within rows start..stop, as numbers of these rows."""
+    """The positions strictly between start and stop, relative to start, ascending."""
     return sorted({position - start for position in positions if start < position < stop})
 
 

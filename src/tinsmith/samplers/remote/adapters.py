@@ -1,9 +1,9 @@
-"""Weight versions in an external engine: which it has, under which name, and which it lets go.
+"""Weight versions loaded in an external engine: their names, their files, and which one is evicted.
 
-A version is written once, into a directory of its own, and never changed; each time that the engine loads it, it gets a
-name that was never used before, so that nothing that is cached under a name can be of other weights. At most `most` are
-loaded; the least recently used leaves first, and one that answers are drawn from stays. A version that is retired is
-unloaded, and its files are deleted, once nobody uses it. Lives on one event loop; knows no HTTP.
+Each version is written once, into its own directory, and never changed. Each load gives it a name that was never used
+before, so that no cache of the engine can mix weights. At most `most` versions are loaded; the least recently used one
+without running requests is evicted. A retired version is unloaded and its files are deleted when no request uses it.
+This module runs on one event loop and does not know HTTP.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Write = Callable[[Path], None]
 
 
 class Version:
-    """What is to be sampled from: `write` puts its files into a directory, from any thread."""
+    """A weight version. `write` puts its files into a directory and may run on any thread."""
 
     def __init__(self, version_id: str, write: Write) -> None:
         self.version_id = version_id
         self._write: Write | None = write
         self._directory: Path | None = None
-        self.name = ""  # in the engine, while it is loaded there
-        self.era = -1  # of the engine that has it
-        self.users = 0  # for them it stays loaded
-        self.claims = 0  # for these its files stay
+        self.name = ""  # its name in the engine while it is loaded
+        self.era = -1  # the era of the engine that loaded it
+        self.users = 0  # running requests, which keep it loaded
+        self.claims = 0  # jobs, which keep its files
         self.retired = False
         self.adapts_unembedding = False
         self.loading = asyncio.Lock()
 
     def files(self, directory: Path) -> Path:
-        """Its directory, written if it is not there yet."""
+        """The directory of its files, which are written by the first call."""
         if self._write is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._write(directory)
@@ -72,7 +72,7 @@ def _adapts_unembedding(directory: Path) -> bool:
 
 
 class Adapters:
-    """`load` and `unload` ask the engine, by name; `load` raises UserError if the engine refuses."""
+    """The versions that an engine has loaded. `load` raises UserError if the engine refuses; `unload` takes a name."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Adapters:
         self._loaded: dict[Version, None] = {}  # least recently used first
         self._freed = asyncio.Condition()
         self._numbers = itertools.count()
-        self._process = secrets.token_hex(4)  # engines may be shared
+        self._process = secrets.token_hex(4)  # several processes may share an engine
 
     @property
     def names(self) -> list[str]:
@@ -96,44 +96,44 @@ class Adapters:
 
     @contextlib.asynccontextmanager
     async def held(self, version: Version, era: int) -> AsyncIterator[str]:
-        """The version's name in the engine of this era, which keeps it until the end of the block."""
+        """Load the version into the engine of this era and yield its name; it stays loaded during the block."""
         version.users += 1
         try:
             async with version.loading:
                 if version in self._loaded and version.era != era:
-                    await self._drop(version)  # an engine that only seemed to be gone would keep it for ever
+                    await self._evict(version)  # in case the engine is the same process
                 if version not in self._loaded:
-                    await self._bring(version, era)
+                    await self._load_new(version, era)
             self._loaded[version] = self._loaded.pop(version)
             yield version.name
         finally:
             version.users -= 1
-            await self._let_go(version)
+            await self._collect(version)
 
     async def retire(self, version: Version) -> None:
-        """Nobody will ask for it any more but those that have a claim on it."""
+        """Mark a version as replaced: only jobs that already have a claim on it will use it."""
         version.retired = True
-        await self._let_go(version)
+        await self._collect(version)
 
     async def release(self, version: Version) -> None:
-        """One claim less."""
+        """Give up one claim."""
         version.claims -= 1
-        await self._let_go(version)
+        await self._collect(version)
 
     async def forget(self, version: Version) -> None:
-        """The engine says that it does not have it."""
+        """Note that the engine does not have this version."""
         self._loaded.pop(version, None)
         version.era = -1
 
     async def clear(self) -> None:
-        """Have the engine forget all: what it would keep over a sleep is not relied on."""
+        """Unload all versions, because engines differ in what they keep over a sleep."""
         for version in list(self._loaded):
-            await self._drop(version)
+            await self._evict(version)
 
-    async def _bring(self, version: Version, era: int) -> None:
+    async def _load_new(self, version: Version, era: int) -> None:
         await self._make_room(era)
         number = next(self._numbers)
-        # First the place, then the files: others count it meanwhile.
+        # The slot is taken before the files are written, so that concurrent loads count it.
         version.era, version.name = era, f"{NOT_A_NAME.sub('-', version.version_id)[-80:]}-{self._process}-{number}"
         self._loaded[version] = None
         try:
@@ -152,21 +152,21 @@ class Adapters:
                 async with self._freed:
                     await self._freed.wait()
             else:
-                await self._drop(oldest)
+                await self._evict(oldest)
 
-    async def _drop(self, version: Version) -> None:
+    async def _evict(self, version: Version) -> None:
         name = version.name
         self._loaded.pop(version, None)
         version.era = -1
         try:
             await self._unload(name)
-        except TinsmithError as error:  # it may have died since; a name is not used twice
+        except TinsmithError as error:  # the engine may have died; the name is not used again
             log.warning("an adapter could not be unloaded", adapter=name, error=str(error))
 
-    async def _let_go(self, version: Version) -> None:
+    async def _collect(self, version: Version) -> None:
         if not version.users and not version.claims and version.retired:
             if version in self._loaded:
-                await self._drop(version)
+                await self._evict(version)
             await asyncio.to_thread(version.discard)
         async with self._freed:
             self._freed.notify_all()

@@ -1,8 +1,8 @@
-"""One sample as requests to an external engine, and their replies as one result.
+"""Translates one sample into requests to an external engine, and their replies into one result.
 
-`Answering` refuses what can never be answered when it is made. `result` asks for every answer with a request of its own
-and a seed of its own; what is to be known of the prompt comes with the first. Logprobs that are not ours are asked for
-with one request more for each answer. Knows ops and a dialect, no connection.
+The constructor of `Answering` refuses what the engine can never answer. `result` sends one request with its own seed
+for each answer; the first also asks for logprobs of the prompt. Where the engine's logprobs follow another definition
+than ours, one more request for each answer scores it. This module knows a dialect but no connection.
 
 Letters: T tokens of the prompt, K targets of a row, k entries of a top-k list.
 """
@@ -37,22 +37,23 @@ from tinsmith.types import (
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
 
-class Post(Protocol):
-    """What sends requests to the engine."""
+class Sender(Protocol):
+    """Sends requests to the engine."""
 
-    async def beside_others(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply: ...
+    async def send(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply: ...
 
-    async def apart(self, asks: Sequence[Ask]) -> list[EngineReply]:
-        """Together, while nothing else runs."""
+    async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
+        """Send these requests together while no others run."""
         ...
 
 
-Tell = Callable[[int, EngineReply], None]
+Publish = Callable[[int, EngineReply], None]
+"""Takes the index of an answer and the next part of it."""
 
 
 class Answering:
     def __init__(self, dialect: Dialect, sample: Sample, context_length: int, vocab_size: int) -> None:
-        """Raises UserError if the engine can never answer it as it is asked."""
+        """Raises UserError if the engine can never answer this sample."""
         self._dialect = dialect
         self._sample = sample
         self._prompt = sample.prompt_T.tolist()
@@ -60,48 +61,50 @@ class Answering:
             raise UserError(f"the prompt is empty or holds token ids outside the vocabulary [0, {vocab_size})")
         if sample.images:
             raise UserError(
-                f"{sample.images[0].where} is an image, and {dialect.name} is given token ids here; sample with this "
+                f"{sample.images[0].where} is an image, but {dialect.name} receives only token ids; sample with this "
                 "server's own sampler (setting sampler), or without images"
             )
         dialect.check(sample.params, alternatives=sample.prompt_alt_tokens_k)
         self._rescores = dialect.rescores(sample.params)
         self._max_tokens = self._room(min(context_length, dialect.max_context_length or context_length))
-        self._about_prompt = self._prompt_ask()
+        self._prompt_scores = self._prompt_ask()
         self._stream = sample.stream and dialect.streams and not self._rescores
-        # What may be shown before it is complete must come out the same if it has to be drawn again.
+        # A stream may be drawn again after its first tokens were published, so it needs a seed.
         drawn = secrets.randbits(62) if dialect.needs_seeds or self._stream else None
         self._alone = dialect.scores_alone or self._stream
         self._seed = drawn if sample.params.seed is None else sample.params.seed
 
-    async def result(self, post: Post, adapter: str | None, tell: Tell, *, unembedding: bool) -> SampleResult:
-        """`unembedding`: whether the adapter changes it."""
-        slowly = unembedding and not self._dialect.scores_unembeddings
+    async def result(self, sender: Sender, adapter: str | None, publish: Publish, *, unembedding: bool) -> SampleResult:
+        """`unembedding`: whether the adapter adapts the unembedding."""
+        by_token = unembedding and not self._dialect.scores_unembeddings
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [
-                    group.create_task(self._answer(post, adapter, index, tell, slowly))
+                    group.create_task(self._answer(sender, adapter, index, publish, by_token))
                     for index in range(self._sample.num_samples)
                 ]
-                about = None
-                if self._about_prompt is not None and (self._alone or slowly):
-                    about = group.create_task(self._scored(post, adapter, self._prompt, self._about_prompt, slowly))
+                scored = None
+                if self._prompt_scores is not None and (self._alone or by_token):
+                    scored = group.create_task(
+                        self._scored(sender, adapter, self._prompt, self._prompt_scores, by_token)
+                    )
         except BaseExceptionGroup as group_of_errors:
             raise _worst(group_of_errors) from None
         replies = [reply for task in answers for reply in [task.result()]]
-        rows = about.result() if about is not None else replies[0].prompt_rows
-        if self._about_prompt and (rows is None or len(rows) != len(self._prompt)):
+        rows = scored.result() if scored is not None else replies[0].prompt_rows
+        if self._prompt_scores and (rows is None or len(rows) != len(self._prompt)):
             raise EngineFailedError(f"{self._dialect.name} answered without the logprobs of the prompt")
         return SampleResult(
             request_id=self._sample.request_id,
             sequences=tuple(self._sequence(reply) for reply in replies),
-            prompt_logprobs_T=self._own(rows) if self._sample.prompt_logprobs else None,
+            prompt_logprobs_T=self._prompt_logprobs(rows) if self._sample.prompt_logprobs else None,
             topk_prompt=self._topk_prompt(rows) if self._sample.topk_prompt_logprobs else None,
             prompt_cache_hit_tokens=replies[0].cached_tokens,
             target_prompt=self._targets(rows),
         )
 
     def _room(self, context_length: int) -> int:
-        """How many tokens an answer may have."""
+        """The most tokens that an answer may have."""
         room = context_length - len(self._prompt) - (1 if self._rescores else 0)
         wanted = self._sample.params.max_tokens
         if room < 1 or (wanted or 1) > room:
@@ -125,68 +128,70 @@ class Answering:
     def _ask(self, adapter: str | None, tokens: Sequence[int], params: SamplingParams, max_tokens: int) -> Ask:
         return Ask(secrets.token_hex(12), adapter, tokens, params, max_tokens, cache_scope=self._sample.cache_scope)
 
-    async def _answer(self, post: Post, adapter: str | None, index: int, tell: Tell, slowly: bool) -> EngineReply:
+    async def _answer(
+        self, sender: Sender, adapter: str | None, index: int, publish: Publish, by_token: bool
+    ) -> EngineReply:
         ask = replace(
             self._ask(adapter, self._prompt, self._sample.params, self._max_tokens),
             seed=None if self._seed is None else seed_of(self._seed, index, self._dialect.seed_bits),
             topk=0 if self._rescores else self._sample.topk_sample_logprobs,
-            prompt=None if index or self._alone or slowly else self._about_prompt,
+            prompt=None if index or self._alone or by_token else self._prompt_scores,
             stream=self._stream,
         )
-        reply = await post.beside_others(ask, partial(tell, index))
+        reply = await sender.send(ask, partial(publish, index))
         self._check(reply)
         if self._rescores:
-            await self._rescore(post, adapter, reply, slowly)
+            await self._rescore(sender, adapter, reply, by_token)
         if any(np.isnan(reply.logprobs)):
             raise UserError(NOT_FINITE)
         return reply
 
     def _check(self, reply: EngineReply) -> None:
         if reply.finish == "abort":
-            raise EngineGone("it ended the request itself")
+            raise EngineGone("the engine aborted the request")
         if reply.finish not in ("stop", "length") or not reply.tokens or len(reply.tokens) > self._max_tokens:
             raise EngineFailedError(
                 f"{self._dialect.name} answered {len(reply.tokens)} of at most {self._max_tokens} tokens, reason "
                 f"{reply.finish!r}"
             )
 
-    async def _rescore(self, post: Post, adapter: str | None, reply: EngineReply, slowly: bool) -> None:
-        """The answer's logprobs as those of a prompt: at temperature 1, of the whole distribution."""
+    async def _rescore(self, sender: Sender, adapter: str | None, reply: EngineReply, by_token: bool) -> None:
+        """Score the answer as part of a prompt: at temperature 1, over the whole vocabulary."""
         start, k = len(self._prompt), self._sample.topk_sample_logprobs
-        rows = await self._scored(post, adapter, [*self._prompt, *reply.tokens], PromptAsk(start, k), slowly)
+        rows = await self._scored(sender, adapter, [*self._prompt, *reply.tokens], PromptAsk(start, k), by_token)
         reply.logprobs = [row.get(token, np.nan) for token, row in zip(reply.tokens, rows[start:], strict=True)]
         reply.topk = list(rows[start:]) if k else []
 
     async def _scored(
-        self, post: Post, adapter: str | None, tokens: Sequence[int], about: PromptAsk, slowly: bool
+        self, sender: Sender, adapter: str | None, tokens: Sequence[int], about: PromptAsk, by_token: bool
     ) -> Sequence[Row]:
-        """What is to be known of a prompt, with one request or, `slowly`, with one for each token."""
-        if slowly:
-            return await self._scored_by_token(post, adapter, tokens, about)
+        """Logprobs of a prompt, by one request or, with `by_token`, by one request for each token."""
+        if by_token:
+            return await self._scored_by_token(sender, adapter, tokens, about)
         ask = self._ask(adapter, tokens, SamplingParams(max_tokens=1), 1)
         ask = replace(ask, prompt=about)
         alone = self._dialect.scores_alone
-        reply = (await post.apart([ask]))[0] if alone else await post.beside_others(ask, _ignore)
+        reply = (await sender.send_exclusively([ask]))[0] if alone else await sender.send(ask, _ignore)
         rows = reply.prompt_rows
         if rows is None or len(rows) != len(tokens):
             raise EngineFailedError(f"{self._dialect.name} answered without the logprobs of the prompt")
         return rows
 
     async def _scored_by_token(
-        self, post: Post, adapter: str | None, tokens: Sequence[int], about: PromptAsk
+        self, sender: Sender, adapter: str | None, tokens: Sequence[int], about: PromptAsk
     ) -> Sequence[Row]:
-        """Each token of a prompt as the next one of those before it, which the engine has in its cache.
+        """Score each token of a prompt as the continuation of its prefix, which the engine has cached.
 
-        Requests for chosen tokens run apart: vLLM, beside them, tells others nothing of their likeliest tokens.
+        Requests for chosen token ids run exclusively, because vLLM omits top logprobs of requests that run beside them.
         """
         positions = range(about.first, len(tokens))
         asks = [self._ask(adapter, tokens[:position], SamplingParams(max_tokens=1), 1) for position in positions]
         chosen = [replace(a, only=tuple({tokens[at], *about.ids})) for a, at in zip(asks, positions, strict=True)]
-        replies = await post.apart(chosen)
+        replies = await sender.send_exclusively(chosen)
         if about.topk:
             likely = [replace(ask, request_id=secrets.token_hex(12), topk=about.topk) for ask in asks]
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(post.beside_others(ask, _ignore)) for ask in likely]
+                tasks = [group.create_task(sender.send(ask, _ignore)) for ask in likely]
             replies += [task.result() for task in tasks]
         rows: list[dict[int, float]] = [{} for _ in tokens]
         for reply, position in zip(replies, [*positions, *positions][: len(replies)], strict=True):
@@ -203,21 +208,21 @@ class Answering:
             topk=_topk(reply.topk, k) if k else None,
         )
 
-    def _own(self, rows: Sequence[Row] | None) -> F32:
-        own_T = np.full(len(self._prompt), np.nan, np.float32)
-        for position in range(self._first_own, len(self._prompt) if rows else 0):
+    def _prompt_logprobs(self, rows: Sequence[Row] | None) -> F32:
+        logprobs_T = np.full(len(self._prompt), np.nan, np.float32)
+        for position in range(self._first_scored, len(self._prompt) if rows else 0):
             assert rows is not None
-            own_T[position] = rows[position].get(self._prompt[position], np.nan)
-        if np.isnan(own_T[self._first_own :]).any():
+            logprobs_T[position] = rows[position].get(self._prompt[position], np.nan)
+        if np.isnan(logprobs_T[self._first_scored :]).any():
             raise UserError(NOT_FINITE)
-        return own_T
+        return logprobs_T
 
     def _topk_prompt(self, rows: Sequence[Row] | None) -> TopK:
-        shown = [rows[at] if rows and at >= self._first_own else {} for at in range(len(self._prompt))]
+        shown = [rows[at] if rows and at >= self._first_scored else {} for at in range(len(self._prompt))]
         return _topk(shown, self._sample.topk_prompt_logprobs)
 
     @property
-    def _first_own(self) -> int:
+    def _first_scored(self) -> int:
         last_n = self._sample.prompt_logprobs_last_n
         return 1 if last_n is None else len(self._prompt) - last_n
 
@@ -237,25 +242,25 @@ class Answering:
 
 
 @dataclass(slots=True)
-class Told:
-    """How many tokens of an answer were shown."""
+class Published:
+    """How many tokens of a streamed answer were published."""
 
     tokens: int = 0
 
-    def more(self, sample: Sample, index: int, start: int, part: EngineReply) -> Partial | None:
-        """What of this part, which begins at `start`, is new."""
-        known = max(self.tokens - start, 0)
-        if known >= len(part.tokens):
+    def advance(self, sample: Sample, index: int, start: int, part: EngineReply) -> Partial | None:
+        """The new tokens of this part, which begins at token `start`; None if there are none."""
+        old = max(self.tokens - start, 0)
+        if old >= len(part.tokens):
             return None
         k = sample.topk_sample_logprobs
-        tops = [likeliest(row, k) for row in part.topk[known:]] if k else []
+        tops = [likeliest(row, k) for row in part.topk[old:]] if k else []
         self.tokens = start + len(part.tokens)
         return Partial(
             sample.request_id,
             index,
-            start + known,
-            tuple(part.tokens[known:]),
-            tuple(part.logprobs[known:]),
+            start + old,
+            tuple(part.tokens[old:]),
+            tuple(part.logprobs[old:]),
             tuple((tuple(token for token, _ in top), tuple(value for _, value in top)) for top in tops),
         )
 
@@ -278,7 +283,7 @@ def _ignore(_: EngineReply) -> None:
 
 
 def _worst(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several errors, the one that says most: a refusal, before that the engine is gone."""
+    """The most useful error of a group: a refusal rather than the loss of the engine."""
     found: list[BaseException] = []
     for error in group.exceptions:
         found.append(_worst(error) if isinstance(error, BaseExceptionGroup) else error)

@@ -1,9 +1,10 @@
-"""Starts a command and ends it, with all that it started, when standard input closes: however its own parent dies.
+"""Runs a command, and ends it with all its children when standard input closes, however the parent process ended.
 
     python attendant.py COMMAND...
 
-An engine that is killed outright cannot end its children, and those of an inference engine hold a device. The command
-runs in a session of its own; its end, in a second or with force after ten, is this process's. Imports nothing of ours.
+A killed process cannot end its children, and the children of an inference engine hold a device. The command runs in a
+new session. It gets SIGTERM, and SIGKILL after ten seconds; this process then exits with its status. Imports only the
+standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> int:
     status = child.wait()
     ended.set()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what it left behind
+        os.killpg(child.pid, signal.SIGKILL)  # children that it left
     return status if status >= 0 else 128 - status
 
 
@@ -42,7 +43,7 @@ def end(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
     if not ended.wait(PATIENCE_S):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-    time.sleep(PATIENCE_S)  # main returns first
+    time.sleep(PATIENCE_S)  # main returns before this
 
 
 if __name__ == "__main__":

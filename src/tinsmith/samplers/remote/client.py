@@ -1,18 +1,14 @@
-"""The sampler that has another engine sample: vLLM or SGLang, spoken to over HTTP.
+"""A sampler whose samples are drawn by an external engine, vLLM or SGLang, over HTTP.
 
-The engine thread submits, cancels and collects; everything else happens on an event loop in a thread of its own, so
-sampling goes on while the trainer computes. A request is answered by one job: its answers are asked for one by one,
-each with a seed of its own, and put together when the last is there. If the engine dies, or fails, jobs that were in
-it begin again: those with a seed give the same answers. One that was in it at two deaths runs alone, and if it dies a
-third time, nobody else can be to blame: the job fails by name.
+The engine thread submits, cancels and collects. Everything else runs on an event loop in a separate thread, so sampling
+continues while the trainer computes. One job answers one request: it asks for each sample separately, with a separate
+seed, and assembles the result when all samples have arrived. If the external engine dies or fails, the jobs it was
+working on start again; jobs with a seed give the same samples. A job that was running at two failures then runs alone.
+If the engine fails a third time, this job must be the cause, and it fails with a message that says so.
 
-Versions are captured when a request names them first, and given to the engine as files under a new name (adapters.py):
-what replaces a version is another one. `rest` and `rise` take turns on a device with a trainer. Knows no SQL.
-
-A gate that many pass side by side, and that one may have alone, or close.
-
-Whoever waits for it alone, or to close it, comes before those who come after. Lives on one event loop; leaving it never
-waits, so that whoever is cancelled leaves it, too.
+A version is captured when a request first names it, and the external engine loads it from files under a new name
+(adapters.py), so a replaced version is never confused with its successor. `sleep` and `wake_up` share a device with a
+trainer. This module does not access the database.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +31,37 @@ import structlog
 from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
-from tinsmith.samplers.remote.answering import Answering, Told
-from tinsmith.samplers.remote.connection import EngineConnection, EngineGone
+from tinsmith.samplers.remote.answering import Answering, Published
+from tinsmith.samplers.remote.connection import EngineAccess, EngineConnection, EngineGone
 from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, PromptAsk
+from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
 
 class Gate:
+    """A lock that many tasks hold together, or one exclusively; `close` holds it exclusively until `open`.
+
+    A task that waits to hold it exclusively goes before tasks that arrive later. It belongs to one event loop.
+    Releasing it never waits, so a cancelled task releases it, too.
+    """
+
     def __init__(self) -> None:
         self._change = asyncio.Event()
-        self._inside = 0
+        self._holders = 0
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def beside_others(self) -> AsyncIterator[None]:
+    async def shared(self) -> AsyncIterator[None]:
         await self._until(lambda: not self._closed)
-        self._inside += 1
+        self._holders += 1
         try:
             yield
         finally:
-            self._inside -= 1
-            self._tell()
+            self._holders -= 1
+            self._notify()
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         await self.close()
         try:
             yield
@@ -66,55 +69,60 @@ class Gate:
             self.open()
 
     async def close(self) -> None:
-        """Returns when nobody is inside."""
+        """Returns when no task holds it."""
         await self._until(lambda: not self._closed)
         self._closed = True
         try:
-            await self._until(lambda: not self._inside)
+            await self._until(lambda: not self._holders)
         except BaseException:
             self.open()
             raise
 
     def open(self) -> None:
         self._closed = False
-        self._tell()
+        self._notify()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._change.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
 
 
-AT_ONCE = 256
-"""Requests to the engine at a time; it queues what it cannot run yet."""
+MAX_CONCURRENT = 256
+"""Concurrent requests to the external engine, which queues what it cannot run yet."""
 
 MOST_ADAPTERS = 32
 WAIT_S = 0.005
-"""How long a step waits for something to finish: the engine thread looks after its other work in between."""
+"""How long a step waits for a finished sample; between steps the engine thread does its other work."""
 
 DEATHS = 3
 STOP_S = 15.0
 DRAIN_S = 60.0
-"""How long requests may go on when a trainer wants the device; then they end, and begin again when it is free."""
+"""How long running requests may continue when a trainer needs the device; then they are aborted and start again."""
 
 log = structlog.get_logger()
 
 Capture = Callable[[str], Write | None]
-"""What writes a version's files, as it is now; None if there is no such version."""
+"""Returns a function that writes the current files of a version, or None if the version does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """Where the engine is: somebody's address, or the Python and the options to start one with. `directory` is for
-    files of adapters alone, and emptied first; an engine elsewhere must see it under the same name.
+    """The address and credentials of a running engine, or the Python interpreter and options with which to start one.
+
+    `directory` holds the files of adapters and is emptied at start. An engine on another machine must see it under the
+    same path, unless it downloads adapters from `adapters_url`, an address of this process.
     """
 
     directory: Path
     log_path: Path
     url: str = ""
+    access: EngineAccess = field(default_factory=EngineAccess)
+    adapters_url: str = ""
+    adapters_host: str = "127.0.0.1"  # the address on which this process listens for downloads
     python: str = ""
     options: tuple[str, ...] = ()
     shares_device: bool = False
@@ -127,13 +135,13 @@ class _Job:
         self.version = version
         self.answering = answering
         self.deaths = 0
-        self.told: dict[int, Told] = {}
+        self.published: dict[int, Published] = {}
         self.task: asyncio.Task[None] | None = None
         self.attempt: asyncio.Task[SampleResult] | None = None
 
 
 class ExternalSampler:
-    """Implements the Sampler protocol."""
+    """Implements the Sampler and InferenceServer protocols."""
 
     runs_by_itself = True
 
@@ -153,9 +161,14 @@ class ExternalSampler:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sampler", daemon=True)
         self._thread.start()
+        self._links = AdapterLinks(engine.adapters_host, engine.adapters_url) if engine.adapters_url else None
         self._wait(self._open(engine))
 
     # The Sampler protocol, from the engine's thread.
+
+    @property
+    def inference_server(self) -> ExternalSampler:
+        return self
 
     @property
     def has_work(self) -> bool:
@@ -188,19 +201,19 @@ class ExternalSampler:
         return settled
 
     def partials(self) -> list[Partial]:
-        told: list[Partial] = []
+        found: list[Partial] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                told.append(self._partials.get_nowait())
-        return told
+                found.append(self._partials.get_nowait())
+        return found
 
     def cache_use(self) -> CacheUse:
-        return CacheUse(0, 0, 0)  # the engine's own meters tell
+        return CacheUse(0, 0, 0)  # the external engine has its own metrics
 
     # Versions, from the engine's thread.
 
     def collect(self, version_id: str) -> None:
-        """A version was replaced or dropped: requests that are under way keep what they have."""
+        """Unload a version that was replaced or dropped, after the requests that use it."""
         version = self._versions.pop(version_id, None)
         if version is not None:
             self._spawn(self._adapters.retire(version))
@@ -214,13 +227,27 @@ class ExternalSampler:
             version = self._versions[version_id] = Version(version_id, write)
         return version
 
-    # Taking turns on a device, from the engine's thread.
+    # The InferenceServer protocol, from the engine's thread.
+
+    @property
+    def name(self) -> str:
+        return self._dialect.name
+
+    @property
+    def address(self) -> str:
+        return self._connection.url
+
+    @property
+    def cannot_sleep(self) -> str:
+        if self._shares_device:
+            return ""
+        return f"{self.name} serves it without its sleep mode; start it with TINSMITH_SAMPLER_SHARES_DEVICE=true"
 
     def sleep(self) -> None:
-        """Leave the device to the trainer; returns when the engine sleeps."""
+        """Leave the device to a trainer; returns when the engine sleeps. Without `shares_device` nothing happens."""
         if self._shares_device and not self._asleep:
-            self._asleep = True
             self._wait(self._sleep())
+            self._asleep = True
 
     def wake_up(self) -> None:
         """Take the device back; returns when the engine is awake."""
@@ -229,12 +256,14 @@ class ExternalSampler:
             self._asleep = False
 
     def close(self) -> None:
-        """End everything that was started."""
+        """Cancel all jobs, and end the external engine if this process started it."""
         if not self._loop.is_closed():
             with contextlib.suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
+            if self._links:
+                self._links.close()
 
     # The event loop.
 
@@ -261,14 +290,15 @@ class ExternalSampler:
             self._dialect.health,
             self._learn,
             url=url,
+            access=engine.access,
             command=command,
             log_path=engine.log_path,
             directory=engine.directory,
         )
         self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload)
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._gate = Gate()
-        self._quiet = Gate()  # that prompts are scored alone
+        self._scoring = Gate()  # held exclusively while prompts are scored
         self._keeping = asyncio.create_task(self._connection.run())
 
     async def _close(self) -> None:
@@ -278,7 +308,7 @@ class ExternalSampler:
         await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _learn(self) -> None:
-        """What the engine says of itself, and which logprobs it reports: two requests of one token."""
+        """Read the engine's facts, and find out by two requests of one token which logprobs it reports."""
         self._dialect.learn([await self._connection.get(path) for path in self._dialect.questions()])
         half = SamplingParams(max_tokens=1, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
@@ -296,13 +326,17 @@ class ExternalSampler:
         refused = f"the weights {version.version_id!r} cannot be sampled from: "
         if version.adapts_unembedding and not self._dialect.takes_unembeddings:
             raise UserError(
-                f"{refused}{self._dialect.name} as it runs here knows no adapter of an unembedding; train with "
-                "train_unembed=False"
+                f"{refused}{self._dialect.name} with these options does not support adapters of the unembedding; "
+                "train with train_unembed=False"
             )
+        place = self._links.open(directory) if self._links else str(directory)
         try:
-            answer = await self._connection.order(self._dialect.load(version.name, str(directory)))
+            answer = await self._connection.order(self._dialect.load(version.name, place))
         except TinsmithError as error:
             raise UserError(f"{refused}{error}") from error
+        finally:
+            if self._links:
+                self._links.close_link(place)
         if answer.get("success") is False:
             raise UserError(f"{refused}{self._dialect.name} answers: {answer.get('error_message') or answer}")
 
@@ -311,24 +345,28 @@ class ExternalSampler:
             await self._connection.order(self._dialect.unload(name))
 
     async def _sleep(self) -> None:
-        """Nothing new begins; what runs ends or is ended; then the engine sleeps."""
+        """Hold new requests, wait up to DRAIN_S for running ones, abort the rest, and put the engine to sleep."""
         jobs = [job for job in self._jobs.values() if job.attempt is not None]
 
-        async def end_late() -> None:
+        async def abort_late() -> None:
             await asyncio.sleep(DRAIN_S)
             for job in jobs:
                 if job.attempt is not None:
                     job.attempt.cancel()
 
-        ending = asyncio.create_task(end_late())
+        aborting = asyncio.create_task(abort_late())
         try:
             await self._gate.close()
         finally:
-            ending.cancel()
-        with contextlib.suppress(EngineGone):
-            await self._adapters.clear()
-            for call in self._dialect.sleep():
-                await self._connection.order(call)
+            aborting.cancel()
+        try:
+            with contextlib.suppress(EngineGone):
+                await self._adapters.clear()
+                for call in self._dialect.sleep():
+                    await self._connection.order(call)
+        except TinsmithError:
+            self._gate.open()  # the engine refused, so it is awake
+            raise
 
     async def _wake_up(self) -> None:
         with contextlib.suppress(EngineGone):
@@ -346,7 +384,7 @@ class ExternalSampler:
             outcome: SampleResult | TinsmithError = await self._answered(job)
         except TinsmithError as error:
             outcome = error
-        except Exception as error:  # the answer of this request alone
+        except Exception as error:  # only this request fails
             log.error("a sample failed", request_id=job.sample.request_id, exc_info=error)
             outcome = EngineFailedError(f"sampling failed: {type(error).__name__}: {error}")
         finally:
@@ -357,10 +395,10 @@ class ExternalSampler:
     async def _answered(self, job: _Job) -> SampleResult:
         while True:
             era = await self._connection.ready()
-            passing = self._gate.alone() if job.deaths >= DEATHS - 1 else self._gate.beside_others()
+            passing = self._gate.exclusive() if job.deaths >= DEATHS - 1 else self._gate.shared()
             async with passing:
                 if not self._connection.is_up(era):
-                    continue  # it died while this one waited
+                    continue  # the engine died while this job waited
                 job.attempt = asyncio.create_task(self._attempt(job, era))
                 try:
                     return await job.attempt
@@ -368,51 +406,50 @@ class ExternalSampler:
                     if job.task is None or job.task.cancelling():
                         job.attempt.cancel()
                         raise
-                    continue  # it had to make way
+                    continue  # aborted for the trainer
                 except EngineGone as error:
-                    reason, sent, gone = str(error), error.sent, True
-                except EngineFailedError as error:  # it lives, but failed at this
-                    reason, sent, gone = str(error), True, False
+                    reason, sent = str(error), error.sent
+                    await self._connection.gone(era)  # before the next job passes the gate, and is blamed for this end
+                except EngineFailedError as error:  # the engine is up, but failed on this request
+                    reason, sent = str(error), True
                 finally:
                     job.attempt = None
-            if gone:
-                await self._connection.gone(era)
             if not sent:
-                continue  # what did not reach it did not kill it
+                continue  # a request that was not sent is not the cause
             job.deaths += 1
             log.warning("the sampling engine failed", request_id=job.sample.request_id, deaths=job.deaths, error=reason)
             if job.deaths >= DEATHS:
                 raise EngineFailedError(
                     f"{self._dialect.name} failed {job.deaths} times while it worked on this request, the last time on "
-                    f"nothing else: {reason}"
+                    f"no other request: {reason}"
                 )
 
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
         if job.version is None:
-            return await job.answering.result(self, None, self._tell(job), unembedding=False)
+            return await job.answering.result(self, None, self._publisher(job), unembedding=False)
         for last in (False, True):
             async with self._adapters.held(job.version, era) as name:
                 try:
                     unembedding = job.version.adapts_unembedding
-                    return await job.answering.result(self, name, self._tell(job), unembedding=unembedding)
+                    return await job.answering.result(self, name, self._publisher(job), unembedding=unembedding)
                 except NotFoundError:
                     if last:
                         raise
-                    await self._adapters.forget(job.version)  # somebody else unloaded it
+                    await self._adapters.forget(job.version)  # another client of the engine unloaded it
         raise AssertionError("unreachable")
 
-    async def beside_others(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply:
-        """For `Answering`, on the event loop."""
-        async with self._quiet.beside_others():
-            return await self._sent(ask, heard)
+    async def send(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
+        """Called by `Answering` on the event loop."""
+        async with self._scoring.shared():
+            return await self._sent(ask, on_part)
 
-    async def apart(self, asks: Sequence[Ask]) -> list[EngineReply]:
-        """For `Answering`, on the event loop."""
-        async with self._quiet.alone(), asyncio.TaskGroup() as group:
+    async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
+        """Called by `Answering` on the event loop."""
+        async with self._scoring.exclusive(), asyncio.TaskGroup() as group:
             sent = [group.create_task(self._sent(ask, lambda _: None)) for ask in asks]
         return [one.result() for one in sent]
 
-    async def _sent(self, ask: Ask, heard: Callable[[EngineReply], None]) -> EngineReply:
+    async def _sent(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
         async with self._slots:
             try:
                 if not ask.stream:
@@ -420,7 +457,7 @@ class ExternalSampler:
                 whole = EngineReply([], [], [])
                 async for event in self._connection.events(self._dialect.call(ask)):
                     part = self._dialect.read(ask, event)
-                    heard(part)
+                    on_part(part)
                     whole.add(part)
                 return whole
             except asyncio.CancelledError:
@@ -434,18 +471,18 @@ class ExternalSampler:
         with contextlib.suppress(EngineGone, TinsmithError):
             await self._connection.order(call)
 
-    def _tell(self, job: _Job) -> Callable[[int, EngineReply], None]:
-        """Tokens of a streaming request as they come; after a new beginning, those that were not told yet."""
-        begun = dict.fromkeys(range(job.sample.num_samples), 0)
+    def _publisher(self, job: _Job) -> Callable[[int, EngineReply], None]:
+        """Publishes the tokens of a streaming request. After a restart, tokens that were published are skipped."""
+        received = dict.fromkeys(range(job.sample.num_samples), 0)
 
-        def tell(index: int, part: EngineReply) -> None:
-            told = job.told.setdefault(index, Told())
-            partial = told.more(job.sample, index, begun[index], part)
-            begun[index] += len(part.tokens)
+        def publish(index: int, part: EngineReply) -> None:
+            progress = job.published.setdefault(index, Published())
+            partial = progress.advance(job.sample, index, received[index], part)
+            received[index] += len(part.tokens)
             if partial is not None:
                 self._partials.put(partial)
 
-        return tell
+        return publish
 
 
 def _free_port() -> int:

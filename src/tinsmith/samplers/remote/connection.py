@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -26,28 +28,55 @@ from tinsmith.samplers.remote.dialect import EngineCall, Json
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
 LONGEST_BACKOFF_S = 2.0
 HEALTH_S = 5.0
-"""How often an engine that is up is asked whether it is."""
+"""Seconds between health checks of an engine that is up."""
 UNHEALTHY = 3
-"""After so many answers that it is not, or none, it counts as dead."""
+"""Failed health checks after which the engine counts as dead."""
 QUICK_S = 10.0
-"""What a question about health or facts may take."""
+"""Timeout of health checks and of questions about the engine."""
 BUSY = (429, 503)
+UNAUTHORISED = (401, 403)
 FAILED_STARTS = 3
 
 log = structlog.get_logger()
 
 
 class EngineGone(Exception):
-    """The engine ended, or its connection did, while a request was in it or, if that was not `sent`, before."""
+    """The engine or its connection ended before the answer; `sent` says whether the request had reached the engine."""
 
     def __init__(self, message: str, *, sent: bool = True) -> None:
         super().__init__(message)
         self.sent = sent
 
 
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """How requests reach an engine: `headers` with credentials; `verify`, False for an unchecked certificate or
+    a file of certificates; and `timeout_s`, the seconds without a byte after which a request fails (0: no limit).
+    """
+
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    verify: bool | str = True
+    timeout_s: float = 0.0
+
+    def client(self, url: str) -> httpx.AsyncClient:
+        """Raises SettingsError if the certificates cannot be read."""
+        verify: bool | ssl.SSLContext = self.verify if isinstance(self.verify, bool) else True
+        if isinstance(self.verify, str):
+            try:
+                verify = ssl.create_default_context(cafile=self.verify)
+            except (OSError, ssl.SSLError) as error:
+                raise SettingsError(
+                    f"sampler_verify is {self.verify!r}, which is not a file of certificates: {error}"
+                ) from None
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        # By default an answer has no time limit: health checks find an engine that died.
+        timeout = httpx.Timeout(self.timeout_s or None, connect=QUICK_S)
+        return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=self.headers, verify=verify)
+
+
 class EngineConnection:
-    """`command` makes the words that start an engine on a port; without it `url` is somebody's. `learn` is called with
-    this connection each time that the engine is up, before requests are let through.
+    """`command` starts the engine; without it, `url` is the address of a running one. `learn` runs each time that the
+    engine comes up, before requests are sent.
     """
 
     def __init__(
@@ -57,6 +86,7 @@ class EngineConnection:
         learn: Callable[[], Awaitable[None]],
         *,
         url: str = "",
+        access: EngineAccess | None = None,
         command: Sequence[str] = (),
         log_path: Path | None = None,
         directory: Path | None = None,
@@ -73,12 +103,11 @@ class EngineConnection:
         self._look = asyncio.Event()
         self._failed_starts = 0
         self._refusal: UserError | EngineFailedError | SettingsError | None = None
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        # An answer takes as long as it takes: that the engine lives is asked for beside it.
-        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(None, connect=QUICK_S))
+        self._access = access or EngineAccess()
+        self._client = self._access.client(url)
 
     async def ready(self) -> int:
-        """Wait until the engine can be asked; its era. Raises what keeps it from ever being ready."""
+        """Wait until the engine is up and return its era. Raises the error that keeps it from starting."""
         while not self._up.is_set():
             if self._refusal is not None:
                 raise self._refusal
@@ -91,16 +120,17 @@ class EngineConnection:
         return self.era == era and self._up.is_set()
 
     async def gone(self, era: int) -> None:
-        """A request of this era found it dead: look again, now."""
+        """Check the health at once, because a request of this era found the engine dead."""
         if era == self.era and not self._command:
             self._down()
             self._look.set()
-        while era == self.era and self._up.is_set():  # a child's end is seen within a moment
+        deadline = time.monotonic() + QUICK_S
+        while self.is_up(era) and time.monotonic() < deadline:  # the end of a child process is noticed soon
             self._look.set()
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def run(self) -> None:
-        """Keep it, until this task is cancelled."""
+        """Watch or restart the engine until this task is cancelled."""
         try:
             pause_s = FIRST_PAUSE_S
             while True:
@@ -121,7 +151,7 @@ class EngineConnection:
             return _json(await response.aread(), self._name)
 
     async def order(self, call: EngineCall) -> Json:
-        """A request whose answer is hardly more than that it was done: JSON, a sentence or nothing."""
+        """Send a command. Its answer is JSON, a sentence or empty; the last two become {}."""
         async with self._sent(call) as response:
             text = await response.aread()
         with contextlib.suppress(EngineFailedError):
@@ -135,6 +165,8 @@ class EngineConnection:
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and (text := line.removeprefix("data:").strip()) != "[DONE]":
                         yield _json(text.encode(), self._name)
+            except httpx.ReadTimeout as error:
+                raise self._late() from error
             except httpx.TransportError as error:
                 raise EngineGone(str(error)) from error
 
@@ -143,6 +175,8 @@ class EngineConnection:
             response = await self._client.get(path, timeout=QUICK_S)
         except httpx.TransportError as error:
             raise EngineGone(str(error)) from error
+        if response.status_code in UNAUTHORISED:
+            raise self._unauthorised(response.status_code)
         if response.status_code != 200:
             raise EngineFailedError(f"{self._name} answers {path} with {response.status_code}")
         return _json(response.content, self._name)
@@ -159,6 +193,8 @@ class EngineConnection:
                 response = await self._client.send(request, stream=True)
                 try:
                     if response.status_code not in BUSY:
+                        if response.status_code in UNAUTHORISED:
+                            raise self._unauthorised(response.status_code)
                         if response.status_code >= 300:
                             text = await response.aread()
                             if response.status_code >= 500 and not await self._healthy():
@@ -169,6 +205,8 @@ class EngineConnection:
                     wanted = response.headers.get("retry-after", "")
                 finally:
                     await response.aclose()
+            except httpx.ReadTimeout as error:
+                raise self._late() from error
             except httpx.TransportError as error:
                 sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
                 raise EngineGone(f"{type(error).__name__}: {error}", sent=sent) from error
@@ -176,6 +214,15 @@ class EngineConnection:
                 raise EngineGone("it is not healthy", sent=False)
             pause_s = min(pause_s * 2, LONGEST_BACKOFF_S)
             await asyncio.sleep(max(pause_s * random.uniform(0.5, 1.0), float(wanted) if wanted.isdigit() else 0.0))
+
+    def _unauthorised(self, status: int) -> SettingsError:
+        return SettingsError(
+            f"{self._name} at {self.url} answers {status}: it refuses the credentials in sampler_api_key and "
+            "sampler_headers"
+        )
+
+    def _late(self) -> EngineFailedError:
+        return EngineFailedError(f"{self._name} sent nothing for {self._access.timeout_s:g} s (sampler_timeout_s)")
 
     async def _keep_child(self) -> None:
         assert self._log_path is not None
@@ -187,7 +234,7 @@ class EngineConnection:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                cwd=self._directory,  # where `python -m` finds no module by accident
+                cwd=self._directory,  # a directory in which `python -m` finds no module by accident
             )
         exited = asyncio.create_task(process.wait())
         watching = asyncio.create_task(self._watch())
@@ -211,7 +258,7 @@ class EngineConnection:
                 self._refusal = EngineFailedError(f"{self._name} ends before it is up; its log is {self._log_path}")
 
     async def _watch(self) -> None:
-        """Until it is up, and then until it is not."""
+        """Wait until the engine is up, and then until it is down."""
         misses = 0
         while True:
             healthy = await self._healthy()
@@ -244,7 +291,8 @@ class EngineConnection:
 
     async def _healthy(self) -> bool:
         try:
-            return (await self._client.get(self._health, timeout=QUICK_S)).status_code == 200
+            status = (await self._client.get(self._health, timeout=QUICK_S)).status_code
+            return status in (200, *UNAUTHORISED)  # `learn` reports wrong credentials
         except httpx.TransportError:
             return False
 
@@ -256,12 +304,12 @@ def _json(text: bytes, name: str) -> Json:
     try:
         found = orjson.loads(text) if text.strip() else {}
     except ValueError as error:
-        raise EngineFailedError(f"{name} answers what is not JSON: {text[:80]!r}") from error
+        raise EngineFailedError(f"{name} answered with something other than JSON: {text[:80]!r}") from error
     return found if isinstance(found, dict) else {"answer": found}
 
 
 def _refusal(status: int, text: bytes, name: str) -> Exception:
-    """What an answer that is none means: a request that is wrong, or an engine that is."""
+    """The error for a status of 300 or more: a wrong request below 500, a failed engine otherwise."""
     message = text[:2000].decode(errors="replace")
     with contextlib.suppress(ValueError, AttributeError, TypeError):
         found = orjson.loads(text)

@@ -18,7 +18,7 @@ from tinsmith.errors import EngineFailedError, NotSupportedError
 from tinsmith.types import Adjustments, SamplingParams
 
 LEAST_LOGPROB = -9999.0
-"""What engines write for a logprob that JSON has no word for: NaN, or minus infinity."""
+"""The value that engines write for NaN and minus infinity, which JSON cannot express."""
 
 NO_ADJUSTMENTS = Adjustments()
 
@@ -38,8 +38,8 @@ class EngineCall:
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:
-    """Logprobs of the prompt: of its own tokens from `first` (1 or more) on, of the k likeliest, of `ids` or, with
-    `everything`, of the whole vocabulary.
+    """Logprobs wanted at each prompt position from `first` (1 or more) on: of the prompt token, of the `topk` likeliest
+    tokens, of `ids` or, with `everything`, of the whole vocabulary.
     """
 
     first: int = 1
@@ -50,7 +50,7 @@ class PromptAsk:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One answer to one prompt, with the likeliest tokens of each position, or with `only` these."""
+    """A request for one answer to a prompt, with logprobs of the `topk` likeliest tokens or of the tokens in `only`."""
 
     request_id: str
     adapter: str | None
@@ -67,8 +67,8 @@ class Ask:
 
 @dataclass(slots=True)
 class EngineReply:
-    """An answer, or the part of it that one event of a stream brings. `finish` is 'stop', 'length', 'abort' or, as long
-    as there is more to come, empty. `prompt_rows[t]` is about prompt token t; the first is empty.
+    """An answer, or the part of it in one event of a stream. `finish` is 'stop', 'length', 'abort' or, while the stream
+    continues, empty. `prompt_rows[t]` has the logprobs at prompt token t; the first row is empty.
     """
 
     tokens: list[int]
@@ -87,10 +87,12 @@ class EngineReply:
 
 
 class Dialect(Protocol):
-    """`name` is the engine's, `health` a path that answers 200 when it is up. `seed_bits`: how long its seeds are;
-    `needs_seeds`: without one its answers are always the same. `takes_unembeddings`: it applies adapters of the
-    unembedding; `scores_unembeddings`: to prompts, too; `scores_alone`: prompts are right only while nothing else runs.
-    `max_context_length` is its own bound, once it is known.
+    """The HTTP interface of one kind of engine.
+
+    `name` is the engine's name, and `health` a path that returns 200 while it is up. `seed_bits` is the size of its
+    seeds; an engine that `needs_seeds` repeats its answers without one. `takes_unembeddings`: it applies adapters of
+    the unembedding to answers; `scores_unembeddings`: also to the logprobs of prompts. `scores_alone`: logprobs of a
+    prompt are correct only while no other request runs. `max_context_length` is None until the engine has reported it.
     """
 
     name: str
@@ -104,7 +106,7 @@ class Dialect(Protocol):
     max_context_length: int | None
 
     def learn(self, facts: Sequence[Json]) -> None:
-        """Take in what the engine answered to `questions`, in their order. Raises SettingsError if it cannot serve."""
+        """Take the engine's answers to `questions`, in order. Raises SettingsError if the engine cannot be used."""
         ...
 
     def questions(self) -> Sequence[str]:
@@ -112,35 +114,35 @@ class Dialect(Protocol):
         ...
 
     def learn_mode(self, drawn: float, scored: float) -> None:
-        """Take in which logprobs it reports: that of a token with an answer at temperature 0.5, and the same token's as
-        part of a prompt. Raises SettingsError if it cannot serve.
+        """Conclude which logprobs the engine reports, from the logprob of a token that was drawn at temperature 0.5 and
+        that of the same token in a prompt. Raises SettingsError if the engine cannot be used.
         """
         ...
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
-        """Raises NotSupportedError for what the engine cannot do exactly; `alternatives` is how many draws in place of
-        each token of the prompt are wanted.
+        """Raises NotSupportedError for what the engine cannot do exactly. `alternatives` is the number of alternative
+        tokens to draw at each position of the prompt.
         """
         ...
 
     def about_prompt(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptAsk:
-        """How to ask for logprobs of a prompt of so many tokens, at all positions from `first` on: of its own, of the k
-        likeliest, and of `ids`. Raises NotSupportedError if that is too much.
+        """How to ask for logprobs of a prompt of `length` tokens from position `first` on: of the prompt tokens, of the
+        `topk` likeliest and of `ids`. Raises NotSupportedError if the engine would report too many.
         """
         ...
 
     def rescores(self, params: SamplingParams) -> bool:
-        """Whether the logprobs that come with an answer are not ours: they are asked for with a second request."""
+        """Whether the logprobs of an answer follow another definition, so that a second request must score it."""
         ...
 
     def call(self, ask: Ask) -> EngineCall: ...
 
     def read(self, ask: Ask, answer: Json) -> EngineReply:
-        """Raises EngineFailedError if the answer is not one."""
+        """Raises EngineFailedError if the answer cannot be read."""
         ...
 
     def abort(self, request_id: str) -> EngineCall | None:
-        """What ends a request, if closing its connection does not."""
+        """The call that aborts a request; None if closing the connection does."""
         ...
 
     def load(self, name: str, directory: str) -> EngineCall: ...
@@ -148,28 +150,28 @@ class Dialect(Protocol):
     def unload(self, name: str) -> EngineCall: ...
 
     def sleep(self) -> Sequence[EngineCall]:
-        """What leaves the device to others, in this order, when nothing runs."""
+        """The calls that release the device, in order, while no request runs."""
         ...
 
     def wake(self) -> Sequence[EngineCall]:
-        """What takes it back, in this order."""
+        """The calls that take the device back, in order."""
         ...
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
-        """What starts an engine on this machine; what the options say of it is taken in."""
+        """The command that starts an engine on this machine. Notes how the options change what the engine can do."""
         ...
 
 
 def seed_of(seed: int, index: int, bits: int) -> int:
-    """The seed of sample `index`. Engines count up from a request's seed, so that neighbouring seeds share answers; a
-    hash does not.
+    """The seed of sample `index`. It is a hash, because engines count up from a request's seed, and consecutive seeds
+    would share answers.
     """
     digest = hashlib.blake2b(f"{seed},{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)
 
 
 def refuse_masks(params: SamplingParams, engine: str) -> None:
-    """Raises NotSupportedError for masks, after which an engine reports logprobs of what they leave."""
+    """Raises NotSupportedError for masks, because the engine would report logprobs of the masked distribution."""
     given = params.adjustments or NO_ADJUSTMENTS
     for name in ("allowed_token_ids", "bad_words", "min_tokens"):
         if getattr(given, name):
@@ -177,14 +179,14 @@ def refuse_masks(params: SamplingParams, engine: str) -> None:
 
 
 def truncates(params: SamplingParams) -> bool:
-    """Whether tokens are left out of the distribution that is drawn from."""
+    """Whether top_k, top_p or min_p remove tokens from the distribution."""
     if params.temperature == 0:
         return False
     return params.top_k > 0 or params.top_p < 1 or (params.adjustments or NO_ADJUSTMENTS).min_p > 0
 
 
 def penalises(params: SamplingParams) -> bool:
-    """Whether logits are changed before the temperature."""
+    """Whether penalties or biases change the logits."""
     given = params.adjustments or NO_ADJUSTMENTS
     return (given.repetition_penalty != 1 or given.presence_penalty != 0 or given.frequency_penalty != 0) or bool(
         given.logit_bias
@@ -198,7 +200,7 @@ def likeliest(row: Row, k: int) -> list[tuple[int, float]]:
 
 
 def number(value: object, what: str) -> float:
-    """A logprob as JSON has it; not a number is NaN."""
+    """A logprob from JSON; null and LEAST_LOGPROB become NaN."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

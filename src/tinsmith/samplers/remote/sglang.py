@@ -1,9 +1,9 @@
 """SGLang's HTTP interface: /generate of token ids, adapters by name, release and resume of memory.
 
-Logprobs of its answers are at the sampling temperature over the whole vocabulary, before anything is left out: ours,
-unless logits were penalised or biased; then, at temperatures 0 and 1, those of a second request, in which the answer
-is part of the prompt. (SGLANG_RETURN_ORIGINAL_LOGPROB changes what they are; an engine that we start runs without.)
-It knows seeds only with --enable-deterministic-inference. Knows no connection.
+Logprobs of its answers are taken at the sampling temperature over the whole vocabulary, before top_k, top_p and min_p.
+They follow our definition unless logits were penalised or biased. Then, at temperatures 0 and 1, a second request
+scores the answer as part of the prompt. SGLANG_RETURN_ORIGINAL_LOGPROB changes their meaning, so an engine that runs
+with it is refused. SGLang accepts seeds only with --enable-deterministic-inference. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tinsmith.types import SamplingParams
 GENERATE = "/generate"
 MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
 MOST_IDS = 4096
-"""Targets of a prompt that one request asks for: every position has a logprob for each."""
+"""The most target ids of one request; the reply has a logprob for each id at each position."""
 
 MOST_CELLS = 2**20
 MOST_PENALTY = 2.0
@@ -61,7 +61,9 @@ class SglangDialect:
         if model.get("is_generation") is False:
             raise SettingsError("SGLang serves a model that generates nothing")
         if not server.get("enable_lora", True):
-            raise SettingsError("SGLang runs without --enable-lora, and cannot sample from what was trained")
+            raise SettingsError(
+                "SGLang runs without --enable-lora, so it cannot sample from adapters; start it with --enable-lora"
+            )
         self._deterministic = bool(server.get("enable_deterministic_inference"))
         self.max_context_length = cast("int | None", server.get("context_length"))
 
@@ -80,7 +82,7 @@ class SglangDialect:
                 "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"
             )
         if given.repetition_penalty != 1:
-            raise NotSupportedError("repetition_penalty is not supported where SGLang samples: its formula is another")
+            raise NotSupportedError("repetition_penalty is not supported where SGLang samples: its formula differs")
         for name in ("presence_penalty", "frequency_penalty"):
             if abs(getattr(given, name)) > MOST_PENALTY:
                 raise NotSupportedError(f"{name} is {getattr(given, name)}; SGLang knows penalties from -2 to 2")
@@ -102,7 +104,7 @@ class SglangDialect:
         if len(ids) > MOST_IDS or len(ids) * length > MOST_CELLS:
             raise NotSupportedError(
                 f"target_prompt_logprobs names {len(ids)} different ids for {length} tokens; where SGLang samples, "
-                f"which tells of each id at each token, {MOST_IDS} ids and {MOST_CELLS} logprobs are the most"
+                f"which reports each id at each token, {MOST_IDS} ids and {MOST_CELLS} logprobs are the most"
             )
         return PromptAsk(first, topk, ids)
 
@@ -146,7 +148,7 @@ class SglangDialect:
         if ask.cache_scope:
             body["extra_key"] = ask.cache_scope
         if ask.prompt is not None:
-            # Position t is told with the token at t; the one before is needed to predict it.
+            # The entry of position t is that of token t; its prediction starts at position t - 1.
             body["logprob_start_len"] = ask.prompt.first - 1
             body["top_logprobs_num"] = max(ask.topk, ask.prompt.topk)
             if ask.prompt.ids:
@@ -186,7 +188,7 @@ class SglangDialect:
         return EngineCall("/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self) -> Sequence[EngineCall]:
-        # What the cache holds is lost: it is emptied first, so that nothing refers to it afterwards.
+        # Releasing the KV cache loses its contents, so it is flushed first and nothing refers to it.
         return [
             EngineCall("/flush_cache", {}),
             EngineCall("/release_memory_occupation", {"tags": ["kv_cache"]}),
@@ -219,7 +221,7 @@ class SglangDialect:
 
 
 def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
-    """What is told begins with the token at logprob_start_len, which has no logprob if it is the first."""
+    """The reply begins at logprob_start_len; the first token of a prompt has no logprob."""
     assert ask.prompt is not None
     start = ask.prompt.first - 1
     rows: list[dict[int, float]] = [{} for _ in ask.tokens]

@@ -1,19 +1,19 @@
 """vLLM's HTTP interface: completions of token ids, adapters by name, sleep and wake.
 
-Every request goes to /v1/completions, which takes and gives token ids and is the same in versions of a year. What
-logprobs mean there is decided when vLLM starts (`--logprobs-mode`), so an engine is asked at start, by one token at
-temperature 0.5, which of two it is:
+Every request goes to /v1/completions, which accepts and returns token ids and has not changed for a year. The meaning
+of its logprobs depends on vLLM's option `--logprobs-mode`; drawing one token at temperature 0.5 at start shows it:
 
-- processed: logprobs of what is drawn from. Ours, unless something is left out or penalised; then, at temperatures 0
-  and 1, those of a second request, in which the answer is part of the prompt.
-- raw (vLLM's default): logprobs of the model at temperature 1. Ours at temperatures 0 and 1, whatever is left out.
+- processed: logprobs of the distribution that is drawn from. They follow our definition unless tokens are left out or
+  penalised. Then, at temperatures 0 and 1, a second request scores the answer as part of the prompt.
+- raw (vLLM's default): logprobs of the model at temperature 1. They follow our definition at temperatures 0 and 1.
 
-With adapters of the unembedding, vLLM (0.32) gives the rows of a prompt to the adapters of the requests that happen to
-run: with others beside it, an engine on a CPU dies of it and one on a GPU would answer wrongly; alone, versions whose
-unembedding is not adapted are right. So prompts are scored alone, and those of other versions token by token
-(answering.py). An engine that is started with --lora-target-modules, and no lm_head among them, is free of that.
+With adapters of the unembedding, vLLM 0.32 assigns the rows of a prompt to the adapters of the requests that run beside
+it: an engine on a CPU dies, and one on a GPU would answer wrongly. A prompt that is scored alone is correct if its
+version does not adapt the unembedding. So prompts are scored alone, and prompts of other versions token by token
+(answering.py). An engine with --lora-target-modules that exclude lm_head does not have this problem.
 
-End tokens are given with each request, since vLLM's own are those of one of the model's files. Knows no connection.
+Requests name the end tokens, because vLLM reads its own from only one of the model's files. This module knows no
+connection.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from tinsmith.types import SamplingParams
 
 COMPLETIONS = "/v1/completions"
 BASE = "tinsmith-base"
-"""What a base model is called in an engine that we start."""
+"""The name of the base model in an engine that this process starts."""
 
 MOST_CELLS = 2**18
-"""Logprobs of one prompt that may be told: some 16 MiB of JSON."""
+"""The most logprobs of one prompt that a reply may have: about 16 MiB of JSON."""
 
 MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
 
@@ -82,7 +82,7 @@ class VllmDialect:
         self.max_context_length = cast("int | None", models[0].get("max_model_len"))
 
     def learn_mode(self, drawn: float, scored: float) -> None:
-        """From the logprob that came with a token drawn at temperature 0.5, and the token's at temperature 1."""
+        """Compare the logprob of a token drawn at temperature 0.5 with its logprob at temperature 1."""
         self._processed = abs(drawn - scored) > 1e-3 * max(1.0, abs(scored))
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
@@ -111,7 +111,7 @@ class VllmDialect:
         if ids and length * self._vocab_size > MOST_CELLS:
             raise NotSupportedError(
                 f"target_prompt_logprobs is not supported where vLLM samples, for a prompt of {length} tokens and a "
-                f"vocabulary of {self._vocab_size}: vLLM tells the logprobs of chosen ids by telling all, and "
+                f"vocabulary of {self._vocab_size}: vLLM reports logprobs of chosen ids only with all others, and "
                 f"{MOST_CELLS} are the most; use topk_prompt_logprobs"
             )
         return PromptAsk(first, topk, ids, everything=bool(ids))
@@ -172,7 +172,7 @@ class VllmDialect:
         return reply
 
     def abort(self, request_id: str) -> EngineCall | None:
-        return None  # it ends a request whose connection is closed
+        return None  # vLLM aborts a request when its connection closes
 
     def load(self, name: str, directory: str) -> EngineCall:
         return EngineCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
@@ -181,11 +181,11 @@ class VllmDialect:
         return EngineCall("/v1/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self) -> Sequence[EngineCall]:
-        # Level 1 keeps the weights in host memory; what level 2 throws away nobody here could bring back.
+        # Level 1 keeps the weights in host memory; level 2 discards them, and this client could not restore them.
         return [EngineCall("/sleep?level=1", {})]
 
     def wake(self) -> Sequence[EngineCall]:
-        # Weights first: the cache takes what is left.
+        # The weights come first; the KV cache takes the remaining memory.
         return [EngineCall("/wake_up?tags=weights", {}), EngineCall("/wake_up?tags=kv_cache", {})]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:

@@ -1,4 +1,4 @@
-// Keys, quotas and usage of the tenant whose key was entered.
+// The page of the tenant's keys, quotas and usage.
 
 import { get, poll } from "./api.js";
 import { stacked } from "./charts.js";
@@ -55,9 +55,9 @@ export default {
       drawQuotas(found.quotas, () => table("Quotas", LIMITS, found.quotas));
       drawKeys([found.keys, found.takes_any_key], () => [
         found.takes_any_key
-          ? h("p", {}, "This server has no keys. It listens on this machine only, and all its clients are the tenant ", h("code", {}, found.tenant_id), ".")
+          ? h("p", {}, "This server has no keys. It listens only on this machine, and all clients belong to the tenant ", h("code", {}, found.tenant_id), ".")
           : table(`Keys of ${found.tenant_id}`, KEYS, found.keys),
-        h("p", { class: "quiet" }, "The operator of the server makes and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
+        h("p", { class: "quiet" }, "The server's operator creates and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
       ]);
     };
     const tokens = async () => {

@@ -1,7 +1,7 @@
-// The API, asked with the key that was entered. It is kept for this tab only; nothing is a cookie.
+// The client of the API. The entered key is stored for this tab only, never in a cookie.
 
 const NAME = "tinsmith.key";
-const ANY = "tml-local"; // a server without keys takes any
+const ANY = "tml-local"; // a server without keys accepts any key
 
 let memory = null;
 
@@ -19,7 +19,7 @@ export const key = {
       if (value === null) sessionStorage.removeItem(NAME);
       else sessionStorage.setItem(NAME, value);
     } catch {
-      // Kept in memory alone.
+      // Without storage the key stays in memory.
     }
   },
 };
@@ -52,17 +52,17 @@ export async function ask(method, where, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The server does not answer.");
+    throw new ApiError(0, "The server does not respond.");
   }
   const content = await answer.json().catch(() => ({}));
   if (answer.ok) return content;
   if (answer.status === 401) dispatchEvent(new CustomEvent("keyneeded", { detail: content.detail }));
-  throw new ApiError(answer.status, content.detail || content.error?.message || `The server answered ${answer.status}.`);
+  throw new ApiError(answer.status, content.detail || content.error?.message || `The server returned status ${answer.status}.`);
 }
 
 export const get = (where, signal) => ask("GET", where, undefined, signal);
 
-// Does something now and every so many seconds, as long as the page is looked at and `signal` is not aborted.
+// Calls a function now and periodically, while the page is visible and until `signal` is aborted.
 export function poll(signal, everyS, work) {
   let timer;
   let busy = false;

@@ -1,20 +1,21 @@
-// Curves by uPlot, stacked bars by hand; each with its numbers as a table, for those who cannot see it.
+// Curves drawn by uPlot, and stacked bars. Each chart has a table of its numbers for accessibility.
 
-import { h, put, svg } from "./dom.js";
-import { count, counted, number } from "./format.js";
+import { h, put, section, svg } from "./dom.js";
+import { count, counted, number, seconds } from "./format.js";
+import { GROUPS } from "./metrics.js";
 import { exponentOf, isNumber, labelsOf, scaled, stepRange, ticksOf, valueRange } from "./scale.js";
 import { table } from "./table.js";
 
 const HEIGHT = 170;
-const MOST_ROWS = 200; // of a table of numbers
-const MOST_TICKS = 5; // of the axis of values
-const TICK_PX = 30; // between the labels of the axis of steps
+const MOST_ROWS = 200; // in a table of numbers
+const MOST_TICKS = 5; // on the axis of values
+const TICK_PX = 30; // between labels on the axis of steps
 const LETTER_PX = 7;
 
 const probe = h("span", { hidden: true });
 document.body.append(probe);
 
-// A canvas knows no names of colours: what one stands for in the theme of the moment.
+// Resolves a colour variable of the current theme, since a canvas does not support CSS variables.
 const colour = (name) => () => {
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
@@ -22,81 +23,162 @@ const colour = (name) => () => {
 
 const broken = (error) => h("p", { class: "warning", role: "alert" }, `This chart cannot be drawn: ${error.message}`);
 
-// One curve over steps. `update(steps, values)` draws it anew; what goes wrong is shown in its own place.
-export function curve(title, note, signal) {
+const LINES = ["--l1", "--l2", "--l3", "--l4", "--l5", "--l6"];
+export const MOST_LINES = LINES.length;
+
+// Exponential moving average with bias correction; each earlier value weighs `share` times as much as the next.
+export function smoothed(values, share) {
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (!isNumber(value)) return null;
+    sum = share * sum + (1 - share) * value;
+    weight = share * weight + (1 - share);
+    return sum / weight;
+  });
+}
+
+// Scales values for drawing: divided by a power of ten, or as logarithms.
+const drawnAs = (values, exponent, log) => (log ? values.map((value) => (isNumber(value) && value > 0 ? Math.log10(value) : null)) : scaled(values, exponent));
+
+// One curve over steps. `update(steps, values, band)` redraws it; errors are shown in place of the chart.
+export function curve(title, note, signal, view = {}) {
+  const made = curves(title, note, signal, view);
+  return { ...made, update: (steps, values, band = {}) => made.update([{ name: "", xs: steps, values, ...band }]) };
+}
+
+// The figures of metrics in groups with headings. `make(title, note)` makes a figure when its metric first appears.
+export function figuresIn(groups, make) {
+  const drawn = new Map();
+  const places = new Map();
+  return (metric) => {
+    if (drawn.has(metric.key)) return drawn.get(metric.key);
+    if (!places.has(metric.group)) {
+      const place = h("div", { class: "curves" });
+      places.set(metric.group, { place, part: section(metric.group, place) });
+      put(groups, GROUPS.filter((name) => places.has(name)).map((name) => places.get(name).part));
+    }
+    const made = make(metric.title, metric.source === "client" ? "logged by the client" : metric.name);
+    drawn.set(metric.key, made);
+    places.get(metric.group).place.append(made.figure);
+    return made;
+  };
+}
+
+// Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to
+// below 1), `log` and `time` (xs are seconds); call `redraw` when it has changed.
+export function curves(title, note, signal, view = {}) {
   const latest = h("output", { class: "latest" });
   const place = h("div", { class: "plot", role: "img" });
   const numbers = h("div");
   const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${title})`)), numbers);
+  const names = h("div", { class: "legend" });
   const figure = h(
     "figure",
     { class: "curve" },
-    h("figcaption", {}, h("span", { class: "name" }, title), latest, h("span", { class: "quiet" }, note)),
+    h("figcaption", {}, h("span", { class: "name" }, title), latest, h("span", { class: "quiet" }, note), names),
     place,
     details,
   );
-  let plot = null;
-  let data = [[], []];
-  let exponent = 0;
+  const chart = { plot: null, lines: [], shape: "", exponent: 0, xs: [], raw: [] };
   const show = () => {
-    if (details.open) put(numbers, rowsOf(title, data));
+    if (details.open) put(numbers, rowsOf(title, chart, view));
   };
   details.addEventListener("toggle", show);
   const said = (index) => {
-    const at = index ?? lastOf(data[1]);
-    latest.textContent = at < 0 ? "-" : `${number(data[1][at])} at step ${count(data[0][at])}`;
+    latest.textContent = inFew(chart, index, view);
   };
   const width = () => Math.max(200, Math.floor(place.clientWidth));
   const guarded = (draw) => {
     try {
       draw();
     } catch (error) {
-      plot?.destroy();
-      plot = null;
+      chart.plot?.destroy();
+      chart.plot = null;
       put(place, broken(error));
     }
   };
-  // A batch draws before it returns, so that what goes wrong is caught here and not left to the page.
-  const change = (act) => plot && guarded(() => plot.batch(act));
-  const draw = (drawn) => {
-    const made = (chart, init) => {
-      plot = chart;
-      put(place, chart.root);
-      chart.batch(init);
+  // A batch draws before it returns, so that errors are caught here.
+  const change = (act) => chart.plot && guarded(() => chart.plot.batch(act));
+  const draw = (drawn, shape) => {
+    const made = (plot, init) => {
+      chart.plot = plot;
+      put(place, plot.root);
+      plot.batch(init);
     };
-    if (plot) plot.batch(() => plot.setData(drawn));
-    else new uPlot(options(width(), said, () => exponent), drawn, made);
+    if (chart.plot && chart.shape !== shape) {
+      chart.plot.destroy();
+      chart.plot = null;
+    }
+    chart.shape = shape;
+    if (chart.plot) chart.plot.batch(() => chart.plot.setData(drawn));
+    else new uPlot(options(width(), said, chart, view), drawn, made);
   };
-  const sizes = new ResizeObserver(() => change(() => plot.setSize({ width: width(), height: HEIGHT })));
+  const sizes = new ResizeObserver(() => change(() => chart.plot.setSize({ width: width(), height: HEIGHT })));
   sizes.observe(place);
-  const redraw = () => change(() => plot.redraw(false, true));
-  addEventListener("themechange", redraw);
+  const recolour = () => change(() => chart.plot.redraw(false, true));
+  addEventListener("themechange", recolour);
   const scheme = matchMedia("(prefers-color-scheme: dark)");
-  scheme.addEventListener("change", redraw);
+  scheme.addEventListener("change", recolour);
   signal.addEventListener("abort", () => {
     sizes.disconnect();
-    removeEventListener("themechange", redraw);
-    scheme.removeEventListener("change", redraw);
-    plot?.destroy();
-    plot = null;
+    removeEventListener("themechange", recolour);
+    scheme.removeEventListener("change", recolour);
+    chart.plot?.destroy();
+    chart.plot = null;
   });
-  return {
-    figure,
-    update(steps, values) {
-      data = [steps, values];
-      exponent = exponentOf(values);
-      guarded(() => {
-        place.setAttribute("aria-label", inWords(title, data));
-        draw([steps, scaled(values, exponent)]);
-        said(null);
-        show();
-      });
-    },
+  const update = (lines) => {
+    chart.lines = lines.slice(0, MOST_LINES);
+    joined(chart);
+    guarded(() => {
+      place.setAttribute("aria-label", chart.lines.map((line) => inWords([title, line.name].filter(Boolean).join(", "), line, view)).join("; "));
+      put(names, chart.lines.length > 1 ? chart.lines.map((line, index) => h("span", { class: `key l${index + 1}` }, line.name)) : null);
+      draw([chart.xs, ...seriesOf(chart, view)], `${chart.lines.length} ${view.log} ${view.time}`);
+      said(null);
+      show();
+    });
   };
+  return { figure, update, redraw: () => update(chart.lines), lines: () => chart.lines };
 }
 
-// uPlot chooses nothing of the axes: its own choice of ticks fails on values that are nearly equal.
-function options(width, said, exponent) {
+// Aligns all lines on one list of positions.
+function joined(chart) {
+  const all = [...new Set(chart.lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
+  const over = (xs, values) => {
+    const found = new Map(xs.map((x, index) => [x, values?.[index] ?? null]));
+    return all.map((x) => found.get(x) ?? null);
+  };
+  chart.xs = all;
+  chart.raw = chart.lines.map((line) => ({ values: over(line.xs, line.values), low: over(line.xs, line.low), high: over(line.xs, line.high) }));
+  chart.exponent = exponentOf(chart.raw.flatMap((line) => [...line.values, ...line.low, ...line.high]));
+}
+
+// Returns, per line, the values, the values before smoothing, and the bounds of its band.
+function seriesOf(chart, view) {
+  const none = chart.xs.map(() => null);
+  return chart.raw.flatMap((line) => {
+    const smooth = (values) => (view.smooth ? smoothed(values, view.smooth) : values);
+    const shown = [smooth(line.values), view.smooth ? line.values : none, smooth(line.low), smooth(line.high)];
+    return shown.map((values) => drawnAs(values, chart.exponent, view.log));
+  });
+}
+
+function lineOptions(index) {
+  const stroke = colour(LINES[index]);
+  const base = { spanGaps: true, points: { show: false } };
+  return [
+    { ...base, stroke, width: 1.75, points: { size: 5, fill: stroke } },
+    { ...base, stroke, width: 0.5, alpha: 0.5 },
+    { ...base, stroke: "transparent", width: 0 },
+    { ...base, stroke: "transparent", width: 0 },
+  ];
+}
+
+// A band has a fainter tone of its line's colour. A canvas does not support color-mix().
+const faint = (name) => () => colour(name)().replace("rgb(", "rgba(").replace(/\)$/, ", 0.16)");
+
+// Ranges and ticks are computed here, since uPlot's ticks fail for nearly equal values.
+function options(width, said, chart, view) {
   const axis = {
     stroke: colour("--quiet"),
     grid: { stroke: colour("--line"), width: 1 },
@@ -106,65 +188,84 @@ function options(width, said, exponent) {
     incrs: [5],
   };
   const widest = (_plot, labels) => 18 + LETTER_PX * Math.max(3, ...(labels || []).map((label) => label.length));
+  const lines = chart.lines.map((_, index) => index);
   return {
     width,
     height: HEIGHT,
     padding: [10, 18, 0, 0],
     legend: { show: false },
-    cursor: { sync: { key: "steps" }, y: false, drag: { x: true, y: false } },
-    scales: { x: { time: false, range: (_plot, low, high) => stepRange(low, high) }, y: { range: (_plot, low, high) => valueRange(low, high) } },
+    cursor: { sync: { key: view.time ? "seconds" : "steps" }, y: false, drag: { x: true, y: false } },
+    scales: { x: { time: false, range: (_plot, low, high) => stepRange(low, high) }, y: { range: (_plot, low, high) => (view.log ? powerRange(low, high) : valueRange(low, high)) } },
     axes: [
       {
         ...axis,
         size: 28,
-        splits: (plot, _axis, low, high) => ticksOf(low, high, mostSteps(plot.width, high), true),
-        values: (_plot, ticks) => ticks.map(count),
+        splits: (plot, _axis, low, high) => ticksOf(low, high, view.time ? 6 : mostSteps(plot.width, high), true),
+        values: (_plot, ticks) => ticks.map(view.time ? seconds : count),
       },
       {
         ...axis,
         size: widest,
         splits: (_plot, _axis, low, high) => ticksOf(low, high, MOST_TICKS),
-        values: (_plot, ticks) => labelsOf(ticks, exponent()),
+        values: (_plot, ticks) => (view.log ? ticks.map((tick) => number(10 ** tick)) : labelsOf(ticks, chart.exponent)),
       },
     ],
-    series: [
-      {},
-      { stroke: colour("--accent"), width: 1.75, spanGaps: true, points: { size: 5, fill: colour("--accent") } },
-    ],
+    series: [{}, ...lines.flatMap(lineOptions)],
+    bands: lines.map((index) => ({ series: [4 * index + 4, 4 * index + 3], fill: faint(LINES[index]) })),
     hooks: { setCursor: [(plot) => said(plot.cursor.idx)] },
   };
 }
 
-const mostSteps = (width, high) => Math.max(2, Math.floor(width / (TICK_PX + LETTER_PX * count(Math.ceil(high)).length)));
-
-function lastOf(values) {
-  let at = values.length - 1;
-  while (at >= 0 && !isNumber(values[at])) at -= 1;
-  return at;
+// A single value gets half a power of ten on both sides.
+function powerRange(low, high) {
+  if (!isNumber(low) || !isNumber(high)) return [0, 1];
+  const margin = Math.max(0.05 * (high - low), high - low < 1e-6 ? 0.5 : 0);
+  return [low - margin, high + margin];
 }
 
-function inWords(title, [steps, values]) {
+const mostSteps = (width, high) => Math.max(2, Math.floor(width / (TICK_PX + LETTER_PX * count(Math.ceil(high)).length)));
+
+const lastOf = (values) => values.findLastIndex(isNumber);
+const placeOf = (x, view) => (view.time ? `after ${seconds(x)}` : `step ${count(x)}`);
+
+// Returns the values at the cursor, or the last ones.
+function inFew(chart, index, view) {
+  if (!chart.raw.length) return "-";
+  if (chart.raw.length > 1) {
+    return chart.raw.map(({ values }, line) => `${chart.lines[line].name}: ${number(values[index ?? lastOf(values)])}`).join(", ");
+  }
+  const [{ values, low, high }] = chart.raw;
+  const at = index ?? lastOf(values);
+  if (at < 0) return "-";
+  const band = isNumber(low[at]) && isNumber(high[at]) ? ` (${number(low[at])} to ${number(high[at])})` : "";
+  return `${number(values[at])}${band} ${view.time ? "" : "at "}${placeOf(chart.xs[at], view)}`;
+}
+
+function inWords(title, { xs, values }, view) {
   const finite = values.filter(isNumber);
   if (!finite.length) return `${title}: no values yet`;
   const low = finite.reduce((a, b) => Math.min(a, b));
   const high = finite.reduce((a, b) => Math.max(a, b));
   const last = finite[finite.length - 1];
-  return `${title}: ${counted(finite.length, "value")} up to step ${count(steps[steps.length - 1])}, between ${number(low)} and ${number(high)}, the last ${number(last)}`;
+  return `${title}: ${counted(finite.length, "value")} up to ${placeOf(xs[xs.length - 1], view)}, between ${number(low)} and ${number(high)}, the last ${number(last)}`;
 }
 
-function rowsOf(title, [steps, values]) {
-  const stride = Math.max(1, Math.ceil(steps.length / MOST_ROWS));
-  const rows = steps.map((step, index) => ({ step, value: values[index] }));
-  const shown = rows.filter((_, index) => (steps.length - 1 - index) % stride === 0);
+function rowsOf(title, chart, view) {
+  const stride = Math.max(1, Math.ceil(chart.xs.length / MOST_ROWS));
+  const rows = chart.xs.map((x, index) => ({ x, index }));
+  const shown = rows.filter((_, index) => (chart.xs.length - 1 - index) % stride === 0);
   const columns = [
-    { label: "Step", number: true, cell: (row) => count(row.step) },
-    { label: title, number: true, cell: (row) => number(row.value) },
+    { label: view.time ? "Time" : "Step", number: true, cell: (row) => (view.time ? seconds(row.x) : count(row.x)) },
+    ...chart.raw.flatMap(({ values, low, high }, line) => [
+      { label: chart.lines[line].name || title, number: true, cell: (row) => number(values[row.index]) },
+      ...(low.some(isNumber) ? [{ label: "10th to 90th percentile", number: true, cell: (row) => `${number(low[row.index])} to ${number(high[row.index])}` }] : []),
+    ]),
   ];
   return table(`${title} by step`, columns, shown);
 }
 
-// Stacked bars. `bars` are {label, parts}, parts the values of the kinds in order; `kinds` are {name, style}. Kinds that
-// no bar has are left out.
+// Stacked bars. `bars` are {label, parts} with a value per kind; `kinds` are {name, style}. Kinds without values are
+// omitted.
 export function stacked(title, kinds, bars) {
   try {
     return drawnBars(title, kinds, bars);

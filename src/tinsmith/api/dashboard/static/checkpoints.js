@@ -1,4 +1,4 @@
-// Checkpoints: what is stored, and what can be done with it.
+// The page of checkpoints: a list, with actions.
 
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, question, state, tell } from "./dom.js";
@@ -20,17 +20,17 @@ const at = (row, rest = "") => {
 async function download(row) {
   const { url } = await get(at(row, "/archive_link"));
   location.assign(url);
-  tell("The download begins.");
+  tell("The download has started.");
 }
 
 async function setPublic(row, again) {
   const text = row.public
-    ? "Other tenants will no longer be able to load it. Those that have loaded it already keep it."
+    ? "Other tenants will no longer be able to load it. Tenants that have loaded it keep it."
     : "Every tenant of this server will be able to load and sample it.";
   const sure = await question(`${row.public ? "Unpublish" : "Publish"} ${partsOf(row).name}?`, h("p", {}, text), row.public ? "Unpublish" : "Publish");
   if (!sure) return;
   await ask(row.public ? "DELETE" : "POST", at(row, "/publish"));
-  tell(row.public ? "It is private again." : "It is public.");
+  tell(row.public ? "The checkpoint is private." : "The checkpoint is public.");
   await again();
 }
 
@@ -86,7 +86,7 @@ export function listed(checkpoints, again) {
     { label: "Access", cell: (row) => state(row.public ? "public" : "private") },
     { label: "Actions", cell: (row) => actions(row, again) },
   ];
-  return table("Checkpoints", columns, checkpoints, { none: "No checkpoint yet. save_state makes one." });
+  return table("Checkpoints", columns, checkpoints, { none: "No checkpoints yet. save_state creates one." });
 }
 
 export default {

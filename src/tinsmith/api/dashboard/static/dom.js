@@ -1,8 +1,8 @@
-// Elements. Whatever is shown goes in as text, so nothing that a tenant wrote is ever read as HTML.
+// Helpers for elements. All content is inserted as text, so tenants' data is never parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// An element with attributes and children. `on` holds listeners; null, undefined and false leave a thing out.
+// Makes an element with attributes and children. `on` has listeners; null, undefined and false are skipped.
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -23,15 +23,15 @@ function fill(element, attributes, children) {
   return element;
 }
 
-// The browser would write "null" for a child that is not there.
+// Skips missing children, for which the browser would write "null".
 const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
 
-// Replaces the children of an element. Everything that is shown passes through here or through `h`.
+// Replaces the children of an element. All content is inserted here or by `h`.
 export function put(element, ...children) {
   element.replaceChildren(...present(children));
 }
 
-// Shows a note for a while; screen readers read it.
+// Shows a temporary notice, which screen readers announce.
 export function tell(text, kind = "info") {
   const note = h("p", { class: `note ${kind}` }, text);
   put(document.getElementById("news"), note);
@@ -58,7 +58,7 @@ export function state(text) {
   return h("span", { class: `state ${name.replaceAll("_", "-")}` }, name.replaceAll("_", " "));
 }
 
-// What goes wrong with what it does is told; that a page was left meanwhile is nothing wrong.
+// Makes a button. Errors of its action are shown; an abort because the user left the page is not an error.
 export function button(text, act, attributes = {}) {
   const click = async () => {
     try {
@@ -70,7 +70,7 @@ export function button(text, act, attributes = {}) {
   return h("button", { type: "button", ...attributes, on: { click } }, text);
 }
 
-// Replaces the children only if what they are made of has changed, so that focus and selection stay.
+// Replaces the children only if their data has changed, which preserves focus and selection.
 export function keep(element) {
   let shown;
   return (data, make) => {
@@ -81,7 +81,7 @@ export function keep(element) {
   };
 }
 
-// A question in a dialog; resolves to what `read` says when it is confirmed, and to null otherwise.
+// Asks a question in a dialog. Resolves to the result of `read` when confirmed, otherwise to null.
 export function question(title, body, confirm, { danger = false, read = () => true } = {}) {
   return new Promise((resolve) => {
     const before = document.activeElement;

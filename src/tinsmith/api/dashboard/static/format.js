@@ -1,4 +1,4 @@
-// Numbers, sizes and moments as people read them. What is missing or not finite is shown as a dash.
+// Formats numbers, sizes and times. Missing and non-finite values become a dash.
 
 import { isNumber } from "./scale.js";
 
@@ -10,10 +10,10 @@ const NONE = "-";
 const known = (format) => (value) => (isNumber(value) ? format(value) : NONE);
 const fixed = (value, digits) => value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-export const count = known((value) => COUNT.format(value || 0)); // and no minus at zero
+export const count = known((value) => COUNT.format(value || 0)); // no minus sign for zero
 export const short = known((value) => SHORT.format(value || 0));
 
-// A count where zero says nothing, as in a table of mostly zeros.
+// Formats a count, but nothing for zero, for tables with mostly zeros.
 export const some = (value) => (value ? count(value) : NONE);
 
 // "1 token", "2 tokens".
@@ -59,7 +59,7 @@ const dated = (show) => (moment) => {
 export const when = dated((at) => at.toLocaleString("sv-SE").slice(0, 16));
 export const clock = dated((at) => at.toLocaleTimeString("en-GB"));
 
-// Only nothing is 0 %, and only all is 100 %.
+// Shows 0 % and 100 % only for exactly these shares.
 export const percent = known((share) => {
   if (share > 0 && share < 0.0005) return "under 0.1 %";
   if (share > 0.9995 && share < 1) return "over 99.9 %";
@@ -67,7 +67,7 @@ export const percent = known((share) => {
   return `${(100 * share).toFixed(digits)} %`;
 });
 
-// An id without most of its session's, and without digests.
+// Shortens an id: most of the session's id and digests are removed.
 export function shortId(id) {
   if (!id || typeof id !== "string") return NONE;
   const [session, ...rest] = id.split(":");

@@ -1,4 +1,4 @@
-// Bulk jobs: how far they are, what failed, what is there already.
+// The pages of bulk jobs: progress, failed rows and committed parts.
 
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, question, section, state, tell } from "./dom.js";
@@ -17,7 +17,7 @@ const moment = (at) => (isNumber(at) ? when(at * 1000) : "-");
 function progress(job) {
   const total = job.batch_total_batches || 0;
   const done = job.batch_completed_batches || 0;
-  if (!total) return ended(job) ? "no batches" : "not counted yet";
+  if (!total) return ended(job) ? "no batches" : "not yet counted";
   const text = `${count(done)} of ${counted(total, "batch", "batches")} (${percent(done / total)})`;
   return h("span", { class: "progress" }, h("progress", { max: total, value: done, "aria-label": `Progress of job ${job.job_id}` }), ` ${text}`);
 }
@@ -41,7 +41,7 @@ async function showList(main, signal) {
   const drawPages = keep(pages);
   const look = async () => {
     const found = await get(`/batch/jobs?limit=${LIMIT}&offset=${offset}`, signal);
-    draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk job yet. tinsmith batch submit makes one." }));
+    draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk jobs yet. tinsmith batch submit creates one." }));
     const move = (to) => {
       offset = to;
       return look();
@@ -50,6 +50,13 @@ async function showList(main, signal) {
   };
   page(main, "Bulk jobs", list, pages);
   await poll(signal, 2, look);
+}
+
+function speed(job, took) {
+  const done = job.batch_completed_batches;
+  if (!took || !done) return null;
+  const left = ended(job) ? "" : `, about ${seconds((took / done) * (job.batch_total_batches - done))} left`;
+  return `${count(Math.round((job.rows_ok + job.rows_failed) / took))} rows/s${left}`;
 }
 
 function describe(job) {
@@ -64,6 +71,7 @@ function describe(job) {
     ["Weight", job.weight === 1 ? null : count(job.weight)],
     ["Submitted", moment(job.created_at)],
     ["Took", took === null ? null : seconds(took)],
+    ["Speed", speed(job, took)],
     ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
     ["Error", job.error ? h("pre", { class: "trace" }, job.error.trim()) : null],
   ]);
@@ -79,7 +87,7 @@ const ERRORS = [
 function firstError(error) {
   const row = error.row === undefined ? "" : `row ${count(error.idx)} is ${JSON.stringify(error.row)}\n`;
   const trace = error.traceback || [error.error_type, error.message].filter(Boolean).join(": ");
-  return h("details", { open: "" }, h("summary", {}, `Row ${count(error.idx)}, the first that failed`), h("pre", { class: "trace" }, row + trace));
+  return h("details", { open: "" }, h("summary", {}, `Row ${count(error.idx)}, the first to fail`), h("pre", { class: "trace" }, row + trace));
 }
 
 const OUTPUTS = [
@@ -95,17 +103,19 @@ const WORKERS = [
   { label: "Worker", kind: "mono", cell: (row) => row.worker_id },
   { label: "Kind", cell: (row) => row.kind },
   { label: "State", cell: (row) => state(row.state) },
+  { label: "Works on", cell: (row) => (row.batches ? `${counted(row.rows, "row", "rows")} from ${count(row.first_row)}` : "-") },
+  { label: "Tried again", number: true, cell: (row) => some(row.retried) },
 ];
 
 async function cancel(job) {
-  const text = "The batches that run now are stopped. Finished batches stay, and the job can be resumed.";
+  const text = "Running batches are stopped. Finished batches stay, and the job can be resumed.";
   if (!(await question(`Cancel job ${job.job_id}?`, h("p", {}, text), "Cancel the job", { danger: true }))) return;
   await ask("POST", path`/batch/jobs/${job.job_id}/cancel`);
   tell("The job is being cancelled.");
 }
 
 async function resume(job) {
-  const text = "A new job processes the rows that this one has not.";
+  const text = "A new job processes the remaining rows.";
   if (!(await question(`Resume job ${job.job_id}?`, h("p", {}, text), "Resume"))) return;
   const made = await ask("POST", path`/batch/jobs/${job.job_id}/resume`, {});
   location.hash = `#/jobs/${made.job_id}`;
@@ -118,7 +128,7 @@ function actions(job, look) {
   return found;
 }
 
-// What a job has to show: a section without content is left out, and a job that has ended has no workers.
+// Returns the sections of a job. Empty sections are omitted, and an ended job has no workers.
 
 function outputs(job) {
   if (job.outputs.length) return section("Outputs", table("Outputs", OUTPUTS, job.outputs));

@@ -1,21 +1,32 @@
-// Which page is shown, the key, and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
+// Routing, the key and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
 
 import { ApiError, get, key } from "./api.js";
 import { button, h, page, put, tell } from "./dom.js";
 import account from "./account.js";
 import checkpoints from "./checkpoints.js";
 import jobs from "./jobs.js";
+import { listen } from "./keys.js";
 import overview from "./overview.js";
 import playground from "./playground.js";
 import queue from "./queue.js";
 import runs from "./runs.js";
 import samples from "./samples.js";
 import sessions from "./sessions.js";
+import { follow } from "./strip.js";
 
 const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
 let shown = null;
 let hasKey = false;
+let following = null;
+
+function followMachine(yes) {
+  const strip = document.getElementById("strip");
+  following?.abort();
+  following = yes ? new AbortController() : null;
+  strip.hidden = true;
+  if (following) follow(strip, following.signal);
+}
 
 function parts() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("?")[0].split("/").map(decodeURIComponent);
@@ -29,6 +40,19 @@ function drawNav(current) {
   put(document.getElementById("nav"), h("ul", {}, items));
 }
 
+// On a narrow screen a button opens the menu.
+const menu = document.getElementById("menu");
+function openMenu(yes) {
+  menu.setAttribute("aria-expanded", String(yes));
+  document.querySelector(".side").classList.toggle("open", yes);
+}
+menu.addEventListener("click", () => openMenu(menu.getAttribute("aria-expanded") !== "true"));
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || menu.getAttribute("aria-expanded") !== "true") return;
+  openMenu(false);
+  menu.focus();
+});
+
 async function route({ focus = true } = {}) {
   if (!hasKey) return;
   shown?.abort();
@@ -36,7 +60,9 @@ async function route({ focus = true } = {}) {
   const { signal } = shown;
   const [name, ...rest] = parts();
   drawNav(name);
-  put(main, h("p", { class: "quiet" }, "Loading"));
+  delete main.dataset.colour;
+  openMenu(false);
+  put(main, h("div", { class: "loading", role: "status" }, h("p", { class: "hidden" }, "Loading"), h("div"), h("div"), h("div")));
   try {
     await PAGES[name].show(main, rest, signal);
   } catch (error) {
@@ -50,7 +76,7 @@ async function route({ focus = true } = {}) {
 
 function failed(error) {
   if (error.status === 401) return;
-  const text = error instanceof ApiError ? error.message : `The dashboard itself failed: ${error.message}`;
+  const text = error instanceof ApiError ? error.message : `The dashboard failed: ${error.message}`;
   page(main, error.status === 404 ? "Not found" : "Something went wrong", h("p", {}, text), button("Try again", () => route()));
 }
 
@@ -60,6 +86,7 @@ async function begin() {
     hasKey = true;
     document.getElementById("tenant").textContent = me.details?.org_details?.name || me.name || "";
     document.getElementById("forget").hidden = me.key_id === 0;
+    followMachine(true);
     await route({ focus: false });
   } catch (error) {
     if (error.status === 401) return;
@@ -68,9 +95,11 @@ async function begin() {
   }
 }
 
-// Where a key is asked for. It is sent to this server and nowhere else.
+// Asks for a key, which is sent only to this server.
 function askForKey(reason) {
   shown?.abort();
+  followMachine(false);
+  const ended = hasKey && key.get();
   hasKey = false;
   document.getElementById("forget").hidden = true;
   document.getElementById("tenant").textContent = "";
@@ -98,10 +127,11 @@ function askForKey(reason) {
     },
     h("label", { for: "key" }, "API key"),
     input,
-    h("p", { id: "keyhelp", class: "quiet" }, "The key is kept in this tab until the tab is closed. The operator of the server makes keys: tinsmith keys create TENANT."),
+    h("p", { id: "keyhelp", class: "quiet" }, "The key is stored in this tab until the tab is closed. The server's operator creates keys: tinsmith keys create TENANT."),
     h("button", { class: "primary" }, "Open the dashboard"),
   );
-  page(main, "Enter a key", key.get() ? h("p", { class: "warning", role: "alert" }, `The server did not take the key: ${reason}`) : null, form);
+  const refused = ended ? "The server accepted this key before and rejects it now. It may have expired or been revoked" : "The server rejected the key";
+  page(main, ended ? "The key is no longer valid" : "Enter a key", key.get() ? h("p", { class: "warning", role: "alert" }, `${refused}: ${reason}`) : null, form);
   input.focus();
 }
 
@@ -117,7 +147,7 @@ function drawTheme() {
 }
 
 addEventListener("hashchange", () => route());
-addEventListener("keyneeded", (event) => askForKey(event.detail || "it is not known here"));
+addEventListener("keyneeded", (event) => askForKey(event.detail || "the key is unknown"));
 addEventListener("unhandledrejection", (event) => {
   if (event.reason?.name === "AbortError") return;
   tell(event.reason?.message || "Something went wrong", "error");
@@ -130,5 +160,6 @@ document.querySelector("a.skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
+listen(Object.fromEntries(Object.entries(PAGES).map(([name, { title }]) => [name, title])));
 drawTheme();
 begin();

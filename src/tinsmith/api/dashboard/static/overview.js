@@ -1,4 +1,4 @@
-// How everything is at the moment.
+// The overview page.
 
 import { get, path, poll } from "./api.js";
 import { stacked } from "./charts.js";
@@ -22,7 +22,7 @@ const kindOf = (info) => {
   return -1;
 };
 
-// Tokens of stretches of time, from usage events: {label, parts} in the order of KINDS.
+// Sums tokens per period from usage events: {label, parts} in the order of KINDS.
 export function tokenBars(events, startMs, stepMs, bars, label) {
   const found = Array.from({ length: bars }, (_, index) => ({ label: label(new Date(startMs + index * stepMs)), parts: [0, 0, 0, 0] }));
   for (const event of events) {
@@ -47,7 +47,7 @@ function cards({ counts }) {
   ];
 }
 
-// What is held, of the budget if there is one; who holds it is said when it is pointed at.
+// Shows the used memory, with the budget if there is one; a tooltip lists the holders.
 function memory({ budget, ...holders }) {
   const held = Object.values(holders).filter(isNumber).reduce((sum, value) => sum + value, 0);
   const who = Object.entries(holders).map(([name, value]) => `${name} ${bytes(value)}`);
@@ -63,7 +63,7 @@ const BASES = [
 ];
 const REASON = { label: "Reason", cell: (row) => row.reason || "-" };
 
-// With a column of reasons only where there is one.
+// Adds the column of reasons only if a row has one.
 const reasoned = (columns, rows) => (rows.some((row) => row.reason) ? [...columns, REASON] : columns);
 
 const SEATS = [
@@ -76,7 +76,10 @@ const SEATS = [
   { label: "Started", number: true, cell: (row) => ago(row.started_at) },
 ];
 
-export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, row.display_name || shortId(row.model_id)) };
+export const nameOf = (row) => row.user_metadata?.name || row.display_name || shortId(row.model_id);
+export const tagsOf = (row) => (row.user_metadata?.tags || "").split(",").filter(Boolean);
+
+export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, nameOf(row)) };
 
 const NEWEST = [
   RUN_LINK,
@@ -86,6 +89,12 @@ const NEWEST = [
   { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Last request", number: true, cell: (row) => ago(row.last_request_at) },
 ];
+
+// The section shown while the server has no runs.
+function firstRun() {
+  const lines = `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=...\npython first.py   # of the README; or any loop of the tinker SDK`;
+  return section("The first run", h("div", { class: "empty" }, h("p", {}, "No training runs yet. In a terminal:"), h("pre", {}, lines)));
+}
 
 export default {
   title: "Overview",
@@ -99,13 +108,16 @@ export default {
     const drawEngines = keep(engines);
     const drawSeats = keep(seats);
     const drawRuns = keep(runs);
+    const first = h("div");
+    const drawFirst = keep(first);
     const look = async () => {
       const found = await get("/dashboard/overview", signal);
+      drawFirst(found.counts?.runs === 0, (none) => (none ? firstRun() : null));
       drawCounts(found.counts, () => cards(found));
       drawEngines(found.engines, () => table("Base models", reasoned(BASES, found.engines), found.engines));
-      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, found.seats), found.seats, { none: "No engine runs." }));
+      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, found.seats), found.seats, { none: "No engine is running." }));
       const newest = await get("/dashboard/runs?limit=6&sort=last_request_at", signal);
-      drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Recent runs", NEWEST, newest.runs, { none: "No run yet. A training client makes one." }));
+      drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Recent runs", NEWEST, newest.runs, { none: "No runs yet. A training client creates one." }));
     };
     const tokens = async () => {
       const end = (Math.floor(Date.now() / HOUR_MS) + 1) * HOUR_MS;
@@ -116,7 +128,7 @@ export default {
       const sum = () => [stacked("Tokens per hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`)];
       put(usage, total ? sum() : empty("No tokens were trained or sampled in the last 24 hours."));
     };
-    page(main, "Overview", counts, section("Tokens in the last 24 hours", usage), section("Recent runs", runs), section("Base models", engines), section("Engines and samplers", seats));
+    page(main, "Overview", counts, first, section("Tokens in the last 24 hours", usage), section("Recent runs", runs), section("Base models", engines), section("Engines and samplers", seats));
     await Promise.all([poll(signal, 2, look), poll(signal, 60, tokens)]);
   },
 };

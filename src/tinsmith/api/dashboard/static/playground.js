@@ -1,4 +1,4 @@
-// The same prompt to several models side by side, token by token.
+// The page that samples one prompt from several models side by side, token by token.
 
 import { ask, get } from "./api.js";
 import { button, h, page, put, tell } from "./dom.js";
@@ -6,7 +6,7 @@ import { count, counted, seconds } from "./format.js";
 import { endedBy, legend, tokens } from "./tokens.js";
 
 const MOST_COLUMNS = 4;
-const TOP = 5; // alternatives of each token
+const TOP = 5; // alternatives per token
 
 function field(id, label, attributes) {
   const input = h("input", { id, ...attributes });
@@ -18,7 +18,7 @@ const settings = () => ({
   top_p: field("top_p", "Top-p", { type: "number", min: 0.01, max: 1, step: "any", value: "1" }),
   max_tokens: field("max_tokens", "Max tokens", { type: "number", min: 1, step: 1, value: "48" }),
   seed: field("seed", "Seed", { type: "number", step: 1, placeholder: "random" }),
-  stop: field("stop", "Stop at", { type: "text", placeholder: "text, or \\n" }),
+  stop: field("stop", "Stop sequences", { type: "text", placeholder: "text, or \\n" }),
 });
 
 function paramsOf(fields) {
@@ -50,7 +50,7 @@ function column(number, first, removed) {
   return made;
 }
 
-// One answer's tokens, in the form of either endpoint.
+// Reads the tokens of a choice in the format of either endpoint.
 function tokensOf(choice) {
   const chat = choice.logprobs?.content;
   if (chat) {
@@ -87,7 +87,7 @@ async function sample(one, body, chat, signal) {
       one.answer,
       h("p", { class: "text" }, text || "(no text)"),
       h("p", { class: "quiet about" }, about),
-      tokens(`the answer of ${model}`, tokensOf(choice)),
+      tokens(`response of ${model}`, tokensOf(choice)),
     );
   } catch (error) {
     if (error.name !== "AbortError") put(one.answer, h("p", { class: "warning", role: "alert" }, error.message));
@@ -100,7 +100,7 @@ export default {
   title: "Playground",
   async show(main, _parts, signal) {
     const { data: models } = await get("/oai/api/v1/models", signal);
-    if (!models.length) throw new Error("the server serves no model");
+    if (!models.length) throw new Error("the server has no base model");
     const fields = settings();
     const system = h("textarea", { id: "system", rows: 2 });
     const prompt = h("textarea", { id: "prompt", rows: 4, value: "Say hello." });
@@ -139,7 +139,7 @@ export default {
       go.disabled = true;
       await Promise.all(columns.map((one) => sample(one, body, chat.checked, signal)));
       go.disabled = false;
-      if (!signal.aborted) tell("All models have answered.");
+      if (!signal.aborted) tell("Done");
     };
     const go = h("button", { class: "primary" }, "Sample");
     const form = h(

@@ -1,10 +1,11 @@
-// Which requests wait, and what the last steps were made of.
+// The page of waiting requests and recent steps.
 
 import { get, poll } from "./api.js";
 import { stacked } from "./charts.js";
 import { h, keep, page, section, state } from "./dom.js";
 import { ago, clock, count, counted, percent, seconds, shortId, some } from "./format.js";
 import { table } from "./table.js";
+import { timeline } from "./timeline.js";
 
 const KINDS = [{ name: "your tokens", style: "s1" }, { name: "other tenants' tokens", style: "s3" }];
 const SHOWN = 20;
@@ -16,6 +17,7 @@ const WAITING = [
   { label: "Requests", number: true, cell: (row) => count(row.requests) },
   { label: "Tokens", number: true, cell: (row) => count(row.tokens) },
   { label: "Oldest", number: true, cell: (row) => ago(row.oldest_at) },
+  { label: "Why it waits", cell: (row) => row.why || "-" },
 ];
 
 const STEPS = [
@@ -30,7 +32,7 @@ const STEPS = [
   { label: "Your runs", kind: "mono", cell: runsOf },
 ];
 
-// The runs, each with its tokens where there are several.
+// Lists the runs, with their tokens if there are several.
 function runsOf({ own_runs: runs }) {
   if (!runs?.length) return "-";
   return runs.map((run) => (runs.length > 1 ? `${shortId(run.model_id)} (${count(run.tokens)})` : shortId(run.model_id))).join(", ");
@@ -56,7 +58,7 @@ function engine(found, budget) {
     found.base_model,
     h("p", {}, state(found.state), found.reason ? ` ${found.reason}` : ""),
     passes.length ? [stacked("Tokens of the last steps with passes", KINDS, bars), h("p", {}, inWords(passes, budget))] : null,
-    table(`Last steps of ${found.base_model}`, STEPS.filter((column) => !(alone && column.shared)), found.steps.slice(0, SHOWN), { none: "This engine has run no step yet." }),
+    table(`Last steps of ${found.base_model}`, STEPS.filter((column) => !(alone && column.shared)), found.steps.slice(0, SHOWN), { none: "This engine has not run a step yet." }),
   );
 }
 
@@ -67,11 +69,14 @@ export default {
     const engines = h("div");
     const drawWaiting = keep(waiting);
     const drawEngines = keep(engines);
-    page(main, "Queue and packing", section("Waiting requests", waiting), engines);
+    const times = timeline(signal);
+    page(main, "Queue and packing", section("Waiting requests", waiting), section("The last minutes", times.figure), engines);
+    const lookAtTimes = poll(signal, 5, times.look);
     await poll(signal, 2, async () => {
       const found = await get("/dashboard/queue", signal);
       drawWaiting([found.waiting, found.waiting.length ? found.now : 0], () => table("Waiting requests", WAITING, found.waiting, { none: "You have no waiting requests." }));
       drawEngines(found.engines, () => found.engines.map((one) => engine(one, found.step_token_budget)));
     });
+    await lookAtTimes;
   },
 };

@@ -1,40 +1,41 @@
-// All runs, and one of them with its curves.
+// The list of runs, which also routes to the pages of one run and of several.
 
-import { get, path, poll } from "./api.js";
-import { curve } from "./charts.js";
-import { empty, h, keep, page, section, state } from "./dom.js";
-import { ago, count, number, shortId, when } from "./format.js";
-import { RUN_LINK } from "./overview.js";
-import { facts, pager, table } from "./table.js";
-import { listed } from "./checkpoints.js";
+import { get, poll } from "./api.js";
+import { MOST_LINES } from "./charts.js";
+import { showComparison } from "./compare.js";
+import { button, h, keep, page, state, svg } from "./dom.js";
+import { ago, count, counted, number, when } from "./format.js";
+import { isNumber } from "./scale.js";
+import { RUN_LINK, nameOf, tagsOf } from "./overview.js";
+import { showRun } from "./run.js";
+import { pager, table } from "./table.js";
 
 const LIMIT = 50;
+const OUTLINE_S = 30;
 
-// What the metrics are called, in the order in which they are shown; what is not here comes after them.
-const TITLES = new Map([
-  ["loss_per_token", "Loss per token"],
-  ["loss_per_datum", "Loss per datum"],
-  ["ppo_kl:mean", "KL (sampled minus current logprobs)"],
-  ["ratio:mean", "Importance ratio"],
-  ["pg_clipfrac:mean", "Clipped share"],
-  ["grad_norm", "Gradient norm"],
-  ["learning_rate", "Learning rate"],
-  ["tokens_per_second", "Tokens per second"],
-  ["step_seconds", "Seconds per step"],
-  ["forward/loss_per_token", "Loss per token, forward only"],
-  ["forward/loss_per_datum", "Loss per datum, forward only"],
-  ["loss:sum", "Loss, summed"],
-  ["tokens:sum", "Tokens of the step"],
-]);
+// Draws a sparkline of the whole run.
+function spark(outline) {
+  const values = (outline?.values || []).filter(isNumber);
+  if (!values.length) return "-";
+  const low = Math.min(...values);
+  const size = Math.max(...values) - low || 1;
+  const points = values.map((value, index) => `${(values.length > 1 ? (94 * index) / (values.length - 1) : 47) + 3},${21 - (18 * (value - low)) / size}`);
+  const title = `${outline.name}: from ${number(values[0])} to ${number(values[values.length - 1])}`;
+  return h("span", { class: "spark", title }, svg("svg", { viewBox: "0 0 100 24", role: "img", "aria-label": title }, svg("polyline", { points: points.join(" ") })), h("span", {}, number(values[values.length - 1])));
+}
 
-const columns = [
-  RUN_LINK,
+const columns = (chosen, outlines, choose) => [
+  { ...RUN_LINK, cell: (row) => [RUN_LINK.cell(row), tagsOf(row).map((tag) => h("span", { class: "tag" }, tag))] },
+  {
+    label: "Compare",
+    cell: (row) => h("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, checked: chosen.has(row.model_id), on: { change: (event) => choose(row.model_id, event.target.checked) } }),
+  },
+  { label: "Curve", cell: (row) => spark(outlines.get(row.model_id)) },
   { label: "Base model", sort: "base_model", cell: (row) => row.base_model },
   { label: "Rank", sort: "lora_rank", number: true, cell: (row) => (row.lora_rank ? count(row.lora_rank) : "all weights") },
   { label: "State", sort: "state", cell: (row) => state(row.state) },
   { label: "Step", number: true, cell: (row) => count(row.step) },
   { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
-  { label: "Owner", cell: (row) => row.owner },
   { label: "Project", cell: (row) => row.project_id || "-" },
   { label: "Created", sort: "created_at", number: true, cell: (row) => when(row.created_at) },
   { label: "Last request", sort: "last_request_at", number: true, cell: (row) => ago(row.last_request_at) },
@@ -46,20 +47,36 @@ async function showList(main, signal) {
   const pages = h("div");
   const draw = keep(list);
   const drawPages = keep(pages);
+  const chosen = new Set();
+  const outlines = new Map();
+  let outlinedAt = 0;
   let turn = 0;
+  const compare = button("Compare", () => {
+    location.hash = `#/runs/compare/${[...chosen].map(encodeURIComponent).join("/")}`;
+  }, { disabled: true });
+  const choose = (id, yes) => {
+    if (yes) chosen.add(id);
+    else chosen.delete(id);
+    compare.disabled = chosen.size < 2 || chosen.size > MOST_LINES;
+    compare.textContent = chosen.size ? `Compare ${counted(chosen.size, "run")}${chosen.size > MOST_LINES ? ` (at most ${MOST_LINES})` : ""}` : "Compare";
+  };
   const look = async () => {
     const mine = ++turn;
-    const query = new URLSearchParams({ ...asked, limit: LIMIT });
+    const whole = Date.now() - outlinedAt > OUTLINE_S * 1000;
+    const query = new URLSearchParams({ ...asked, limit: LIMIT, outlines: whole });
     const found = await get(`/dashboard/runs?${query}`, signal);
     if (mine !== turn) return;
+    if (whole) outlinedAt = Date.now();
+    if (whole) for (const run of found.runs) outlines.set(run.model_id, run.outline);
     const sorted = { by: asked.sort, order: asked.order, change: (sort, order) => again({ sort, order, offset: 0 }) };
-    const none = asked.search ? "No run has all of these words." : "No run yet. A training client makes one.";
-    draw([found.runs, asked.sort, asked.order, Math.floor(Date.now() / 10000)], () => table("Runs", columns, found.runs, { sorted, none }));
+    const none = asked.search ? "No run matches all of these words." : "No runs yet. A training client creates one.";
+    draw([found.runs, outlinedAt, asked.sort, asked.order, Math.floor(Date.now() / 10000)], () => table("Runs", columns(chosen, outlines, choose), found.runs, { sorted, none }));
     drawPages(found.cursor, () => pager(found.cursor, (offset) => again({ offset })));
   };
   const again = async (changes) => {
     const focused = list.contains(document.activeElement) ? document.activeElement.textContent : null;
     Object.assign(asked, changes);
+    outlinedAt = 0;
     await look();
     if (focused) [...list.querySelectorAll("button.sort")].find((one) => one.textContent === focused)?.focus();
   };
@@ -67,7 +84,7 @@ async function showList(main, signal) {
   const search = h("input", {
     id: "search",
     type: "search",
-    placeholder: "id, base model, session's name, project, state",
+    placeholder: "id, name, tag, base model, project, state",
     maxlength: 200,
     on: {
       input: () => {
@@ -76,80 +93,13 @@ async function showList(main, signal) {
       },
     },
   });
-  page(main, "Runs", h("div", { class: "tools" }, h("label", { for: "search" }, "Search"), search), list, pages);
+  page(main, "Runs", h("div", { class: "tools" }, h("label", { for: "search" }, "Search"), search, compare), list, pages);
   await poll(signal, 4, look);
 }
 
-async function showRun(main, id, signal) {
-  const about = h("div");
-  const curves = h("div", { class: "curves" });
-  const stored = h("div");
-  const drawAbout = keep(about);
-  const drawStored = keep(stored);
-  const points = new Map();
-  const drawn = new Map();
-  let cursor = 0;
-  const nothing = empty("No optimizer step yet. The curves begin with the first.");
-  curves.append(nothing);
-
-  const lookAtCurves = async () => {
-    const found = await get(`${path`/training_runs/${id}/metrics`}?after=${cursor}`, signal);
-    cursor = found.cursor;
-    if (!found.points.length) return;
-    for (const point of found.points) points.set(`${point.source} ${point.step}`, point);
-    const all = [...points.values()].sort((a, b) => a.step - b.step);
-    nothing.remove();
-    for (const source of ["client", "server"]) {
-      drawAll(all.filter((point) => point.source === source), source, curves, drawn, signal);
-    }
-  };
-  const lookAtRun = async () => {
-    const run = await get(path`/dashboard/runs/${id}`, signal);
-    drawAbout(run, () => describe(run));
-  };
-  const lookAtCheckpoints = async () => {
-    const found = await get(path`/training_runs/${id}/checkpoints`, signal);
-    drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
-  };
-  page(main, `Run ${shortId(id)}`, about, section("Curves", curves), section("Checkpoints", stored));
-  await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints)]);
+function show(main, [id, ...others], signal) {
+  if (id === "compare") return showComparison(main, others.slice(0, MOST_LINES), signal);
+  return id ? showRun(main, id, signal) : showList(main, signal);
 }
 
-function describe(run) {
-  return facts([
-    ["State", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
-    ["Step", count(run.step)],
-    ["Base model", run.base_model],
-    ["LoRA rank", run.lora_rank ? count(run.lora_rank) : "none: all weights are trained"],
-    ["Optimizer", run.optimizer_type],
-    ["Owner", run.owner],
-    ["Session", h("a", { href: `#${path`/sessions/${run.session_id}`}` }, run.display_name || shortId(run.session_id))],
-    ["Project", run.project_id],
-    ["Created", when(run.created_at)],
-    ["Last request", when(run.last_request_at)],
-    ["Path", h("code", {}, `tinker://${run.model_id}`)],
-    ...Object.entries(run.user_metadata || {}).map(([name, value]) => [name, value]),
-  ]);
-}
-
-function drawAll(points, source, place, drawn, signal) {
-  const names = new Set(points.flatMap((point) => Object.keys(point.metrics)));
-  const known = [...TITLES.keys()].filter((name) => names.has(name));
-  const others = [...names].filter((name) => !TITLES.has(name)).sort();
-  for (const name of [...known, ...others]) {
-    const mine = points.filter((point) => name in point.metrics);
-    const at = `${source} ${name}`;
-    if (!drawn.has(at)) {
-      const note = source === "client" ? "logged by the client" : name;
-      const made = curve(source === "server" && TITLES.has(name) ? TITLES.get(name) : name, note, signal);
-      drawn.set(at, made);
-      place.append(made.figure);
-    }
-    drawn.get(at).update(mine.map((point) => point.step), mine.map((point) => point.metrics[name]));
-  }
-}
-
-export default {
-  title: "Runs",
-  show: (main, [id], signal) => (id ? showRun(main, id, signal) : showList(main, signal)),
-};
+export default { title: "Runs", show };

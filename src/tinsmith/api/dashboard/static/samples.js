@@ -1,11 +1,12 @@
-// Some recent samples with their prompts, and one of them as the conversation that it belongs to.
+// The pages of recent answers by prompt, and of one sample within its conversation.
 
 import { get, path, poll } from "./api.js";
-import { h, keep, page, section } from "./dom.js";
-import { ago, count, counted, shortId, when } from "./format.js";
+import { button, empty, h, keep, page, section } from "./dom.js";
+import { ago, count, counted, number, shortId, when } from "./format.js";
 import { isNumber } from "./scale.js";
 import { facts, pager, table } from "./table.js";
-import { endedBy, legend, tokens } from "./tokens.js";
+import { colouring, endedBy, signed } from "./tokens.js";
+import { shownAnswer, shownTurns } from "./turns.js";
 
 const LIMIT = 25;
 
@@ -13,61 +14,104 @@ const weightsOf = (row) => row.weights || row.base_model || "-";
 
 const oneLine = (text) => text.replaceAll(/\s+/g, " ").trim();
 
-const COLUMNS = [
-  {
-    label: "Answer",
-    kind: "preview",
-    cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, oneLine(row.answer_begins ?? "") || shortId(row.request_id)),
-  },
-  { label: "End of the prompt", kind: "preview", cell: (row) => oneLine(row.prompt_ends ?? "") || "-" },
-  { label: "Weights", kind: "mono", cell: (row) => h("span", { title: weightsOf(row) }, shortId(weightsOf(row).replace("tinker://", ""))) },
-  { label: "Prompt tokens", number: true, cell: (row) => count(row.prompt_tokens) },
-  { label: "Sampled tokens", number: true, cell: (row) => count(row.sampled_tokens) },
-  { label: "Answers", number: true, cell: (row) => count(row.num_sequences) },
-  { label: "When", number: true, cell: (row) => ago(row.created_at) },
+const SORTS = { newest: "Newest", reward: "Reward", spread: "Spread of rewards", advantage: "Advantage", length: "Length", step: "Step" };
+
+const toned = (value) => (isNumber(value) ? h("span", { class: value > 0 ? "good" : value < 0 ? "bad" : null }, signed(value)) : "-");
+
+const ANSWERS = [
+  { label: "Answer", kind: "preview", cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, oneLine(row.begins ?? "") || shortId(row.request_id)) },
+  { label: "Reward", number: true, cell: (row) => number(row.reward) },
+  { label: "Advantage", number: true, cell: (row) => toned(row.advantage) },
+  { label: "Tokens", number: true, cell: (row) => count(row.tokens) },
+  { label: "Ended by", cell: (row) => row.stop_reason || "-" },
+  { label: "Mean logprob", number: true, cell: (row) => (isNumber(row.logprob) ? row.logprob.toFixed(3) : "-") },
+  { label: "Step", number: true, cell: (row) => (row.run ? h("a", { href: `#${path`/runs/${row.run}`}`, title: row.run }, count(row.step)) : "-") },
 ];
 
+function groupOf(group, index) {
+  const rewards = group.answers.map((row) => row.reward).filter(isNumber);
+  const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
+  const trained = group.answers.some((row) => isNumber(row.advantage));
+  const unused = mean === null ? ["Reward"] : [];
+  if (!trained) unused.push("Advantage", "Step");
+  const facts = [counted(group.answers.length, "answer"), mean === null ? null : `mean reward ${number(mean)}`, counted(group.prompt_tokens, "prompt token"), ago(group.created_at)];
+  return h(
+    "article",
+    { class: "group" },
+    h("p", { class: "prompt", tabindex: "0" }, (group.prompt_ends ?? "").trim() || "(prompt without text)"),
+    h("p", { class: "quiet about" }, facts.filter(Boolean).join(", "), ", ", h("span", { class: "mono", title: weightsOf(group) }, shortId(weightsOf(group).replace("tinker://", "")))),
+    table(`Responses to prompt ${index + 1}`, ANSWERS.filter(({ label }) => !unused.includes(label)), group.answers),
+  );
+}
+
+const FIELDS = {
+  text: ["Text", { type: "search", placeholder: "in the prompt or the answer", maxlength: 200 }],
+  run: ["Run", { type: "search", placeholder: "id", maxlength: 200 }],
+  step: ["Step", { type: "number", min: 0, step: 1 }],
+  least: ["Reward from", { type: "number", step: "any" }],
+  most: ["to", { type: "number", step: "any" }],
+};
+
 async function showList(main, signal) {
-  const asked = { search: "", offset: 0 };
+  const asked = { sort: "newest", order: "desc", offset: 0, ...Object.fromEntries(new URLSearchParams(location.hash.split("?")[1] || "")) };
   const list = h("div");
   const pages = h("div");
-  const about = h("p", { class: "quiet" });
+  const about = h("p", { class: "quiet kept" });
   const draw = keep(list);
   const drawPages = keep(pages);
+  let turn = 0;
   const look = async () => {
-    const found = await get(`/dashboard/samples?${new URLSearchParams({ ...asked, limit: LIMIT })}`, signal);
+    const mine = ++turn;
+    const found = await get(`/dashboard/groups?${new URLSearchParams({ ...asked, limit: LIMIT })}`, signal);
+    if (mine !== turn) return;
     about.textContent = found.kept
-      ? `The server keeps up to ${counted(found.kept, "sample")} for a day, and only some of many at once. Other tenants cannot read them.`
-      : "This server keeps no samples (TINSMITH_KEPT_SAMPLES is 0).";
-    draw([found.samples, Math.floor(Date.now() / 10000)], () => table("Samples", COLUMNS, found.samples, { none: "No sample is kept." }));
-    const move = (offset) => {
-      asked.offset = offset;
-      return look();
-    };
-    drawPages(found.cursor, () => pager(found.cursor, move));
+      ? `Showing a sample of recent requests (up to ${count(found.kept)}, kept 24 hours). Other tenants cannot read them.`
+      : "This server stores no samples (TINSMITH_KEPT_SAMPLES is 0).";
+    const none = Object.keys(FIELDS).some((name) => asked[name]) ? "No stored response matches these filters." : "No samples yet. Recent samples appear here.";
+    draw([found.groups, Math.floor(Date.now() / 10000)], () => (found.groups.length ? found.groups.map(groupOf) : empty(none)));
+    drawPages(found.cursor, () => pager(found.cursor, (offset) => change({ offset })));
+  };
+  const change = (changes) => {
+    Object.assign(asked, changes);
+    for (const name of Object.keys(asked)) if (asked[name] === "") delete asked[name];
+    return look();
   };
   let timer;
-  const search = h("input", {
-    id: "search",
-    type: "search",
-    placeholder: "id, model or checkpoint",
-    maxlength: 200,
-    on: {
-      input: () => {
-        clearTimeout(timer);
-        timer = setTimeout(() => {
-          Object.assign(asked, { search: search.value.trim(), offset: 0 });
-          look();
-        }, 200);
-      },
-    },
+  const field = ([name, [label, attributes]]) => {
+    const id = name === "text" ? "search" : `by-${name}`;
+    const input = h("input", { id, ...attributes, value: asked[name] ?? "" });
+    input.addEventListener("input", () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => change({ [name]: input.value.trim(), offset: 0 }), 250);
+    });
+    return h("div", { class: `field ${name}` }, h("label", { for: id }, label), input);
+  };
+  const sort = h("select", { id: "sort", on: { change: () => change({ sort: sort.value, offset: 0 }) } }, Object.entries(SORTS).map(([name, label]) => h("option", { value: name, selected: name === asked.sort }, label)));
+  const order = button(asked.order === "desc" ? "Highest first" : "Lowest first", () => {
+    const to = asked.order === "desc" ? "asc" : "desc";
+    order.textContent = to === "desc" ? "Highest first" : "Lowest first";
+    return change({ order: to, offset: 0 });
   });
-  page(main, "Samples", h("div", { class: "tools" }, h("label", { for: "search" }, "Search"), search), about, list, pages);
+  const sorting = h("div", { class: "field" }, h("label", { for: "sort" }, "Sort by"), sort);
+  page(main, "Samples", h("div", { class: "filters" }, Object.entries(FIELDS).map(field), sorting, order), about, list, pages);
   await poll(signal, 4, look);
 }
 
-function list(found, logprobs = null) {
-  return found.tokens.map((id, index) => ({ id, text: found.pieces ? found.pieces[index] : `<${id}>`, logprob: logprobs?.[index] ?? null }));
+function list(found) {
+  return found.tokens.map((id, index) => ({
+    id,
+    text: found.pieces ? found.pieces[index] : `<${id}>`,
+    logprob: found.logprobs?.[index] ?? null,
+    trained: found.training_logprobs?.[index] ?? null,
+    advantage: found.advantage ?? null,
+  }));
+}
+
+// Describes an answer's reward and training.
+function known(sequence) {
+  const { reward, advantage, run, step } = sequence;
+  const parts = [isNumber(reward) ? `, reward ${number(reward)}` : "", isNumber(advantage) ? `, advantage ${signed(advantage)}` : ""];
+  return [parts.join(""), run ? [", trained on in ", h("a", { href: `#${path`/runs/${run}`}`, title: run }, `step ${count(step)}`)] : null];
 }
 
 function answers(sample) {
@@ -76,11 +120,11 @@ function answers(sample) {
     const finite = sequence.logprobs.filter(isNumber);
     const mean = finite.length ? finite.reduce((sum, value) => sum + value, 0) / finite.length : null;
     const about = `${counted(sequence.tokens.length, "token")}${endedBy(sequence.stop_reason)}${mean === null ? "" : `, mean logprob ${mean.toFixed(3)}`}`;
-    return h("article", { class: "turn sampled" }, h("h3", {}, name), h("p", { class: "quiet about" }, about), tokens(name.toLowerCase(), list(sequence, sequence.logprobs)));
+    return h("article", { class: "turn sampled" }, h("h3", {}, name), h("p", { class: "quiet about" }, about, known(sequence)), shownAnswer(name.toLowerCase(), list(sequence)));
   });
 }
 
-// How much of a turn's prompt is the turn before it. The token that ended its answer may have been left out.
+// Returns how many tokens of a turn's prompt repeat the previous turn. The answer's end token may be missing.
 function repeated(sample, before) {
   if (!before) return 0;
   const start = before.prompt.tokens.length;
@@ -92,25 +136,28 @@ function repeated(sample, before) {
   return start + Math.max(0, ...same);
 }
 
-// What a turn's prompt adds to the conversation so far.
+// Shows the tokens that a turn's prompt adds to the conversation.
 function asked(sample, before) {
   const known = repeated(sample, before);
   const cut = sample.prompt_cut ? h("p", { class: "quiet" }, `The server did not keep the ${counted(sample.prompt_cut, "token")} before this.`) : null;
   const all = list(sample.prompt);
   const shown = known ? all.slice(known) : all;
-  const name = known ? "What was added" : "Prompt";
-  return h("article", { class: "turn" }, h("h3", {}, name), cut, tokens(name.toLowerCase(), shown));
+  const name = known ? "Added tokens" : "Prompt";
+  const images = (sample.images || []).map((image) => ({ ...image, start: image.start - (all.length - shown.length) }));
+  return h("article", { class: "turn" }, h("h3", {}, name), cut, shownTurns(name.toLowerCase(), shown, images));
 }
 
 const PARAMS = { max_tokens: "Max tokens", seed: "Seed", temperature: "Temperature", top_k: "Top-k", top_p: "Top-p" };
 
-// A top-k below 1 limits nothing.
+// A top-k below 1 has no effect.
 const paramOf = (name, value) => (!isNumber(value) || (name === "top_k" && value < 1) ? null : String(value));
 
 async function showSample(main, id, signal) {
   const last = await get(path`/dashboard/samples/${id}`, signal);
   const before = await Promise.all(last.turns_before.map((one) => get(path`/dashboard/samples/${one}`, signal)));
   const turns = [...before, last];
+  const all = turns.flatMap((turn) => turn.sequences);
+  const kinds = ["probability", all.some((one) => one.training_logprobs) && "gap", all.some((one) => isNumber(one.advantage)) && "advantage"].filter(Boolean);
   page(
     main,
     `Sample ${shortId(id)}`,
@@ -120,7 +167,7 @@ async function showSample(main, id, signal) {
       ["Tokens", `${count(last.prompt_tokens)} prompt, ${count(last.sampled_tokens)} sampled`],
       ...Object.entries(PARAMS).map(([name, label]) => [label, paramOf(name, last.params[name])]),
     ]),
-    legend(),
+    colouring(main, kinds),
     turns.map((turn, index) =>
       section(turns.length > 1 ? `Turn ${index + 1} of ${turns.length}` : "Conversation", asked(turn, turns[index - 1]), answers(turn)),
     ),

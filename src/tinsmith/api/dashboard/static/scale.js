@@ -1,26 +1,26 @@
-// Ranges, ticks and labels of charts, for any numbers at all: equal or nearly equal ones, huge, tiny, negative, missing.
+// Ranges, ticks and labels of charts for any numbers: nearly equal, huge, tiny, negative or missing.
 //
-// Values are divided by a power of ten first (`exponentOf`), so that ranges and ticks are made of numbers near 1: nothing
-// overflows, and no step between two ticks is lost in rounding.
+// Values are first divided by a power of ten (`exponentOf`), so that ranges and ticks are computed near 1 without
+// overflow or loss of precision.
 
-const FLAT = 1e-6; // a smaller difference, relative to the values, is rounding: single precision has seven digits
+const FLAT = 1e-6; // smaller relative differences are rounding errors: single precision has seven digits
 const MOST_EXPONENT = 300;
-const LONG = 1e9; // from here on, and below SHORT, labels have exponents
+const LONG = 1e9; // labels have exponents from here on, and below SHORT
 const SHORT = 1e-4;
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-// The power of ten of the largest value; 0 if there is none.
+// Returns the power of ten of the largest value, or 0 without values.
 export function exponentOf(values) {
   const most = values.filter(isNumber).reduce((found, value) => Math.max(found, Math.abs(value)), 0);
   if (most === 0) return 0;
   return Math.max(-MOST_EXPONENT, Math.min(MOST_EXPONENT, Math.floor(Math.log10(most))));
 }
 
-// Values by the power of ten; what is no number is missing.
+// Divides values by the power of ten; other values than numbers become missing.
 export const scaled = (values, exponent) => values.map((value) => (isNumber(value) ? value / 10 ** exponent : null));
 
-// What an axis of values shows: more than their extent, and zero if they are as good as equal.
+// Returns the range of an axis of values: their extent with a margin, including zero if they are nearly equal.
 export function valueRange(low, high) {
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
   const size = Math.max(Math.abs(low), Math.abs(high));
@@ -30,14 +30,14 @@ export function valueRange(low, high) {
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high <= 0 ? Math.min(0, high + margin) : high + margin];
 }
 
-// What an axis of steps shows: their extent, and a little around a single one.
+// Returns the range of an axis of steps: their extent, with a margin for a single one.
 export function stepRange(low, high) {
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
   const margin = Math.max(0.5, 1e-9 * Math.abs(high));
   return high - low >= margin ? [low, high] : [low - margin, high + margin];
 }
 
-// At most `most` + 1 round numbers from `low` to `high`; whole ones for steps.
+// Returns at most `most` + 1 round numbers from `low` to `high`, integers for steps.
 export function ticksOf(low, high, most, whole = false) {
   const raw = (high - low) / most;
   if (!(raw > 0)) return [];
@@ -49,7 +49,7 @@ export function ticksOf(low, high, most, whole = false) {
   return Array.from({ length: Math.max(0, count) }, (_, index) => (first + index) * step);
 }
 
-// One text for each tick, all with as many digits as tell them apart.
+// Returns the labels of ticks, with the fewest digits that distinguish them.
 export function labelsOf(ticks, exponent = 0) {
   const size = ticks.reduce((found, tick) => Math.max(found, Math.abs(tick)), 0);
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : size;

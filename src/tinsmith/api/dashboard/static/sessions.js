@@ -1,4 +1,4 @@
-// Sessions, and one of them with its runs and its timeline.
+// The page of sessions, and the page of one session with its runs and timeline.
 
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, section, state, tell } from "./dom.js";
@@ -37,7 +37,7 @@ const RUNS = [
 
 async function showList(main, signal) {
   let name = "";
-  let cursors = [null]; // of the pages up to this one
+  let cursors = [null]; // cursors of the pages up to this one
   const list = h("div");
   const pages = h("div");
   const draw = keep(list);
@@ -48,7 +48,7 @@ async function showList(main, signal) {
     const cursor = cursors[cursors.length - 1];
     if (cursor) asked.cursor = cursor;
     const found = await ask("POST", "/sessions/search", asked, signal);
-    const none = name ? "No session's name has all of these words." : "No session yet. A client opens one.";
+    const none = name ? "No session's name matches all of these words." : "No sessions yet. A client opens one.";
     draw(found.sessions, () => table("Sessions", COLUMNS, found.sessions, { none }));
     drawPages([cursors.length, found.next_cursor], () => buttons(found.next_cursor));
   };
@@ -107,7 +107,7 @@ async function showSession(main, id, signal) {
       ]),
     );
     const found = await get(`/dashboard/runs?${new URLSearchParams({ search: id, limit: LIMIT })}`, signal);
-    draw(found.runs, () => table("Runs of this session", RUNS, found.runs, { none: "This session has trained nothing." }));
+    draw(found.runs, () => table("Runs of this session", RUNS, found.runs, { none: "This session has no training runs." }));
   });
 }
 

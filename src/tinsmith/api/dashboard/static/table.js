@@ -3,7 +3,7 @@
 import { button, empty, h } from "./dom.js";
 import { count } from "./format.js";
 
-// A column is {label, cell, number?, sort?}; `sorted` is {by, order, change}, where the server sorts.
+// A column is {label, cell, number?, sort?}. `sorted` is {by, order, change} if the server sorts.
 export function table(caption, columns, rows, { sorted = null, none = "Nothing here yet." } = {}) {
   if (!rows.length) return empty(none);
   return h(
@@ -21,7 +21,7 @@ export function table(caption, columns, rows, { sorted = null, none = "Nothing h
 
 function cell(column, row, index) {
   const inside = column.cell(row);
-  const attributes = { class: column.number ? "number" : column.kind };
+  const attributes = { class: column.number ? "number" : column.kind, "data-label": column.label };
   return index === 0 ? h("th", { scope: "row", ...attributes }, inside) : h("td", attributes, inside);
 }
 
@@ -34,7 +34,7 @@ function head(column, sorted) {
   return h("th", attributes, button(column.label, () => sorted.change(column.sort, order), { class: "sort" }));
 }
 
-// Which rows of how many are shown, and buttons to the pages beside them.
+// Shows the range of rows and buttons for the neighbouring pages.
 export function pager({ offset, limit, total_count: total }, move) {
   const last = Math.min(offset + limit, total);
   return h(

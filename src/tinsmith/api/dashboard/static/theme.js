@@ -1,4 +1,4 @@
-// Light, dark or as the system has it; before the first paint, so that nothing flashes.
+// Sets the theme (light, dark or the system's) before the first paint, which avoids a flash.
 (() => {
   const NAME = "tinsmith.theme";
   const kept = () => {
@@ -19,7 +19,7 @@
         if (theme === "system") localStorage.removeItem(NAME);
         else localStorage.setItem(NAME, theme);
       } catch {
-        // A browser that keeps nothing shows it until the page is loaded again.
+        // Without storage the theme lasts until the page is reloaded.
       }
       apply(theme === "system" ? "" : theme);
       dispatchEvent(new Event("themechange"));

@@ -1,11 +1,24 @@
-// Tokens with what the model thought of each: coloured by probability, read with the arrow keys, or as a table.
+// Tokens with their probabilities: coloured, readable with the arrow keys, or as a table.
 
 import { h, put } from "./dom.js";
 import { counted, percent } from "./format.js";
 import { isNumber } from "./scale.js";
 import { table } from "./table.js";
 
-const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01]; // a token is of the first class whose bound its probability reaches
+const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01]; // a token belongs to the first class whose bound its probability reaches
+
+const GAPS = [-0.5, -0.1, -0.02, 0.02, 0.1, 0.5]; // bounds of the training logprob minus the sampling logprob
+
+// Returns the index of a number among bounds; 0 is below the first.
+const among = (value, bounds) => bounds.filter((bound) => value >= bound).length;
+
+const gapOf = (token) => (isNumber(token.trained) && isNumber(token.logprob) ? token.trained - token.logprob : null);
+
+function classes(token) {
+  const gap = gapOf(token);
+  const advantage = isNumber(token.advantage) ? `a${among(token.advantage, [-1, -0.3, -1e-9, 1e-9, 0.3, 1])}` : "";
+  return ["token", rank(token.logprob), gap === null ? "" : `g${among(gap, GAPS)}`, advantage].filter(Boolean).join(" ");
+}
 
 const rank = (logprob) => {
   if (!isNumber(logprob)) return "p-none";
@@ -15,26 +28,30 @@ const rank = (logprob) => {
 
 const spelled = (text) => (!text ? "(empty)" : text.replaceAll("\n", "\\n").replaceAll("\t", "\\t"));
 
-// Why an answer ended, as the end of a sentence.
+// Returns the reason why an answer ended, as the end of a sentence.
 export const endedBy = (reason) => (reason ? `, ended by ${reason}` : "");
+
+export const signed = (value) => (isNumber(value) ? `${value > 0 ? "+" : ""}${value.toFixed(3)}` : "-");
 
 function inWords(token) {
   const parts = [`"${spelled(token.text)}"`];
   if (isNumber(token.id)) parts.push(`token ${token.id}`);
   if (!isNumber(token.logprob)) parts.push("no logprob");
   else parts.push(`logprob ${token.logprob.toFixed(3)} (${percent(Math.exp(token.logprob))})`);
+  if (gapOf(token) !== null) parts.push(`in training ${token.trained.toFixed(3)} (${signed(gapOf(token))})`);
+  if (isNumber(token.advantage)) parts.push(`advantage ${signed(token.advantage)}`);
   if (token.others?.length) {
     parts.push(`likeliest: ${token.others.map((one) => `"${spelled(one.text)}" ${percent(Math.exp(one.logprob))}`).join(", ")}`);
   }
   return parts.join("  ");
 }
 
-// `tokens` are {text, logprob, id?, others?}; `name` says whose they are.
+// `tokens` are {text, logprob, id?, others?}; `name` describes them.
 export function tokens(name, list) {
   const said = h("p", { class: "said quiet", "aria-live": "polite" }, list.length ? "Point at a token, or use the arrow keys." : "No tokens.");
   let at = -1;
   const spans = list.map((token, index) =>
-    h("span", { class: `token ${rank(token.logprob)}`, title: inWords(token), "data-at": index }, token.text || "\u2205"),
+    h("span", { class: classes(token), title: inWords(token), "data-at": index }, token.text || "\u2205"),
   );
   const choose = (index) => {
     spans[at]?.classList.remove("chosen");
@@ -74,16 +91,38 @@ function asTable(name, list) {
     { label: "Token", kind: "mono", cell: (row) => spelled(row.text) },
     { label: "Logprob", number: true, cell: (row) => (isNumber(row.logprob) ? row.logprob.toFixed(4) : "-") },
     { label: "Probability", number: true, cell: (row) => (isNumber(row.logprob) ? percent(Math.exp(row.logprob)) : "-") },
+    { label: "In training", number: true, cell: (row) => (isNumber(row.trained) ? row.trained.toFixed(4) : "-") },
+    { label: "Difference", number: true, cell: (row) => signed(gapOf(row)) },
     { label: "Likeliest", cell: (row) => (row.others || []).map((one) => `${spelled(one.text)} ${percent(Math.exp(one.logprob))}`).join(", ") || "-" },
   ];
+  const trained = list.some((token) => isNumber(token.trained));
+  const shown = columns.filter(({ label }) => trained || !["In training", "Difference"].includes(label));
   const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${name})`)), numbers);
   details.addEventListener("toggle", () => {
-    if (details.open) put(numbers, table(`Tokens of ${name}`, columns, list.map((token, index) => ({ ...token, index }))));
+    if (details.open) put(numbers, table(`Tokens of ${name}`, shown, list.map((token, index) => ({ ...token, index }))));
   });
   return details;
 }
 
-export function legend() {
-  const names = ["90 % and more", "50 %", "20 %", "5 %", "1 %", "less"];
-  return h("p", { class: "legend" }, h("span", { class: "quiet" }, "Probability: "), names.map((name, index) => h("span", { class: `token p${index}` }, name)));
+const LEGENDS = {
+  probability: ["Probability", "p", ["90 % and more", "50 %", "20 %", "5 %", "1 %", "less"]],
+  gap: ["Training minus sampling logprob", "g", ["below -0.5", "-0.1", "-0.02", "about equal", "0.02", "0.1", "0.5 and more"]],
+  advantage: ["Advantage", "a", ["below -1", "-0.3", "negative", "0", "positive", "0.3", "1 and more"]],
+};
+
+export function legend(kind = "probability") {
+  const [title, letter, names] = LEGENDS[kind];
+  return h("p", { class: "legend" }, h("span", { class: "quiet" }, `${title}: `), names.map((name, index) => h("span", { class: `token ${letter}${index}` }, name)));
+}
+
+// Chooses what the colours of a page's tokens show, among the available numbers.
+export function colouring(place, kinds) {
+  const shown = h("div");
+  const choose = (kind) => {
+    place.dataset.colour = kind;
+    put(shown, legend(kind));
+  };
+  const one = (kind, index) => h("label", { for: `colour-${kind}` }, h("input", { id: `colour-${kind}`, type: "radio", name: "colour", checked: index === 0, on: { change: () => choose(kind) } }), LEGENDS[kind][0]);
+  choose(kinds[0]);
+  return h("div", { class: "colouring" }, kinds.length > 1 ? h("div", { class: "view", role: "radiogroup", "aria-label": "Colours of tokens" }, kinds.map(one)) : null, shown);
 }

@@ -1,4 +1,4 @@
-"""Creates the schema as of the first release."""
+"""Creates the schema of the first release."""
 
 from typing import Any
 
@@ -47,6 +47,8 @@ def upgrade() -> None:
         sa.Column("tokens_in", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("tokens_out", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("max_failed_rows", sa.Float, nullable=False),
+        sa.Column("worker_seconds", sa.Float(), server_default="0", nullable=False),
+        sa.Column("paid_until", sa.JSON(), nullable=True),
         sa.Column("resume_from", sa.BigInteger),
         sa.Column("root_job_id", sa.BigInteger),
         sa.Column("error", sa.Text),
@@ -138,6 +140,7 @@ def upgrade() -> None:
         sa.Column("train_attn", sa.Boolean, nullable=False),
         sa.Column("train_mlp", sa.Boolean, nullable=False),
         sa.Column("train_unembed", sa.Boolean, nullable=False),
+        sa.Column("lora_alpha", sa.Float, nullable=False),
         sa.Column("optimizer_type", sa.String(16), nullable=False),
         sa.Column("public", sa.Boolean, nullable=False),
         sa.Column("user_metadata", sa.JSON),
@@ -178,6 +181,7 @@ def upgrade() -> None:
         sa.Column("lease_expires_at", sa.Float, nullable=False, server_default="0"),
         sa.Column("address", sa.Text),
         sa.Column("suspects", sa.Text),
+        sa.Column("facts", sa.JSON),
         sa.Index("ix_engines_base_model", "base_model"),
     )
     op.create_table(
@@ -243,6 +247,26 @@ def upgrade() -> None:
         sqlite_autoincrement=True,
     )
     op.create_table(
+        "kept_answers",
+        sa.Column("position", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+        sa.Column("tenant_id", sa.String(64), nullable=False),
+        sa.Column("request_id", sa.String(192), nullable=False),
+        sa.Column("number", sa.Integer, nullable=False),
+        sa.Column("digest", sa.String(32), nullable=False),
+        sa.Column("num_tokens", sa.Integer, nullable=False),
+        sa.Column("reward", sa.Float),
+        sa.Column("model_id", sa.String(128)),
+        sa.Column("step", sa.BigInteger),
+        sa.Column("advantage", sa.Float),
+        sa.Column("logprobs", sa.LargeBinary),
+        sa.Column("created_at", sa.Float, nullable=False),
+        sa.Index("ix_kept_answers_created", "created_at"),
+        sa.Index("ix_kept_answers_digest", "tenant_id", "digest"),
+        sa.Index("ix_kept_answers_request", "request_id"),
+        sa.Index("ix_kept_answers_tenant", "tenant_id", "created_at"),
+        sqlite_autoincrement=True,
+    )
+    op.create_table(
         "kept_samples",
         sa.Column("position", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
         sa.Column("request_id", sa.String(192), nullable=False),
@@ -284,6 +308,7 @@ def upgrade() -> None:
         sa.Column("train_attn", sa.Boolean, nullable=False),
         sa.Column("train_mlp", sa.Boolean, nullable=False),
         sa.Column("train_unembed", sa.Boolean, nullable=False),
+        sa.Column("lora_alpha", sa.Float, nullable=False),
         sa.Column("optimizer_type", sa.String(16), nullable=False),
         sa.Column("user_metadata", sa.JSON),
         sa.Column("project_id", sa.String(128)),
@@ -372,10 +397,12 @@ def upgrade() -> None:
         sa.Column("tokens", sa.LargeBinary, nullable=False),
         sa.Column("logprobs", sa.LargeBinary, nullable=False),
         sa.Column("stop_reason", sa.String(16), nullable=False),
+        sa.Column("digest", sa.String(64)),
         sa.Column("reward", sa.Float),
         sa.Column("created_at", sa.Float, nullable=False),
         sa.Index("ix_exchanges_session", "tenant_id", "session", "exchange_id"),
         sa.Index("ix_exchanges_created", "created_at"),
+        sa.Index("ix_exchanges_digest", "tenant_id", "session", "digest"),
     )
     op.create_table(
         "responses",

@@ -1,0 +1,60 @@
+// The page that compares runs: properties that differ, and metrics in shared figures.
+
+import { get, path, poll } from "./api.js";
+import { curves, figuresIn } from "./charts.js";
+import { empty, h, keep, page, put, section } from "./dom.js";
+import { count, when } from "./format.js";
+import { lineOf, metricsOf, viewOf } from "./metrics.js";
+import { nameOf } from "./overview.js";
+import { pointsOf } from "./run.js";
+import { table } from "./table.js";
+
+const factsOf = (run) => ({
+  "Base model": run.base_model,
+  "LoRA rank": run.lora_rank ? count(run.lora_rank) : "all weights",
+  Optimizer: run.optimizer_type,
+  State: run.state,
+  Step: count(run.step),
+  Project: run.project_id || "-",
+  Created: when(run.created_at),
+  "Last learning rate": run.metrics?.learning_rate ?? "-",
+  ...run.user_metadata,
+});
+
+// Returns a row for each property that differs between runs.
+function differences(runs) {
+  const facts = runs.map(factsOf);
+  const names = [...new Set(facts.flatMap(Object.keys))];
+  const rows = names.map((name) => ({ name, values: facts.map((each) => String(each[name] ?? "-")) }));
+  const different = rows.filter(({ values }) => new Set(values).size > 1);
+  const columns = [
+    { label: "Setting", cell: (row) => row.name },
+    ...runs.map((run, index) => ({ label: nameOf(run), cell: (row) => row.values[index] })),
+  ];
+  return table("What differs", columns, different, { none: "These runs have the same settings." });
+}
+
+export async function showComparison(main, ids, signal) {
+  const runs = await Promise.all(ids.map((id) => get(path`/dashboard/runs/${id}`, signal)));
+  const points = ids.map((id) => pointsOf(id, signal));
+  const groups = h("div");
+  const settings = h("div");
+  put(groups, section("Curves", empty("None of these runs has metrics yet.")));
+  const figureOf = figuresIn(groups, (title, note) => curves(title, note, signal, view));
+  const names = runs.map((run, index) => (runs.filter((other) => nameOf(other) === nameOf(run)).length > 1 ? `${nameOf(run)} (${index + 1})` : nameOf(run)));
+  const drawCurves = () => {
+    const each = points.map((one) => one.all());
+    for (const metric of metricsOf(each.flat())) {
+      const lines = each.map((all, index) => lineOf(all, metric, view.time && all.length ? Math.min(...all.map((point) => point.time)) : null, names[index]));
+      figureOf(metric).update(lines);
+    }
+  };
+  const { view, controls } = viewOf(h, drawCurves);
+  const links = h("ul", { class: "chosen" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
+  page(main, `${count(runs.length)} runs side by side`, links, section("What differs", settings), controls, groups);
+  keep(settings)(runs, () => differences(runs));
+  await poll(signal, 3, async () => {
+    const news = await Promise.all(points.map((one) => one.look()));
+    if (news.some(Boolean)) drawCurves();
+  });
+}

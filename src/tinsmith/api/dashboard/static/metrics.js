@@ -1,0 +1,127 @@
+// The metrics of a run: names, groups, order, bands, and files for download.
+
+const TITLES = new Map([
+  ["loss_per_token", "Loss per token"],
+  ["loss_per_datum", "Loss per datum"],
+  ["entropy", "Entropy (estimated)"],
+  ["response_tokens", "Trained tokens per response"],
+  ["advantage", "Advantage"],
+  ["ppo_kl:mean", "KL (sampled minus current logprobs)"],
+  ["ratio:mean", "Importance ratio"],
+  ["pg_clipfrac:mean", "Clipped share"],
+  ["grad_norm", "Gradient norm"],
+  ["learning_rate", "Learning rate"],
+  ["tokens_per_second", "Tokens per second"],
+  ["step_seconds", "Seconds per step"],
+  ["forward/loss_per_token", "Loss per token, forward only"],
+  ["forward/loss_per_datum", "Loss per datum, forward only"],
+  ["loss:sum", "Loss, summed"],
+  ["tokens:sum", "Tokens of the step"],
+]);
+
+// The first figures of a run's page: from each row, the first name that the run has.
+const KEY = [
+  ["reward", "reward/mean", "mean_reward", "env/all/reward/total", "reward/total"],
+  ["entropy", "optim/entropy"],
+  ["ppo_kl:mean", "optim/kl_sample_train_v2", "optim/kl_sample_train_v1"],
+  ["response_tokens", "env/all/ac_tokens_per_turn"],
+  ["pg_clipfrac:mean"],
+  ["grad_norm"],
+  ["loss_per_token", "loss_per_datum", "train_mean_nll"],
+];
+
+export const GROUPS = ["Key metrics", "Reward", "Policy", "Optimizer", "Speed", "Other"];
+const BELONGS = [
+  ["Speed", /second|^time\/|tokens:sum|_s$|\btime\b/],
+  ["Reward", /reward|advantage|correct|accuracy|score|success|format|^env\/|^eval|^test\//],
+  ["Policy", /kl|entropy|clip|ratio|logprob|response|length|turn/],
+  ["Optimizer", /loss|grad|norm|learning_rate|\blr\b|nll|weight|progress/],
+];
+
+const PARTS = /:(min|p10|p50|p90|max)$/;
+
+// A metric's key includes its source, since client and server may use the same name.
+export const keyOf = (source, name) => `${source} ${name}`;
+
+// Returns every metric of the points, {key, source, name, title, group, band}, in display order.
+export function metricsOf(points) {
+  const names = { client: new Set(), server: new Set() };
+  for (const point of points) for (const name of Object.keys(point.metrics)) names[point.source]?.add(name);
+  const found = [];
+  for (const source of ["client", "server"]) {
+    for (const name of names[source]) {
+      const base = name.replace(PARTS, "");
+      if (base !== name && names[source].has(base)) continue;
+      const band = names[source].has(`${name}:p10`) && names[source].has(`${name}:p90`);
+      const title = (source === "server" && TITLES.get(name)) || name;
+      found.push({ key: keyOf(source, name), source, name, title, group: groupOf(name), band });
+    }
+  }
+  for (const choices of KEY) {
+    const shown = choices.map((name) => found.find((metric) => metric.name === name)).find(Boolean);
+    if (shown) shown.group = GROUPS[0];
+  }
+  const order = [...KEY.flat(), ...TITLES.keys()];
+  const place = ({ name }) => (order.includes(name) ? order.indexOf(name) : order.length);
+  return found.sort((a, b) => GROUPS.indexOf(a.group) - GROUPS.indexOf(b.group) || place(a) - place(b) || (a.name < b.name ? -1 : 1));
+}
+
+const groupOf = (name) => (BELONGS.find(([, words]) => words.test(name)) || ["Other"])[0];
+
+// Makes a line of one metric. `start` is the origin of wall-clock positions in seconds; null means steps.
+export function lineOf(points, metric, start = null, name = "") {
+  const mine = points.filter((point) => point.source === metric.source && metric.name in point.metrics);
+  const values = (suffix) => mine.map((point) => point.metrics[metric.name + suffix] ?? null);
+  const line = { name, xs: mine.map((point) => (start === null ? point.step : point.time - start)), values: values("") };
+  return metric.band ? { ...line, low: values(":p10"), high: values(":p90") } : line;
+}
+
+// Whether a run trains on advantages but logs no reward.
+export function rewardless(metrics) {
+  const has = (words) => metrics.some(({ name }) => words.test(name));
+  return has(/^advantage$|^ppo_kl:mean$/) && !has(/reward|score|correct|accuracy/);
+}
+
+// Writes all points as CSV: step, source, time, and a column per name.
+export function csvOf(points) {
+  const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].sort();
+  const quoted = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const lines = points.map((point) => [point.step, point.source, new Date(point.time * 1000).toISOString(), ...names.map((name) => point.metrics[name] ?? "")]);
+  return [["step", "source", "time", ...names.map(quoted)], ...lines].map((line) => line.join(",")).join("\n") + "\n";
+}
+
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  document.body.append(link);
+  link.click();
+  link.remove();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+// The drawing options of a page's curves, stored in the tab. `changed` is called after each change.
+export function viewOf(make, changed) {
+  const NAME = "tinsmith.view";
+  const view = { smooth: 0, log: false, time: false };
+  try {
+    Object.assign(view, JSON.parse(sessionStorage.getItem(NAME) || "{}"));
+  } catch {
+    // The defaults apply.
+  }
+  const set = (changes) => {
+    Object.assign(view, changes);
+    try {
+      sessionStorage.setItem(NAME, JSON.stringify(view));
+    } catch {
+      // Without storage the options stay in memory.
+    }
+    changed();
+  };
+  const box = (id, text, name) =>
+    make("label", { for: id }, make("input", { id, type: "checkbox", checked: view[name], on: { change: (event) => set({ [name]: event.target.checked }) } }), text);
+  const slider = make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: String(view.smooth), on: { input: (event) => set({ smooth: Number(event.target.value) }) } });
+  const controls = make("div", { class: "view", role: "group", "aria-label": "Chart options" }, make("label", { for: "smooth" }, "Smoothing", slider), box("log", "Log scale", "log"), box("time", "Wall-clock time", "time"));
+  return { view, controls };
+}

@@ -1,0 +1,115 @@
+// The page of one run: properties, curves in groups, and checkpoints.
+
+import { ask, get, path, poll } from "./api.js";
+import { curve, figuresIn } from "./charts.js";
+import { listed } from "./checkpoints.js";
+import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
+import { count, shortId, when } from "./format.js";
+import { lineage } from "./lineage.js";
+import { csvOf, download, lineOf, metricsOf, rewardless, viewOf } from "./metrics.js";
+import { nameOf, tagsOf } from "./overview.js";
+import { facts } from "./table.js";
+
+const HINT = `from tinsmith.exchange.metrics import RunMetrics
+run = RunMetrics(training_client.model_id)
+run.log({"reward": rewards}, step)`;
+
+// The points of a run. `look` fetches new ones and returns whether there were any.
+export function pointsOf(id, signal) {
+  const points = new Map();
+  let cursor = 0;
+  return {
+    async look() {
+      const found = await get(`${path`/training_runs/${id}/metrics`}?after=${cursor}`, signal);
+      cursor = found.cursor;
+      for (const point of found.points) points.set(`${point.source} ${point.step}`, point);
+      return found.points.length > 0;
+    },
+    all: () => [...points.values()].sort((a, b) => a.step - b.step),
+  };
+}
+
+export async function showRun(main, id, signal) {
+  const about = h("div");
+  const stored = h("div");
+  const groups = h("div");
+  const drawAbout = keep(about);
+  const drawStored = keep(stored);
+  const related = h("div");
+  const drawLinks = keep(related);
+  const points = pointsOf(id, signal);
+  const nothing = empty("No optimizer step yet. Curves appear after the first.");
+  const hint = h("div");
+  put(groups, section("Curves", nothing));
+
+  const drawCurves = () => {
+    const all = points.all();
+    const metrics = metricsOf(all);
+    if (!metrics.length) return;
+    const start = view.time ? Math.min(...all.map((point) => point.time)) : null;
+    for (const metric of metrics) {
+      const line = lineOf(all, metric, start);
+      figureOf(metric).update(line.xs, line.values, line);
+    }
+    if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
+    else put(hint);
+  };
+  const keepHint = keep(hint);
+  const figureOf = figuresIn(groups, (title, note) => curve(title, note, signal, view));
+  const { view, controls } = viewOf(h, drawCurves);
+  const lookAtCurves = async () => {
+    if (await points.look()) drawCurves();
+  };
+  const lookAtRun = async () => {
+    const run = await get(path`/dashboard/runs/${id}`, signal);
+    drawAbout(run, () => describe(run, () => edit(run, lookAtRun)));
+    heading.textContent = run.user_metadata?.name ? `Run ${run.user_metadata.name}` : `Run ${shortId(id)}`;
+  };
+  const lookAtLinks = async () => {
+    const { links } = await get(path`/dashboard/runs/${id}/lineage`, signal);
+    drawLinks(links, () => lineage(id, links));
+  };
+  const lookAtCheckpoints = async () => {
+    const found = await get(path`/training_runs/${id}/checkpoints`, signal);
+    drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
+  };
+  const name = `run-${shortId(id).replaceAll(":", "-")}`;
+  const files = [
+    button("CSV", () => download(`${name}.csv`, "text/csv", csvOf(points.all())), { class: "plain", "aria-label": "Download all metrics as CSV" }),
+    button("JSON", () => download(`${name}.json`, "application/json", JSON.stringify(points.all(), null, 1)), { class: "plain", "aria-label": "Download all metrics as JSON" }),
+  ];
+  controls.append(h("span", {}, "Download", files), h("a", { href: `#/samples?${new URLSearchParams({ run: id })}` }, "Samples of this run"));
+  const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Where it comes from", related));
+  await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints), poll(signal, 30, lookAtLinks)]);
+}
+
+async function edit(run, again) {
+  const name = h("input", { id: "name", maxlength: 128, value: run.user_metadata?.name || "" });
+  const tags = h("input", { id: "tags", maxlength: 300, value: tagsOf(run).join(", "), placeholder: "separated by commas" });
+  const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags];
+  const read = () => ({ name: name.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
+  const asked = await question("Name and tags", body, "Save", { read });
+  if (!asked) return;
+  await ask("PUT", path`/dashboard/runs/${run.model_id}`, asked);
+  tell("Saved.");
+  await again();
+}
+
+function describe(run, change) {
+  const { name, tags, ...metadata } = run.user_metadata || {};
+  return facts([
+    ["Name", h("span", {}, name || nameOf(run), " ", tagsOf(run).map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name and the tags" }))],
+    ["State", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
+    ["Step", count(run.step)],
+    ["Base model", run.base_model],
+    ["LoRA rank", run.lora_rank ? count(run.lora_rank) : "none (all weights are trained)"],
+    ["Optimizer", run.optimizer_type],
+    ["Owner", run.owner],
+    ["Session", h("a", { href: `#${path`/sessions/${run.session_id}`}` }, run.display_name || shortId(run.session_id))],
+    ["Project", run.project_id],
+    ["Created", when(run.created_at)],
+    ["Last request", when(run.last_request_at)],
+    ["Path", h("code", {}, `tinker://${run.model_id}`)],
+    ...Object.entries(metadata).map(([name, value]) => [name, value]),
+  ]);
+}

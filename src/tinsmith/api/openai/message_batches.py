@@ -1,0 +1,247 @@
+"""Anthropic's message batches: create, get, list, results, cancel and delete.
+
+A message batch is a batch of `batch.openai` whose endpoint is `/v1/messages`. Its requests are stored as an input file
+of the tenant, and its results are read from the two files that the reconciler writes. Its requests may name different
+models. OpenAI's routes do not list message batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tinsmith.api.errors import anthropic_error
+from tinsmith.api.openai.files import KEPT_S, page_limit
+from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, integer, one_of
+from tinsmith.api.operation import ANTHROPIC, Access, Call, JsonObject, Services, authenticate, call_of, operation, run
+from tinsmith.api.routes.links import base_url
+from tinsmith.batch.openai import MAX_REQUESTS, MESSAGES, WINDOW
+from tinsmith.batch.openai.rows import Batch, NewBatch
+from tinsmith.errors import NotFoundError, RequestError, UserError
+from tinsmith.store.files import BATCH, new_id
+from tinsmith.wire.fields import ClosedBody, iso, wrong
+
+MAX_LISTED, LISTED = 1000, 20
+JSONL_TYPE = "application/x-jsonl"
+RESULTS = "/v1/messages/batches/{}/results"
+ENDED = "ended"
+STATUSES = {"cancelling": "canceling", "completed": ENDED, "failed": ENDED, "cancelled": ENDED, "expired": ENDED}
+NOT_DONE = {"batch_cancelled": "canceled", "batch_expired": "expired"}
+"""The result type of a request that never ran, by the code of its line in the error file."""
+
+MESSAGE_BATCH = fields(
+    {
+        "id": TEXT,
+        "type": one_of("message_batch"),
+        "processing_status": one_of("in_progress", "canceling", ENDED),
+        "request_counts": ANYTHING,
+        "created_at": TEXT,
+        "expires_at": TEXT,
+    },
+    {"ended_at": TEXT, "cancel_initiated_at": TEXT, "archived_at": TEXT, "results_url": TEXT},
+)
+
+
+class BatchedRequest(ClosedBody):
+    custom_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    params: dict[str, Any]
+
+
+class CreateMessageBatchRequest(ClosedBody):
+    """A request's `params` are validated when it runs; an invalid one has an errored result."""
+
+    requests: Annotated[list[BatchedRequest], Field(min_length=1, max_length=MAX_REQUESTS)]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> CreateMessageBatchRequest:
+        seen: set[str] = set()
+        for index, each in enumerate(self.requests):
+            if each.custom_id in seen:
+                raise wrong(f"repeats the custom_id {each.custom_id!r} in requests[{index}]; use each one once")
+            seen.add(each.custom_id)
+        return self
+
+    def lines(self) -> Iterator[bytes]:
+        for each in self.requests:
+            request = {"custom_id": each.custom_id, "method": "POST", "url": MESSAGES, "body": each.params}
+            yield orjson.dumps(request) + b"\n"
+
+
+@operation(
+    "POST",
+    "/messages/batches",
+    "Create a batch of messages",
+    body=CreateMessageBatchRequest,
+    answer=MESSAGE_BATCH,
+    errors=(429,),
+    access=Access.NOTHING,
+    prefixes=ANTHROPIC,
+)
+def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
+    services = call.services
+    stored = services.files.store(new_id(), request.lines())
+    try:
+        services.quotas.admit_file(call.tenant_id, stored.size_bytes)
+    except UserError:
+        services.files.discard(stored.file_id)
+        raise
+    file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, KEPT_S)
+    new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))
+    made = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
+    services.batch_reconciler.wake()
+    return _shown(call, made)
+
+
+@operation("GET", "/messages/batches/{message_batch_id}", "Get a batch", answer=MESSAGE_BATCH, prefixes=ANTHROPIC)
+def retrieve(call: Call) -> JsonObject:
+    return _shown(call, _found(call))
+
+
+@operation(
+    "GET",
+    "/messages/batches",
+    "List batches, newest first",
+    answer=fields({"data": {"type": "array", "items": MESSAGE_BATCH}, "has_more": FLAG}),
+    errors=(404,),
+    access=Access.LISTING,
+    query={"limit": integer(1, MAX_LISTED), "after_id": TEXT, "before_id": TEXT},
+    filters=("?after_id={message_batch_id}", "?before_id={message_batch_id}"),
+    prefixes=ANTHROPIC,
+)
+def listing(call: Call) -> JsonObject:
+    limit = page_limit(call, 1, MAX_LISTED, LISTED)
+    after, before = call.query.get("after_id"), call.query.get("before_id")
+    if after is not None and before is not None:
+        raise RequestError("after_id", "after_id and before_id are both given; send one of them")
+    found, more = call.services.openai_batches.listing(call.tenant_id, limit, after, before, messages=True)
+    ends = (found[0].batch_id, found[-1].batch_id) if found else (None, None)
+    data = [_shown(call, each) for each in found]
+    return {"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]}
+
+
+@operation(
+    "POST", "/messages/batches/{message_batch_id}/cancel", "Cancel a batch", answer=MESSAGE_BATCH, prefixes=ANTHROPIC
+)
+def cancel(call: Call) -> JsonObject:
+    cancelled = call.services.openai_batches.cancel(call.tenant_id, call.path["message_batch_id"], messages=True)
+    call.services.batch_reconciler.wake()
+    return _shown(call, cancelled)
+
+
+@operation(
+    "DELETE",
+    "/messages/batches/{message_batch_id}",
+    "Delete a batch and its files",
+    answer=fields({"id": TEXT, "type": one_of("message_batch_deleted")}),
+    prefixes=ANTHROPIC,
+)
+def delete(call: Call) -> JsonObject:
+    batch = _ended(_found(call), "deleted")
+    call.services.openai_batches.delete(batch)
+    for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+        if file_id is not None:
+            with contextlib.suppress(NotFoundError):
+                call.services.files.delete(call.tenant_id, file_id)
+    return {"id": batch.batch_id, "type": "message_batch_deleted"}
+
+
+@operation(
+    "GET",
+    "/messages/batches/{message_batch_id}/results",
+    "Read the results, one line per request",
+    answer=JSONL_TYPE,
+    prefixes=ANTHROPIC,
+)
+async def results(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    call = call_of(request, services, tenant_id, b"")
+
+    def work() -> Response:
+        batch = _ended(_found(call), "read")
+        files = [each for each in (batch.output_file_id, batch.error_file_id) if each is not None]
+        if not files:
+            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {_why(batch)}")
+        for file_id in files:
+            services.files.find(tenant_id, file_id)
+        return StreamingResponse(_results(services, files), media_type=JSONL_TYPE)
+
+    return await run(work, on=services.threads.transfers)
+
+
+def _found(call: Call) -> Batch:
+    return call.services.openai_batches.find(call.tenant_id, call.path["message_batch_id"], messages=True)
+
+
+def _ended(batch: Batch, done: str) -> Batch:
+    if batch.ended_at is None:
+        raise UserError(f"batch {batch.batch_id!a} is {_status(batch)}; it can be {done} when it has ended")
+    return batch
+
+
+def _why(batch: Batch) -> str:
+    return "; ".join(str(each["message"]) for each in batch.errors or ()) or f"it is {batch.status}"
+
+
+def _results(services: Services, file_ids: list[str]) -> Iterator[bytes]:
+    for file_id in file_ids:
+        with services.files.open(file_id) as file:
+            for line in file:
+                yield orjson.dumps(_result(orjson.loads(line))) + b"\n"
+
+
+def _result(line: dict[str, Any]) -> JsonObject:
+    """Convert a line of the output or error file to Anthropic's result."""
+    response, error = line["response"], line["error"]
+    if response is not None and response["status_code"] == 200:
+        result: JsonObject = {"type": "succeeded", "message": response["body"]}
+    elif response is not None:
+        result = {"type": "errored", "error": response["body"]}
+    elif error["code"] in NOT_DONE:
+        result = {"type": NOT_DONE[error["code"]]}
+    else:
+        result = {"type": "errored", "error": anthropic_error(error["message"], 500)}
+    return {"custom_id": line["custom_id"], "result": result}
+
+
+def _status(batch: Batch) -> str:
+    return STATUSES.get(batch.status, "in_progress")
+
+
+def _shown(call: Call, batch: Batch) -> JsonObject:
+    ended = batch.ended_at is not None
+    base = base_url(call.services.settings, call.scheme, call.headers)
+    return {
+        "id": batch.batch_id,
+        "type": "message_batch",
+        "processing_status": _status(batch),
+        "request_counts": _counts(call.services, batch),
+        "created_at": iso(batch.created_at),
+        "expires_at": iso(batch.expires_at),
+        "ended_at": _moment(batch.ended_at),
+        "cancel_initiated_at": _moment(batch.cancelling_at),
+        "archived_at": None,
+        "results_url": base + RESULTS.format(batch.batch_id) if ended else None,
+    }
+
+
+def _moment(time_s: float | None) -> str | None:
+    return None if time_s is None else iso(time_s)
+
+
+def _counts(services: Services, batch: Batch) -> dict[str, int]:
+    """Count requests by result. Until the batch has ended, every request counts as processing."""
+    counts: dict[str, int] = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+    if batch.ended_at is None:
+        return counts | {"processing": batch.total}
+    not_done = {"cancelled": "canceled", "expired": "expired"}.get(batch.status)
+    if not_done is not None and batch.error_file_id is not None:
+        with contextlib.suppress(FileNotFoundError), services.files.open(batch.error_file_id) as file:
+            counts[not_done] = sum(orjson.loads(line)["response"] is None for line in file)
+    errored = batch.total - batch.completed - sum(counts.values())
+    return counts | {"succeeded": batch.completed, "errored": errored}

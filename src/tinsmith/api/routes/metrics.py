@@ -1,0 +1,132 @@
+"""Metrics of training runs by step: clients log them, and read them back together with the server's own metrics.
+
+A request has one point or a list of points. A value replaces the earlier value of the same run, step and name, so that
+a repeated request changes nothing. A list of numbers is stored as its mean under its own name, and as quantiles under
+the name with the suffixes of `QUANTILES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import AfterValidator, Field, model_validator
+
+from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
+from tinsmith.api.operation import Call, JsonObject, operation
+from tinsmith.errors import RequestError, UserError
+from tinsmith.wire.fields import ClosedBody, Number, OrList, Text, show, wrong
+
+MOST_NAME_LETTERS = 64
+MOST_AT_A_TIME = 64
+"""Most names of one point."""
+MOST_BATCHED = 256
+"""Most points of one request."""
+MOST_NUMBERS = 16_384
+"""Most numbers of one list."""
+MAX_STEP = 2**53 - 1
+"""The largest integer that JavaScript represents exactly."""
+QUANTILES = {":min": 0.0, ":p10": 0.1, ":p50": 0.5, ":p90": 0.9, ":max": 1.0}
+
+Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MOST_NUMBERS)], OrList()]
+
+
+def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | list[float]]:
+    if not 0 < len(metrics) <= MOST_AT_A_TIME:
+        raise wrong(f"has {len(metrics)} names; log 1 to {MOST_AT_A_TIME} at a time")
+    for name, value in metrics.items():
+        longest = MOST_NAME_LETTERS - (4 if isinstance(value, list) else 0)
+        if not 0 < len(name) <= longest or not name.isprintable():
+            raise wrong(f"has the name {show(name)}; a name has 1 to {longest} printable characters")
+    return metrics
+
+
+Metrics = Annotated[
+    dict[str, Values],
+    AfterValidator(_check_names),
+    Field(description=f"1 to {MOST_AT_A_TIME} finite numbers, or lists of them, by name"),
+]
+Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+
+
+class PointBody(ClosedBody):
+    step: Step | None = None
+    metrics: Metrics
+
+
+class LogMetricsRequest(ClosedBody):
+    """Either `metrics`, with or without a step, or `points`."""
+
+    model_id: Text
+    metrics: Metrics | None = None
+    step: Step | None = None
+    points: Annotated[list[PointBody], Field(min_length=1, max_length=MOST_BATCHED)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> LogMetricsRequest:
+        if self.metrics is None and self.points is None:
+            raise RequestError("metrics", "metrics is missing: numbers by name; or send points")
+        if self.points is not None and (self.metrics is not None or self.step is not None):
+            raise RequestError("points", "points cannot be combined with metrics or step; put these into a point")
+        return self
+
+
+@operation(
+    "POST",
+    "/log_metrics",
+    "Log a run's metrics",
+    body=LogMetricsRequest,
+    answer=fields({"model_id": TEXT, "step": COUNT}),
+    example={"model_id": "{model_id}", "metrics": {"reward": 1.0}},
+)
+def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, request.model_id)
+    given = [(one.step, one.metrics) for one in request.points or ()] or [(request.step, request.metrics or {})]
+    points = [(step, summarize(metrics)) for step, metrics in given]
+    step = call.services.curves.log_points(model.model_id, points)
+    return {"model_id": model.model_id, "step": step}
+
+
+def summarize(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+    """Replace each list by its mean and its quantiles (linear interpolation)."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(value, Sequence):
+            found[name] = value
+            continue
+        found[name] = math.fsum(value) / len(value)
+        levels = np.quantile(np.array(value, np.float64), list(QUANTILES.values()))
+        found |= {name + suffix: float(level) for suffix, level in zip(QUANTILES, levels, strict=True)}
+    return found
+
+
+@operation(
+    "GET",
+    "/training_runs/{run_id}/metrics",
+    "Read a run's metrics by step",
+    answer=fields({"points": LIST, "cursor": NUMBER}),
+    query={"after": {"type": "number", "minimum": 0}},
+)
+def metrics(call: Call) -> JsonObject:
+    """Return all points, or those since a cursor. Points near the cursor may be repeated."""
+    model = call.services.models.get(call.tenant_id, call.path["run_id"])
+    after = _cursor(call.query.get("after", "0"))
+    found = call.services.curves.points(model.model_id, after)
+    return {
+        "points": [
+            {"source": one.source, "step": one.step, "time": one.recorded_at, "metrics": one.metrics} for one in found
+        ],
+        "cursor": max([after, *(one.recorded_at for one in found)]),
+    }
+
+
+def _cursor(text: str) -> float:
+    try:
+        moment = float(text)
+    except ValueError:
+        moment = math.nan
+    if not 0 <= moment < 1e12:
+        raise UserError(f"the query's after is {show(text)}; it must be the cursor of an earlier answer, or left out")
+    return moment

@@ -1,0 +1,74 @@
+"""Copies between the host and the device: the only ones of a training or decode step.
+
+`upload` copies an array to the device. On CUDA it goes through pinned memory without blocking the host. `Readback`
+copies results to the host and waits for the device once for any number of tensors; `read` does so at once. A step
+uploads what it needs and reads once, at its end or later. On a CPU both are views where possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+def upload(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The array on the device, in `dtype` if given. The array must not change before the step ends."""
+    # Converted on the host: a copy that also converts would block.
+    staged = torch.from_numpy(array).to(dtype=dtype)
+    return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged.to(device)
+
+
+def upload_all(arrays: Sequence[npt.NDArray[Number]], device: torch.device) -> list[Tensor]:
+    """Upload one-dimensional arrays of one dtype in one copy."""
+    return list(upload(np.concatenate(arrays), device).split([len(array) for array in arrays]))
+
+
+class Readback:
+    """The values of tensors on one device, on their way to the host in one copy. bfloat16 is not supported."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+        if len(tensors) == 1:
+            self._joined = tensors[0]
+        else:  # as bytes, so that values are not converted
+            self._joined = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        self._copied: torch.cuda.Event | None = None
+        if self._joined.device.type == "cuda":
+            self._joined = self._joined.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def values(self) -> list[npt.NDArray[Any]]:
+        """With the tensors' shapes and dtypes. Waits for the copy, not for work that was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        joined = self._joined.cpu().numpy()
+        if len(self._tensors) == 1:
+            return [joined]
+        bounds = pairwise(accumulate((tensor.nbytes for tensor in self._tensors), initial=0))
+        return [
+            joined[start:stop].view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+            for (start, stop), tensor in zip(bounds, self._tensors, strict=True)
+        ]
+
+
+def read(*tensors: Tensor) -> list[npt.NDArray[Any]]:
+    """The values of tensors, after waiting for all work that leads to them."""
+    return Readback(*tensors).values()
+
+
+_NUMPY = {
+    torch.bool: np.bool_,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}

@@ -1,0 +1,334 @@
+"""Turns the steps of a job into one loop over `load()`, so that a batch goes through all of them in one pass.
+
+A function of rows is called with one row (kinds `row`, `filter`, `flat`), a function of batches (`batch`) with all that
+are left, in its `batch_format`; a class is made once and then called in the same way. An exception of a function of
+rows fails that row alone; one of a function of batches fails the batch. What becomes of the columns is decided by the
+method that the user called: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are,
+and `flat_map` and `map_batches` give the new rows whole.
+
+Each row made knows the input row that it comes from, so that a later failure is that row's, until a function of batches
+changes the number of rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tinsmith.batch import operations
+from tinsmith.batch.client.functions import Mapper, mapper_of
+from tinsmith.batch.operations import runtime as operations_runtime
+from tinsmith.batch.operations.base import RowOperation
+from tinsmith.batch.operations.runtime import Channel
+from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
+from tinsmith.batch.worker.children import NO_ROW
+from tinsmith.batch.worker.feed import Feed, rows_in, wrong_number
+
+UNKNOWN = -1
+"""In place of the input row of rows whose number a function of batches changed."""
+
+T = TypeVar("T")
+
+
+class Work:
+    """A batch between two steps: the results of the last one, and of each the place of its input row in the batch."""
+
+    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
+        self.errors: dict[int, Exception] = {}
+        self.tokens: tuple[int, int] = (0, 0)
+        self.places: Sequence[int] = range(len(rows))
+        self._indices = indices
+        self._results: Sequence[object] = rows
+        self._many = False
+
+    @property
+    def indices(self) -> list[int]:
+        """The input row of each row."""
+        return [NO_ROW if place == UNKNOWN else self._indices[place] for place in self.places]
+
+    def give(self, results: Sequence[object], many: bool) -> None:
+        """The results of a step. `many`: a result may be several rows or none."""
+        self._results, self._many = results, many
+        if len(results) != len(self.places):
+            self.places = [UNKNOWN] * len(results)
+
+    def rows(self) -> list[Row]:
+        """The results as rows for the next step, which notes the errors among them."""
+        if all(type(result) is dict for result in self._results):
+            return list(self._results)  # type: ignore[arg-type]
+        rows: list[Row] = []
+        places: list[int] = []
+        for place, result in zip(self.places, self._results, strict=True):
+            try:
+                found = rows_in(result, self._many)
+            except Exception as error:  # noqa: BLE001  fails the row
+                self.errors.setdefault(place, error)
+            else:
+                rows += found
+                places += [place] * len(found)
+        kept = [number for number, place in enumerate(places) if place not in self.errors]
+        self._results, self.places = [rows[number] for number in kept], [places[number] for number in kept]
+        return list(self._results)  # type: ignore[arg-type]
+
+    def results(self, many: bool) -> Sequence[object]:
+        """One result for each input row; where these are not known any more, the rows. With several rows in the batch,
+        an error of an unknown one is raised, so that the batch fails and is halved."""
+        if isinstance(self.places, range):
+            return self._results
+        rows = self.rows()
+        if UNKNOWN in self.places or UNKNOWN in self.errors:
+            if self.errors and len(self._indices) > 1:
+                raise next(iter(self.errors.values()))
+            return list(self.errors.values()) or rows
+        grouped: list[Any] = [[] for _ in self._indices]
+        for place, row in zip(self.places, rows, strict=True):
+            grouped[place].append(row)
+        for place, error in self.errors.items():
+            grouped[place] = error
+        return grouped if many else [each[0] if isinstance(each, list) and each else each for each in grouped]
+
+
+def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
+    """The functions and operations of a payload. Runs its source, so only in workers. Raises ValueError, UserError."""
+    data = unpacked(payload)
+    steps = data["steps"] if data.get("type") == CHAIN else [data]
+    return [
+        operations.operations_of(each) if each.get("type") == operations.TYPE else mapper_of(each) for each in steps
+    ]
+
+
+def loop_of(
+    steps: Sequence[Mapper | list[RowOperation]], spec: JobSpec, feed: Feed, channel: Channel | None
+) -> Callable[[], object]:
+    """A function without arguments that maps all batches of a feed; it may return a coroutine."""
+    first = steps[0]
+    if isinstance(first, Mapper) and first.kind == "loop":
+        return lambda: first.call(**first.kwargs)
+    if isinstance(first, list) and len(steps) == 1:
+        return lambda: operations_runtime.run(first, feed, _open(channel))
+
+    def loop() -> None:
+        made = [_step(steps, number, spec, feed, channel) for number in range(len(steps))]
+        while (rows := feed.next_rows()) is not None:
+            work = Work(rows, feed.indices)
+            try:
+                for step in made:
+                    step(work)
+                results = work.results(many=spec.rows == "any")
+            except Exception as error:  # noqa: BLE001  a user's function raises what it likes
+                feed.fail_current(error)
+            else:
+                feed.save(results, *work.tokens)
+
+    return loop
+
+
+def _open(channel: Channel | None) -> Channel:
+    assert channel is not None, "a worker gives operations a channel"
+    return channel
+
+
+def _step(
+    steps: Sequence[Mapper | list[RowOperation]], number: int, spec: JobSpec, feed: Feed, channel: Channel | None
+) -> Callable[[Work], None]:
+    step = steps[number]
+    if isinstance(step, Mapper):
+        return (_OfBatches if step.kind == "batch" else _OfRows)(step, spec, feed)
+    operations_before = sum(len(each) for each in steps[:number] if isinstance(each, list))
+
+    def operate(work: Work) -> None:
+        assignment = feed.at_work
+        assert assignment is not None
+        rows = work.rows()
+        answers = operations_runtime.answers(step, rows, work.indices, assignment, _open(channel), operations_before)
+        results, tokens = asyncio.run(answers)
+        work.tokens = (work.tokens[0] + tokens[0], work.tokens[1] + tokens[1])
+        work.give(results, many=False)
+
+    return operate
+
+
+class _Function:
+    """A step with a function, whatever it is called with."""
+
+    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed) -> None:
+        options = mapper.options
+        self._kind = mapper.kind
+        self._call = mapper.made()
+        self._is_async = mapper.is_async
+        self._spec = spec
+        self._feed = feed
+        self._many = mapper.kind in ("filter", "flat") or options.get("rows", spec.rows) == "any"
+        self._with_indices = bool(options.get("with_indices"))
+        self._removed = frozenset(options.get("remove_columns") or ())
+        self._merge = bool(options.get("merge"))
+        self._shape = str(options.get("batch_format", "rows"))
+
+    def _over(self, row: Row, result: object) -> object:
+        """The row with its result over it, without the removed columns; each of a list of results; errors unchanged."""
+        if isinstance(result, list):
+            return [self._over(row, each) for each in result]
+        if not isinstance(result, dict):
+            return result
+        kept = {name: value for name, value in row.items() if name not in self._removed} if self._removed else row
+        return {**kept, **result}
+
+
+class _OfRows(_Function):
+    """A function that is called with each row. Errors of the classes in `retry_on` are tried again here, since they do
+    not concern the other rows of the batch."""
+
+    def __call__(self, work: Work) -> None:
+        rows, indices = work.rows(), work.indices
+        calls = [
+            (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
+        ]
+        if self._is_async:
+            results = asyncio.run(_all([self._tried_async(each) for each in calls]))
+        else:
+            results = []
+            for index, each in zip(indices, calls, strict=True):
+                self._feed.at_row(index)
+                results.append(self._tried(each))
+            self._feed.at_row(NO_ROW)
+        work.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
+
+    def _tried(self, arguments: tuple[Any, ...]) -> object:
+        tries = 0
+        while True:
+            try:
+                return _collected(self._call(*arguments))
+            except Exception as error:  # noqa: BLE001  a user's function raises what it likes
+                tries += 1
+                if (pause_s := self._pause_s(tries, error)) is None:
+                    return error
+            time.sleep(pause_s)
+
+    async def _tried_async(self, arguments: tuple[Any, ...]) -> object:
+        tries = 0
+        while True:
+            try:
+                made = self._call(*arguments)
+                return [each async for each in made] if inspect.isasyncgen(made) else await made
+            except Exception as error:  # noqa: BLE001  a user's function raises what it likes
+                tries += 1
+                if (pause_s := self._pause_s(tries, error)) is None:
+                    return error
+            await asyncio.sleep(pause_s)
+
+    def _pause_s(self, tries: int, error: Exception) -> float | None:
+        """How long to wait before the row is tried again; None if it is not."""
+        limits = self._spec.limits
+        if not self._spec.retry_on or tries > limits.max_retries or not is_retried(error, self._spec.retry_on):
+            return None
+        return limits.backoff_s * 2**tries
+
+    def _result(self, row: Row, result: object) -> object:
+        if isinstance(result, BaseException):
+            return result
+        if self._kind == "filter":
+            return row if result else None
+        if self._kind == "row":
+            return self._over(row, result)
+        if isinstance(result, Iterable) and not isinstance(result, Mapping | str | bytes):
+            return list(result)
+        return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must give a list of rows")
+
+
+class _OfBatches(_Function):
+    def __call__(self, work: Work) -> None:
+        rows = work.rows()
+        if not rows:
+            work.give([], self._many)
+            return
+        arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
+        if self._with_indices:
+            arguments.append(work.indices)
+        made = _collected(self._call(*arguments))
+        results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
+        if len(results) != len(rows):
+            if self._merge:
+                raise ProgramError(
+                    f"the function gave {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
+                    f"{len(rows)}; map(batched=True) puts each result over the columns of its row, so there must be "
+                    'one for each. map_batches with rows="any" takes any number of rows'
+                )
+            if not self._many:
+                raise wrong_number(len(results), len(rows))
+        if self._merge:
+            results = [self._over(row, result) for row, result in zip(rows, results, strict=True)]
+        work.give(results, self._many)
+
+
+class _Yielded(list[Any]):
+    """The values that a generator yielded."""
+
+
+def _collected(made: object) -> object:
+    """The result of a function, awaited if need be; for a generator, all values that it yields."""
+    if inspect.isgenerator(made):
+        return _Yielded(made)
+    if inspect.isasyncgen(made):
+        return asyncio.run(_all_of(made))
+    return asyncio.run(_awaited(made)) if inspect.iscoroutine(made) else made
+
+
+async def _all_of(made: AsyncIterable[object]) -> _Yielded:
+    return _Yielded([each async for each in made])
+
+
+async def _awaited(made: Coroutine[Any, Any, T]) -> T:
+    return await made
+
+
+async def _all(attempts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return list(await asyncio.gather(*attempts))
+
+
+def shaped(rows: list[Row], shape: str) -> object:
+    if shape == "rows":
+        return rows
+    if shape == "pandas":
+        import pandas
+
+        return pandas.DataFrame(rows)
+    if shape == "pyarrow":
+        import pyarrow
+
+        return pyarrow.Table.from_pylist(rows)
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    return {name: _array(values) for name, values in columns.items()} if shape == "numpy" else columns
+
+
+def _array(values: list[Any]) -> Any:  # noqa: ANN401
+    """An array of the values; of objects, if they have no common shape."""
+    import numpy as np
+
+    try:
+        return np.asarray(values)
+    except ValueError:
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array
+
+
+def rows_of(made: object) -> list[Any]:
+    """The rows that a function of a batch returned. Raises ProgramError for another type."""
+    if isinstance(made, Mapping):
+        columns = {name: list(values) for name, values in made.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            lengths = {name: len(values) for name, values in columns.items()}
+            raise ProgramError(f"the function returned columns of unequal length: {lengths}")
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if (to_pylist := getattr(made, "to_pylist", None)) is not None:
+        return to_pylist()
+    if hasattr(made, "columns") and (to_dict := getattr(made, "to_dict", None)) is not None:
+        return to_dict("records")
+    if isinstance(made, Sequence) and not isinstance(made, str | bytes):
+        return list(made)
+    raise ProgramError(
+        f"the function returned a {type(made).__name__}; it must return a list of dicts, a dict of columns or a table"
+    )

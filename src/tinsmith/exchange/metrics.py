@@ -1,0 +1,164 @@
+"""Client of a run's metrics: numbers by step, and rewards of single answers, for the dashboard.
+
+Points are sent when one is logged and a second has passed since the last request, at `flush` and `close`, and at
+process exit. A training loop does not fail because its metrics cannot be sent: up to `MAX_WAITING` unsent points are
+kept and sent with the next ones. Points that the server refuses raise an error.
+
+`RunMetrics` implements tinker_cookbook's logger (`tinker_cookbook.utils.ml_log.Logger`), so it can be added to the
+`loggers` of a recipe's logger. Knows HTTP, and neither the SDK nor the cookbook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias
+
+import httpx
+import numpy as np
+
+from tinsmith.errors import refusal
+from tinsmith.settings import client_address
+from tinsmith.types import tokens_digest
+
+Value: TypeAlias = "float | Sequence[float]"
+"""A list is shown as its mean within its 10th and 90th percentiles."""
+
+TIMEOUT_S = 30.0
+EVERY_S = 1.0
+BATCH = 256
+"""Points of one request."""
+MAX_WAITING = 4096
+MAX_NAMES = 64
+MAX_NAME_CHARS = 60
+"""Longest name of a metric from another logger; longer ones are dropped."""
+TIMINGS = "time/"
+"""Prefix of the cookbook's metrics that are dropped first if there are too many."""
+
+log = logging.getLogger("tinsmith.metrics")
+
+
+class RunMetrics:
+    """Metrics of one run. The server and the key default to TINKER_BASE_URL and TINKER_API_KEY."""
+
+    def __init__(self, model_id: str, base_url: str = "", api_key: str = "") -> None:
+        url, key = client_address()
+        self.model_id = model_id
+        self._url = f"{(base_url or url).rstrip('/')}"
+        self._http = httpx.Client(base_url=f"{self._url}/api/v1/", headers={"X-API-Key": api_key or key})
+        self._waiting: list[dict[str, object]] = []
+        self._sent_at = 0.0
+        self._is_unreachable = False
+        atexit.register(self.close)
+
+    def log(self, metrics: Mapping[str, Value], step: int | None = None) -> None:
+        """Log numbers, or lists of numbers, by name. Without a step they belong to the newest optimizer step.
+
+        Raises UserError if the server refuses them.
+        """
+        given = {name: _plain(value) for name, value in metrics.items()}
+        self._waiting.append({"metrics": given} if step is None else {"step": step, "metrics": given})
+        del self._waiting[:-MAX_WAITING]
+        if step is None or time.monotonic() - self._sent_at >= EVERY_S:
+            self.flush()
+
+    def reward(self, prompt: Sequence[int], answers: Iterable[Sequence[int]], rewards: Iterable[float]) -> int:
+        """Set the rewards of answers to one prompt, all as tokens. Returns how many kept answers show them now."""
+        given = [
+            {"digest": tokens_digest(prompt, answer), "reward": float(reward)}
+            for answer, reward in zip(answers, rewards, strict=True)
+        ]
+        return self._post("dashboard/samples/rewards", {"rewards": given}).get("updated", 0) if given else 0
+
+    def flush(self) -> None:
+        """Send waiting points."""
+        while self._waiting:
+            points = self._waiting[:BATCH]
+            self._sent_at = time.monotonic()
+            del self._waiting[: len(points)]
+            if not self._post("log_metrics", {"model_id": self.model_id, "points": points}):
+                self._waiting[:0] = points
+                return
+
+    def close(self) -> None:
+        if not self._http.is_closed:
+            atexit.unregister(self.close)
+            self.flush()
+            self._http.close()
+
+    def __enter__(self) -> RunMetrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """The server's answer; {} if it is unavailable. Raises the server's refusal."""
+        try:
+            answer = self._http.post(path, json=body, timeout=TIMEOUT_S)
+        except httpx.TransportError as error:
+            if not self._is_unreachable:
+                log.warning("metrics cannot be sent to %s and are kept: %r", self._url, error)
+            self._is_unreachable = True
+            return {}
+        if answer.status_code in (429, 502, 503, 504):
+            return {}
+        self._is_unreachable = False
+        if not answer.is_success:
+            raise refusal(answer.status_code, answer.text)
+        return answer.json()
+
+    # The methods of the cookbook's loggers.
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log the finite numbers among these."""
+        for part in parts_of(metrics):
+            self.log(part, step)
+
+    def log_metrics_event(
+        self, metrics: Mapping[str, Any], step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
+    ) -> None:
+        del step_metric, metric_axes
+        self.log_metrics(metrics, step)
+
+    def log_hparams(self, config: object) -> None:
+        """Ignored: the server has the run's configuration."""
+
+    def log_summary(self, metrics: Mapping[str, Any]) -> None:
+        """Ignored: a summary belongs to no step."""
+
+    def log_long_text(self, key: str, text: str) -> None:
+        """Ignored: text is not a metric, and the server keeps samples itself."""
+
+    def enable_event_steps(self) -> None:
+        """Ignored: the client sets steps already."""
+
+    def sync(self) -> None:
+        self.flush()
+
+    def get_logger_url(self) -> str | None:
+        return f"{self._url}/#/runs/{self.model_id}"
+
+    @property
+    def store(self) -> None:
+        return None
+
+
+def parts_of(metrics: Mapping[str, object]) -> Iterator[dict[str, float]]:
+    """The finite numbers among another logger's metrics, in at most two points; timings are dropped first."""
+    found = {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, Real) and math.isfinite(value) and 0 < len(name) <= MAX_NAME_CHARS
+    }
+    names = sorted(found, key=lambda name: name.startswith(TIMINGS))[: 2 * MAX_NAMES]
+    for start in range(0, len(names), MAX_NAMES):
+        yield {name: found[name] for name in names[start : start + MAX_NAMES]}
+
+
+def _plain(value: Any) -> float | list[float]:  # noqa: ANN401  also numpy numbers and arrays
+    return [float(each) for each in value] if np.ndim(value) else float(value)

@@ -1,0 +1,200 @@
+"""A CUDA device that has no numbers: shapes, dtypes and devices of the branches that only a card would run.
+
+Inside `fake_cuda` every tensor is fake. While `strict`, whatever would make the host wait for the device is an error:
+a number that is read, a size that depends on numbers, a copy from memory that is not pinned. The one way to read is
+`Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A copy to the host
+that was begun without waiting must be awaited before that (`_Event`).
+
+Torch without CUDA knows no guard that switches to such a device, so that of the device `meta`, which does nothing,
+stands in for it, and its autograd engine has no stream for it, so `_backward` goes through the graph instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support import tiny_models
+from tinsmith.backends.torch import TorchBackend, moe, trainer
+from tinsmith.backends.torch.attention import ATTENTION_NAME, register
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local import engine, paged_attention
+from tinsmith.types import ModelShape
+
+DEVICE = torch.device("cuda", 0)
+FREE_BYTES = 2**31
+CUDA_TYPE, META_TYPE = 1, 14
+"""Numbers of device types in c10/core/DeviceType.h."""
+
+
+class FakeDevice(TorchFunctionMode):
+    """`reads` counts how often the host has waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.strict = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        given = kwargs or {}
+        if func is Tensor.numpy:
+            return _numbers(*args)
+        if func is Tensor.backward:
+            with self:
+                return _backward(args[0], given["gradient"])
+        if func is Tensor.__float__ and args[0].device.type == "cpu":
+            return 0.0
+        if func is Tensor.pin_memory:
+            # Without its numbers, which fake tensors of one number would otherwise carry to the device.
+            return torch.empty(args[0].shape, dtype=args[0].dtype)
+        if func is Tensor.cpu:
+            self.reads += 1
+        if self.strict:
+            self._check(func, args, given)
+        return func(*args, **given)
+
+    @staticmethod
+    def _check(func: Callable[..., object], args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if func in (torch.tensor, torch.as_tensor):
+            assert "cuda" not in str(given.get("device")), "a copy from memory that is not pinned"
+        if func is Tensor.to and isinstance(args[0], Tensor):
+            there = [x for x in (*args[1:], given.get("device")) if isinstance(x, torch.device | str)]
+            moves = [x for x in there if torch.device(x).type != args[0].device.type]
+            assert not moves or given.get("non_blocking"), "a copy that waits"
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            for key in args[1] if isinstance(args[1], tuple) else (args[1],):
+                assert key is None or isinstance(key, slice | int | Tensor | type(Ellipsis)), "an index that is copied"
+                if isinstance(key, Tensor):
+                    assert key.device.type == args[0].device.type, "an index from the host: a copy that waits"
+                    assert key.dtype != torch.bool, "a mask as an index: its size is read from the device"
+
+
+class _Event:
+    """Of `torch.cuda`: is recorded, then awaited."""
+
+    def __init__(self) -> None:
+        self._is_recorded = False
+
+    def record(self) -> None:
+        self._is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self._is_recorded
+
+
+def _numbers(x: Tensor) -> np.ndarray:
+    assert x.device.type == "cpu", "Tensor.numpy of a tensor on the device"
+    fill = np.ones if x.dtype.is_floating_point else np.zeros
+    return fill(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def _backward(x: Tensor, gradient: Tensor) -> None:
+    """What autograd's engine does, in one thread: every node once, behind all that lead to it."""
+    order: list[Any] = []
+
+    def visit(node: Any) -> None:  # noqa: ANN401 - torch has no name for it
+        if node is not None and node not in order:
+            for other, _ in node.next_functions:
+                visit(other)
+            order.append(node)
+
+    visit(x.grad_fn)
+    given: dict[Any, dict[int, Tensor]] = {x.grad_fn: {x.output_nr: gradient}}
+    with torch.no_grad():
+        for node in reversed(order):
+            own = given.pop(node, None)
+            if own is None or "AccumulateGrad" in type(node).__name__:
+                continue
+            outputs = (getattr(node, "apply", None) or node)(*(own.get(i) for i in range(max(own) + 1)))
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            for (other, place), found in zip(node.next_functions, outputs, strict=False):
+                if other is not None and found is not None:
+                    meta = other._input_metadata[place]
+                    assert found.device == DEVICE, f"{node} gives a gradient on {found.device}"
+                    found = found.sum_to_size(meta.shape).to(meta.dtype)
+                    before = given.setdefault(other, {})
+                    before[place] = found if place not in before else before[place] + found
+
+
+@contextmanager
+def _guard() -> Iterator[None]:
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[CUDA_TYPE]
+    assert guards[META_TYPE]
+    guards[CUDA_TYPE] = guards[META_TYPE]
+    try:
+        yield
+    finally:
+        guards[CUDA_TYPE] = before
+
+
+def _move(model: nn.Module) -> None:
+    """Put parameters and buffers on the device; those that are one stay one."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
+            for name, value in held.items():
+                if value is not None:
+                    there = moved.setdefault(id(value), value.detach().to(DEVICE))
+                    held[name] = nn.Parameter(there, requires_grad=False) if held is module._parameters else there
+                    moved[id(value)] = held[name]
+
+
+@contextmanager
+def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
+    """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
+    with ExitStack() as stack:
+        for holder, name, value in (
+            (torch.cuda, "mem_get_info", (FREE_BYTES, FREE_BYTES)),
+            (torch.cuda, "memory_reserved", 0),
+            (torch.cuda, "memory_allocated", 0),
+            (torch.cuda, "get_device_capability", (9, 0)),
+            (moe, "has_grouped_products", grouped),
+            (paged_attention, "reads_pages", pages),
+            (engine, "check_pages", None),
+            (trainer, "measure", {}),  # computed on the host, from numbers
+        ):
+            stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
+        stack.enter_context(_guard())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # addresses of storages tell no fake tensors apart
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(FakeDevice())
+
+
+class FakeCudaBackend(TorchBackend):
+    """Of a model whose weights are on the fake device, in bfloat16. Make it within `fake_cuda`."""
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
+        register()
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(shape.path),
+            dtype=torch.bfloat16,
+            attn_implementation=ATTENTION_NAME,
+            experts_implementation="eager",
+        )
+        _move(model)
+        base = BaseModel(model, tiny_models.tokenizer(), shape, recompute, quantize)
+        if base._fused is not None:
+            base._fused.prepare()
+        return base

@@ -1,0 +1,118 @@
+"""Pools whose machines SkyPilot rents: their forms, the task that starts them, and who runs their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from support.coordinating import PATIENCE_S, submit
+from support.databases import fresh_url
+from tinsmith import batch
+from tinsmith.batch.coordinator import coordinator as coordinators
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.cli import main as cli
+from tinsmith.db.database import Database
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.settings import Settings
+
+
+@pytest.mark.parametrize(
+    "infra",
+    ["aws", "aws/us-east-1", "aws/*/us-east-1a", "Kubernetes/my-context", "k8s/a/b", "ssh/pool", "slurm/c", "*"],
+)
+def test_a_pool_of_skypilots_infra_is_rented(infra: str) -> None:
+    pool = pool_from("p", {"pool": {"workers": 2}, "resources": {"infra": infra, "cpus": 4}})
+    assert pool.rented and pool.infra == infra
+
+
+def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_path: Path) -> None:
+    """What a machine writes and sets is a pool of its own, with the same workers and devices."""
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        "pool: {workers: 3}\nresources: {infra: aws/us-east-1, accelerators: H100:2, cpus: 8}\nsetup: echo it's here\n"
+    )
+    environment = {"COLUMNS": "200", "TINSMITH_STORAGE_DIR": "s3://bucket/x", "TINSMITH_MODELS": '["a=b"]'}
+    words = ("batch", "task", f"gpu={path}", "--machines", "2")
+    task = yaml.safe_load(CliRunner(env=environment).invoke(cli.app, words).stdout)
+    assert task["num_nodes"] == 2
+    assert task["resources"] == {"infra": "aws/us-east-1", "accelerators": "H100:2", "cpus": 8}
+    assert task["setup"].endswith("echo it's here")
+    writes = task["run"].splitlines()[0]
+    subprocess.run(["bash", "-c", writes], check=True, env={**os.environ, "HOME": str(tmp_path)})
+    assert pool_from_yaml("gpu", path) == PoolSpec("gpu", 3, 2)
+    given = {name.removeprefix("TINSMITH_").lower(): value for name, value in task["envs"].items()}
+    assert json.loads(given.pop("batch_pools")) == ["gpu=~/pool.yaml"] and json.loads(given.pop("models")) == ["a=b"]
+    assert {*given} | {name.removeprefix("TINSMITH_").lower() for name in task["secrets"]} <= {*Settings.model_fields}
+    assert Settings.model_validate(given).storage_dir == "s3://bucket/x"
+    refused = CliRunner(env=environment).invoke(cli.app, ("batch", "task", f"gpu={path}"))
+    assert isinstance(refused.exception, SettingsError) and "infra is 'local'" in str(refused.exception)
+
+
+@batch.remote_function
+def keep() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results(rows)
+
+
+def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server runs its own jobs, and ends cancelled ones of every pool. A machine runs those of its pool alone."""
+    monkeypatch.setattr(coordinators, "POLL_S", 0.05)
+    rented, there = tmp_path / "rented.yaml", tmp_path / "there.yaml"
+    rented.write_text("pool: {workers: 1}\nresources: {infra: k8s}\n")
+    there.write_text("pool: {workers: 1}\n")
+    given = {"data_dir": tmp_path / "server", "backend": "fake", "batch_pools": (f"gpu={rented}",)}
+    own: dict[str, object] = {"data_dir": tmp_path / "machine", "role": "batch-worker", "batch_workers": 0}
+    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+        jobs = BatchJobs(database)
+        server = Coordinator(Settings.model_validate(given), jobs, "server")
+        machine = Coordinator(
+            Settings.model_validate(given | own | {"batch_pools": (f"gpu={there}",)}), jobs, "machine"
+        )
+
+        def submitted(name: str, pool: str) -> int:
+            output = {"format": "json", "path": str(tmp_path / f"{name}.jsonl")}
+            return submit(jobs, tmp_path, keep, rows=2, batch_pool_name=pool, batch_output_formats=[output])
+
+        async def until(job_id: int, status: str) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while jobs.find("local", job_id).status != status:
+                assert time.monotonic() < deadline, jobs.find("local", job_id)
+                await asyncio.sleep(0.02)
+
+        async def run() -> None:
+            server.start()
+            try:
+                theirs, cancelled = submitted("theirs", "gpu"), submitted("cancelled", "gpu")
+                jobs.cancel("local", cancelled)
+                await until(cancelled, "CANCELLED")
+                await until(submitted("ours", "local"), "SUCCEEDED")
+                assert jobs.find("local", theirs).status == "PENDING"
+                with pytest.raises(UserError, match="num_nodes"):
+                    server.resize("gpu", 2)
+                machine.start()
+                assert machine._leaves_pool("local") and machine._leaves_pool("unknown")
+                await until(theirs, "SUCCEEDED")
+            finally:
+                await machine.stop()
+                await server.stop()
+
+        asyncio.run(run())
+    assert len((tmp_path / "theirs.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_cloud_that_skypilot_does_not_know_is_refused() -> None:
+    with pytest.raises(UserError, match="SkyPilot's, such as aws/us-east-1"):
+        pool_from("p", {"pool": {"workers": 1}, "resources": {"infra": "awss/us-east-1"}})

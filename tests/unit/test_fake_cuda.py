@@ -1,0 +1,293 @@
+"""The branches for CUDA on a device without numbers: shapes, dtypes, devices, and how often the host waits.
+
+What a card computes is proven by tests/gpu alone. Here a step goes through every line of ours that it would go through
+there, gradients included, and whatever would make the host wait is an error but for one read at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ByteSize
+from structlog.testing import capture_logs
+
+from support import tiny_models
+from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
+from support.local_sampling import make_prompt, make_sample
+from tinsmith.backends import run_to_end
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.memory import SAMPLED_ROWS
+from tinsmith.engine.__main__ import _options
+from tinsmith.samplers.local.engine import MAX_SEQUENCES, LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import CUDA_SHARE
+from tinsmith.samplers.local.request import Request, Weights
+from tinsmith.settings import Settings
+from tinsmith.types import (
+    AdamParams,
+    Adjustments,
+    Datum,
+    DimuonParams,
+    LoraSpec,
+    ModelShape,
+    OptimStep,
+    Pass,
+    PassResult,
+    Sample,
+    SamplingParams,
+)
+
+ARCHS = ("qwen3", "gemma2", "gpt_oss", "qwen3_5")
+"""Fused layers; windows and capped scores; sinks and experts; states."""
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("mixture"), "gpt_oss")
+
+
+def opened(shape: ModelShape, **options: str | int) -> FakeCudaBackend:
+    backend = FakeCudaBackend(shape, **options)  # pyright: ignore[reportArgumentType]
+    for number, rank in enumerate((8, 8, 16)):
+        optimizer = "dimuon" if number == 2 else "adamw"
+        backend.create_model(str(number), LoraSpec(rank, seed=number), optimizer)
+        backend.publish(str(number), f"{number}/1")
+    return backend
+
+
+def data(*lengths: int) -> tuple[Datum, ...]:
+    rng, found = np.random.default_rng(0), []
+    for length in lengths:
+        tokens = rng.integers(1, tiny_models.VOCAB, length + 1)
+        floats = {name: np.ones(length, np.float32) for name in ("logprobs", "advantages")}
+        inputs = {"target_tokens": tokens[1:], **floats}
+        found.append(Datum(tokens[:-1].astype(np.int32), inputs))
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x, _: x.sum().item(),
+        lambda x, _: bool(x[0] == 0),
+        lambda x, _: x.nonzero(),
+        lambda x, _: x[x > 0],
+        lambda x, _: x[[0, 1]],
+        lambda x, numbers: x[numbers],
+        lambda x, _: torch.tensor([1, 2], device=x.device),
+        lambda x, numbers: numbers.to(x.device),
+        lambda x, _: x.to("cpu"),
+        lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
+    ],
+)
+def test_what_waits_for_the_device_is_an_error(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    with fake_cuda() as device:
+        x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
+        device.strict = True
+        with pytest.raises((RuntimeError, AssertionError)):
+            waits(x, numbers)
+
+
+def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
+    with fake_cuda() as device:
+        device.strict = True
+        x = upload(np.arange(3), DEVICE, torch.float64)
+        assert (x.device, x.dtype) == (DEVICE, torch.float64)
+        floats, flags = read(x[None], x > 1)
+    assert (floats.shape, floats.dtype, flags.dtype) == ((1, 3), np.float64, np.bool_)
+    assert device.reads == 1
+
+
+def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: ModelShape) -> None:
+    with fake_cuda() as device:
+        backend = opened(shape)
+        passes = [
+            Pass("a", "0", data(9, 9, 4), "cross_entropy", {}, False),
+            Pass("b", "1", data(22), "ppo", {}, False),  # as many rows as the other of its layout: one product of both
+            Pass("c", "2", data(9, 30), "gspo", {}, False),
+        ]
+        device.strict = True
+        results = run_to_end(backend.run_passes(passes))
+        assert all(isinstance(result, PassResult) for result in results), results
+        assert device.reads == 1
+        for trained in backend._models.values():
+            assert trained.gradient_P is not None and trained.gradient_P.device == DEVICE
+            assert trained.gradient_P.dtype == torch.float32
+        device.reads = 0
+        params = AdamParams(1e-3, grad_clip_norm=0.5)
+        steps = [OptimStep("a", "0", params), OptimStep("b", "1", params), OptimStep("c", "2", DimuonParams(1e-3))]
+        outcomes = backend.optim_step(steps)
+        assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
+        assert device.reads == 1
+        run_to_end(backend.run_passes([Pass("d", "0", data(9), "cross_entropy", {}, True)]))
+        assert device.reads == 2
+
+
+def crowd() -> list[Sample]:
+    adjustments = (
+        Adjustments(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_p=0.1),
+        Adjustments(logit_bias=((5, 4.0), (17, -100.0)), bad_words=((3, 4), (7,)), min_tokens=4),
+        Adjustments(allowed_token_ids=tuple(range(40))),
+    )
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.0, stop_eos=False, seed=1),
+        SamplingParams(max_tokens=40, temperature=1.0, stop_eos=False, seed=1),
+        SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, stop_eos=False, seed=1),
+        SamplingParams(max_tokens=40, temperature=0.7, top_k=20, stop_eos=False, seed=1),
+        SamplingParams(max_tokens=40, top_k=200, top_p=0.5, stop_eos=False, seed=1),
+        *(SamplingParams(max_tokens=40, stop_eos=False, seed=1, adjustments=each) for each in adjustments),
+    ]
+    versions = (None, "0/1", "1/1", "2/1")
+    return [
+        make_sample(
+            str(number), make_prompt(3 + 5 * number), each, version_id=versions[number % 4],
+            num_samples=1 + number % 3, topk_sample_logprobs=number % 4,
+        )
+        for number, each in enumerate(params)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: ModelShape, pages: bool) -> None:
+    with fake_cuda(pages=pages) as device:
+        sampler = opened(shape).sampler
+        num_blocks, stores = sampler._cache.num_blocks, dict(sampler._cache._stores)
+        assert sampler._cache.num_bytes == pytest.approx(CUDA_SHARE * FREE_BYTES, rel=0.01) or sampler._keeps_states
+        device.strict = True
+        for sample in crowd():
+            sampler.submit(sample)
+        for _ in range(5):
+            device.reads = 0
+            sampler.step()
+            assert device.reads == 1
+        assert len(sampler._batcher.running) == sum(sample.num_samples for sample in crowd())
+        assert sampler._cache.num_blocks == sampler._batcher.pool.num_blocks == num_blocks
+        assert all(sampler._cache._stores[each] is store for each, store in stores.items())
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: ModelShape, pages: bool) -> None:
+    with fake_cuda(pages=pages) as device:
+        sampler = opened(shape).sampler
+        device.strict = True
+        free = [sample for sample in crowd() if not Request(sample, Weights(None, 0), 0, 1).needs_answer]
+        for sample in free:
+            sampler.submit(sample)
+        reads = []
+        for _ in range(4):
+            before = device.reads
+            sampler.step()
+            reads.append(device.reads - before)
+            assert {s.num_unread for s in sampler._batcher.running} == {1}
+        sampler.submit(make_sample("needs", make_prompt(5), SamplingParams(adjustments=Adjustments(bad_words=((1,),)))))
+        before = device.reads
+        sampler.step()
+        assert {s.num_unread for s in sampler._batcher.running} == {0}
+    assert reads == [0, 1, 1, 1]
+    assert device.reads - before == 2, "those of the step before, and those of the step"
+
+
+@pytest.mark.parametrize("reads_late", [True, False])
+@pytest.mark.parametrize("pages", [True, False])
+def test_a_prompt_in_pieces_is_read_when_it_has_ended(qwen: ModelShape, pages: bool, reads_late: bool) -> None:
+    with fake_cuda(pages=pages) as device:
+        backend = opened(qwen)
+        options = SamplerOptions(max_tokens_per_step=16, kv_cache_bytes=2**20, reads_late=reads_late)
+        sampler = LocalSampler(backend.base, backend._versions, options=options)
+        device.strict = True
+        sampler.submit(make_sample("a", make_prompt(40), SamplingParams(max_tokens=4, stop_eos=False)))
+        reads = []
+        for _ in range(4):
+            before = device.reads
+            sampler.step()
+            reads.append(device.reads - before)
+    assert reads == ([0, 0, 0, 1] if reads_late else [0, 0, 1, 1])
+
+
+def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -> None:
+    prompt = make_prompt(60)
+    targets = np.stack([prompt[1:], prompt[:-1]], 1).astype(np.int64)
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
+    with fake_cuda() as device:
+        sampler = opened(qwen).sampler
+        device.strict = True
+        params = SamplingParams(max_tokens=4, stop_eos=False)
+        sampler.submit(make_sample("a", prompt, params, version_id="0/1", target_prompt_logprobs=targets, **wanted))
+        sampler.step()
+        assert device.reads == 1
+        sampler.step()
+        assert device.reads == 2, "the token of the first step"
+
+
+def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
+    for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
+        with fake_cuda(grouped=grouped):
+            backend = opened(mixture)
+            backend.create_model("own", LoraSpec(rank))
+            assert backend.base.experts[0]._is_grouped([None, backend._models["own"].adapter]) == expected
+
+
+def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None:
+    with fake_cuda():
+        backend = opened(qwen, memory_budget=40 * 2**20)
+        sampler = backend.sampler
+        memory, pool = backend._memory, sampler._batcher.pool
+        assert 0.9 * memory.steady_limit() < sampler._cache.num_bytes <= memory.steady_limit()
+        for sample in crowd():
+            sampler.submit(sample)
+        sampler.step()
+        before = sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)
+        assert not memory.evict_for(memory.free() + 2**20, "activations")
+        assert (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)) == before
+        sampler.step()
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: bool) -> None:
+    with capture_logs() as lines:
+        if on_cuda:
+            with fake_cuda():
+                FakeCudaBackend(mixture)
+        else:
+            TorchBackend(mixture, device="cpu")
+    (line,) = (line for line in lines if line["event"] == "kernels")
+    assert {"attention", "decode", "lora", "optimizer", "experts", "layers"} <= line.keys()
+    assert ("FlashAttention 3 on pages" in line["decode"]) == ("grouped_mm" in line["experts"]) == on_cuda
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+def test_settings_limit_the_sampler(qwen: ModelShape) -> None:
+    settings = Settings(kv_cache_bytes=ByteSize(2**21), sampler_sequences=5, sampler_step_tokens=40, device="cpu")
+    backend = TorchBackend(qwen, **_options(settings))
+    batcher = backend.sampler._batcher
+    block_bytes = backend.sampler._cache.token_bytes * batcher.block_size
+    assert (batcher._max_sequences, batcher._max_tokens) == (5, 40)
+    assert batcher.pool.max_blocks == 2**21 // block_bytes
+    assert backend._trainer.memory is not None
+    assert backend._trainer.memory.sampling_bytes < TorchBackend(qwen, device="cpu")._trainer.memory.sampling_bytes  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> None:
+    with fake_cuda():
+        backend = opened(qwen)
+        batcher = backend.sampler._batcher
+        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES[True], SAMPLED_ROWS[True])
+        options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
+        given = LocalSampler(backend.base, backend._versions, options=options)
+        assert (given._batcher._max_sequences, given._batcher._max_tokens) == (3, 24)
+        assert given._cache.num_bytes == pytest.approx(2**20, rel=0.05)

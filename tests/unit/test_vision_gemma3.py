@@ -1,0 +1,309 @@
+"""Gemma 3 with images: image tokens see each other both ways, and an image goes through the model in one piece."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as Pillow
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from support import vision_models
+from support.local_sampling import run
+from support.vision_models import END, GEMMA3, IMAGE, START, picture
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import wrapped_name
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.base_models import read_shape
+from tinsmith.chat.texts import Text
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.plan.architecture import read_directory
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import Datum, Image, ModelShape, Sample, SamplingParams
+from unit.test_vision import own, own_gradients, text, trained, trained_gradients
+from unit.test_vision import run as run_pass
+from unit.test_vision_chats import SAID, chat
+from unit.test_vision_sampling import check as check_sample
+
+torch.set_num_threads(1)
+
+ONE, OTHER, TALL = picture(61, 22, 1), picture(61, 22, 2), picture(20, 75, 3, "jpeg")
+SIZE = 9
+"""Tokens of an image."""
+
+GREEDY = SamplingParams(max_tokens=7, temperature=0.0, stop_eos=False)
+HOT = SamplingParams(max_tokens=7, temperature=1.0, stop_eos=False, seed=7)
+
+Parts = tuple[list[int] | bytes, ...]
+PROMPTS: dict[str, Parts] = {
+    "begin": (ONE, text(7, 1)),
+    "middle": (text(9, 2), OTHER, text(6, 3)),
+    "two": ([*text(5, 4), START], ONE, [END, START], TALL, [END, *text(2, 6)]),
+    "end": (text(6, 7), ONE),
+    "text": (text(23, 8),),
+}
+
+
+def model_input(parts: Parts) -> tuple[np.ndarray, tuple[Image, ...]]:
+    return vision_models.model_input(*parts, vision=GEMMA3)
+
+
+def datum(*parts: list[int] | bytes) -> Datum:
+    tokens, images = model_input(parts)
+    rng = np.random.default_rng(len(tokens))
+    weights = rng.uniform(0.1, 1.0, len(tokens)).astype(np.float32)
+    return Datum(tokens, {"target_tokens": rng.integers(0, 256, len(tokens)), "weights": weights}, images)
+
+
+DATA = tuple(datum(*parts) for parts in PROMPTS.values())
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return vision_models.make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def backend(shape: ModelShape, tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
+    made = trained(shape, Path(shape.path) / "adapter")
+    made.publish("m", "v")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(backend: TorchBackend, shape: ModelShape) -> nn.Module:
+    return own(shape.path, Path(shape.path) / "adapter")
+
+
+def logits(model: nn.Module, one: Datum) -> Tensor:
+    """[N, V], by transformers' own image processor and its own token types."""
+    given: dict[str, Tensor] = {"input_ids": torch.from_numpy(one.tokens_N.astype(np.int64))[None]}
+    if one.images:
+        files = [Pillow.open(io.BytesIO(image.data)).convert("RGB") for image in one.images]
+        processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+        given["pixel_values"] = processor(images=files, return_tensors="pt")["pixel_values"]
+    given["token_type_ids"] = (given["input_ids"] == IMAGE).long()
+    return model(**given, use_cache=False).logits[0]
+
+
+def logprobs(model: nn.Module, one: Datum) -> Tensor:
+    targets = torch.from_numpy(np.asarray(one.inputs["target_tokens"]))
+    return torch.log_softmax(logits(model, one).double(), -1).gather(1, targets[:, None])[:, 0]
+
+
+def test_logprobs_are_those_of_transformers_alone_and_packed(backend: TorchBackend, model: nn.Module) -> None:
+    with torch.no_grad():
+        expected = [logprobs(model, one) for one in DATA]
+    packed = run_pass(backend, "m", *DATA, forward_only=True).logprobs
+    for one, found, wanted in zip(DATA, packed, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        np.testing.assert_allclose(run_pass(backend, "m", one, forward_only=True).logprobs[0], wanted, atol=1e-4)
+
+
+def test_gradients_are_those_of_transformers_alone_and_packed(backend: TorchBackend, model: nn.Module) -> None:
+    for data in ((DATA[0],), (DATA[2],), DATA):
+        expected = own_gradients(model, data, logprobs)
+        views = trained_gradients(backend, data)
+        assert len(views) == 3 * 7 + 1
+        for name, pair in views.items():
+            for letter, found in zip("AB", pair, strict=True):
+                wanted = expected[f"{wrapped_name(name)}.lora_{letter}"]
+                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model: nn.Module) -> None:
+    """Without this the other comparisons would say nothing of the mask."""
+    before = datum(*PROMPTS["middle"])
+    inputs = {**before.inputs, "target_tokens": np.full(len(before.tokens_N), 5)}
+    one, other = (replace(before, inputs=inputs, images=datum(text(9, 2), data, text(6, 3)).images)
+                  for data in (ONE, OTHER))  # fmt: skip
+    found = [run_pass(backend, "m", each, forward_only=True).logprobs[0] for each in (one, other)]
+    difference = np.abs(found[0] - found[1])
+    assert difference[:9].max() == 0.0
+    assert difference[9:].min() > 1e-4
+    placed = backend.base.place(before.tokens_N, before.images, "")
+    assert placed is not None
+    seen = placed.seen(0, len(before.tokens_N))
+    assert seen is not None and seen.tolist() == [*range(1, 10), *[18] * SIZE, *range(19, 25)]
+    causal = replace(placed, bidirectional=False)
+    assert causal.seen(0, 24) is None
+    base = backend.base
+    base_place = base.place
+    try:
+        base.place = lambda *_: causal  # type: ignore[method-assign]
+        wrong = run_pass(backend, "m", before, forward_only=True).logprobs[0]
+    finally:
+        base.place = base_place  # type: ignore[method-assign]
+    with torch.no_grad():
+        assert np.abs(wrong - logprobs(model, before).numpy())[9:].max() > 1e-2
+
+
+def sampler(backend: TorchBackend, **options: int) -> LocalSampler:
+    given: dict[str, Any] = {"block_size": 4, **options}
+    return LocalSampler(backend.base, backend._versions, options=SamplerOptions(**given))
+
+
+def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **options: object) -> Sample:
+    tokens, images = model_input(PROMPTS[name.partition("/")[0]])
+    return Sample(name, "v", tokens, num_samples, params, images=images, **options)  # pyright: ignore[reportArgumentType]
+
+
+check = partial(check_sample, logits_of=logits)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 512])
+def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+    backend: TorchBackend, model: nn.Module, rows: int
+) -> None:
+    samples = [ask(name, prompt_logprobs=True) for name in PROMPTS]
+    samples += [ask(f"{name}/hot", HOT, num_samples=3) for name in PROMPTS]
+    found = run(sampler(backend, max_tokens_per_step=rows), *samples)
+    for sample in samples:
+        check(found[sample.request_id], sample, model)
+
+
+def test_no_piece_ends_within_an_image(backend: TorchBackend) -> None:
+    own_sampler = sampler(backend, max_tokens_per_step=5)
+    step, ends = own_sampler._batcher.schedule, []
+
+    def watched(*args: object) -> object:
+        made = step(*args)  # type: ignore[arg-type]
+        ends.extend(span.stop for span in made.spans)
+        return made
+
+    own_sampler._batcher.schedule = watched  # type: ignore[method-assign, assignment]
+    run(own_sampler, ask("middle"))
+    # 9 tokens of text, the image, 6 of text, and the answer.
+    assert ends[:5] == [5, 9, 18, 23, 24]
+
+
+def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
+    for name in ("middle", "two"):
+        sample = ask(name, HOT)
+        answer = run(sampler(backend), sample)[name].sequences[0]
+        tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
+        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+        scored = run_pass(backend, "m", Datum(tokens[:-1], inputs, sample.images), forward_only=True).logprobs[0]
+        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=2e-5)
+
+
+def test_cached_blocks_that_end_within_an_image_serve_the_same_image_alone(
+    backend: TorchBackend, model: nn.Module
+) -> None:
+    """Tokens 0..23: the image begins at 9, within a block of 4, and ends at 18, within another."""
+    shared = sampler(backend)
+
+    def same(name: str, data: bytes) -> Sample:
+        tokens, images = model_input((text(9, 2), data, text(6, 3)))
+        return Sample(name, "v", tokens, 1, GREEDY, images=images)
+
+    hits = []
+    for name, data in (("a", ONE), ("b", OTHER), ("c", ONE), ("d", OTHER)):
+        result = run(shared, same(name, data))[name]
+        check(result, same(name, data), model)
+        hits.append(result.prompt_cache_hit_tokens)
+    assert hits == [0, 8, 20, 20]
+    # The same image at the end of a prompt: what follows a hit within the image is one piece.
+    tokens, images = model_input((text(9, 2), ONE))
+    sample = Sample("e", "v", tokens, 1, GREEDY, images=images)
+    result = run(shared, sample)["e"]
+    assert result.prompt_cache_hit_tokens == 16
+    check(result, sample, model)
+
+
+def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, model: nn.Module) -> None:
+    samples = [ask(f"{name}/{n}", HOT) for name in ("middle", "two", "end") for n in range(2)]
+    small = sampler(backend, kv_cache_bytes=80 * sampler(backend)._cache.token_bytes)
+    found = run(small, *samples)
+    for sample in samples:
+        check(found[sample.request_id], sample, model)
+
+
+def test_a_deterministic_sampler_gives_the_same_bits_in_company(backend: TorchBackend, model: nn.Module) -> None:
+    make = partial(LocalSampler, backend.base, backend._versions)
+    options = SamplerOptions(block_size=4, deterministic=True)
+    samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("end"), ask("middle"), ask("text")]
+    together, pinned = run(make(options=options), *samples), make(options=options)
+    for sample in samples:
+        check(together[sample.request_id], sample, model)
+        alone = run(pinned, sample)[sample.request_id].sequences[0]
+        assert alone.tokens_T.tolist() == together[sample.request_id].sequences[0].tokens_T.tolist()
+        assert alone.logprobs_T.tolist() == together[sample.request_id].sequences[0].logprobs_T.tolist()
+    # From cached blocks.
+    again = run(pinned, samples[0])["two"].sequences[0]
+    assert again.logprobs_T.tolist() == together["two"].sequences[0].logprobs_T.tolist()
+
+
+def test_images_that_touch_are_refused(backend: TorchBackend) -> None:
+    tokens, images = model_input((text(3, 1), ONE, OTHER))
+    with pytest.raises(UserError, match=r"chunks\[2\] directly follows another image"):
+        sampler(backend).submit(Sample("bad", "v", tokens, 1, GREEDY, images=images))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"do_pan_and_scan": True, "pan_and_scan_min_ratio_to_activate": 1.2}, "do_pan_and_scan is on"),
+        ({"size": {"height": 48, "width": 48}}, "the vision tower takes 24 x 24 pixels"),
+    ],
+)
+def test_an_image_processor_that_does_otherwise_is_refused(
+    settings: dict[str, Any], said: str, shape: ModelShape, tmp_path: Path
+) -> None:
+    for file in Path(shape.path).iterdir():
+        if file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "preprocessor_config.json").unlink()
+    given: dict[str, Any] = {"size": {"height": 24, "width": 24}, **settings}
+    Gemma3ImageProcessorPil(**given).save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        BaseModel.load(read_shape("x", tmp_path), device="cpu")
+
+
+def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, backend: TorchBackend, tmp_path: Path) -> None:
+    plain = TorchBackend(replace(shape, vision=None), device="cpu")
+    assert type(plain.base.model).__name__ == "Gemma3ForCausalLM"
+    assert [t.name for t in plain.base.adaptable()] == [t.name for t in backend.base.adaptable()]
+    for each in (plain, backend):
+        each.load("n", backend._models["m"].adapter.spec, Path(shape.path) / "adapter", optimizer=False)
+    first, second = (run_pass(each, "n", DATA[4], forward_only=True).logprobs[0] for each in (plain, backend))
+    np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+def test_a_plan_counts_the_tower(shape: ModelShape, backend: TorchBackend) -> None:
+    counted = read_directory(Path(shape.path))
+    names = ("vision_tower", "multi_modal_projector")
+    tower = sum(p.numel() for name, p in own(shape.path).named_parameters() if any(part in name for part in names))
+    assert counted.vision_numbers == tower > 0
+
+
+def test_numbers_that_published_configurations_leave_out_are_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}')
+    (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 896, "width": 896}}')
+    found = read_shape("g", tmp_path)
+    assert (found.vocab_size, found.max_context_length) == (262_208, 131_072)
+    assert found.vision is not None and found.vision.grid(100, 7) == (16, 16)
+    vision = found.vision
+    assert (vision.image_token_id, vision.begin_token_id, vision.end_token_id) == (262_144, 255_999, 256_000)
+
+
+def test_a_chat_has_the_marks_and_line_breaks_of_the_models_own_processor(shape: ModelShape) -> None:
+    """transformers.Gemma3Processor.full_image_sequence"""
+    plan = chat(Text(shape), *SAID)
+    tokenizer = AutoTokenizer.from_pretrained(shape.path)
+    shown = [{"type": "image"} if each["type"] == "image_url" else each for each in SAID]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": shown}]
+    written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    sequence = f"\n\n<|vision_start|>{'<|image_pad|>' * SIZE}<|vision_end|>\n\n"
+    expected = tokenizer(written.replace("<|vision_start|>", sequence))["input_ids"]
+    assert list(plan.prompts[0]) == expected
+    assert [image.num_tokens for image in plan.images] == [SIZE, SIZE]
