@@ -6,12 +6,14 @@ One group of two processes serves the whole module. Four ranks, families and dea
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from support import tiny_models, traced_losses
 from support.ranked import (
@@ -37,6 +39,9 @@ from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_d
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
+from tinsmith.plan.architecture import read_directory
+from tinsmith.plan.degrees import Wanted
+from tinsmith.plan.speed import Work, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
@@ -95,6 +100,41 @@ def one(oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
 
 def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
     train_alike(one, many, 10)
+
+
+def test_the_plan_counts_the_bytes_that_a_step_sends(
+    many: ShardedBackend, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values."""
+    sent: list[float] = []
+
+    def count(name: str, num_bytes: Callable[..., float]) -> None:
+        collective = getattr(dist, name)
+
+        def counted(*tensors: Any, group: dist.ProcessGroup, **more: Any) -> object:  # noqa: ANN401
+            given = [*tensors, *(value for value in more.values() if isinstance(value, torch.Tensor))]
+            if given[-1].is_floating_point():
+                sent.append(num_bytes(*given, dist.get_world_size(group)))
+            return collective(*tensors, group=group, **more)
+
+        monkeypatch.setattr(dist, name, counted)
+
+    count("all_reduce", lambda x, ranks: summed(x.nbytes, ranks))
+    count("all_gather", lambda parts, _, ranks: gathered(sum(part.nbytes for part in parts), ranks))
+    count("all_to_all_single", lambda received, _, ranks: gathered(received.nbytes, ranks))
+    count("all_gather_single", lambda output, _, ranks: gathered(output.nbytes, ranks))  # FSDP's
+    many.create_model("counted", LoraSpec(4))
+    tokens = np.arange(24, dtype=np.int32)
+    inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(24, np.float32)}
+    data = (Datum(tokens, inputs), Datum(tokens[::-1].copy(), inputs))
+    (result,) = run_to_end(many.run_passes([Pass("r", "counted", data, "cross_entropy", {}, False)]))
+    many.unload_model("counted")
+    assert isinstance(result, PassResult)
+    degrees = many.own.ranks.degrees
+    wanted = Wanted(2, 2**34, rank=4, dtype="float32", cuda=False)
+    work = Work(rows=48 // degrees.groups, recompute=False)
+    expected = traffic(read_directory(Path(shape.path)), wanted, degrees, work)
+    assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
 
 
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,6 +16,7 @@ from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, needs_of
+from tinsmith.plan.speed import DEVICES, Work, step_time, traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
 FACTS = Path(__file__).parents[2] / "src" / "tinsmith" / "plan" / "known_models.json"
@@ -56,7 +58,8 @@ MODEL is a directory, a `config.json`, or a base model that the server knows. Th
 plan or, where nothing fits, a smaller one. The exit status is 0 if the plan fits, 1 if nothing fits, 2 if the given
 degrees are refused. An engine checks its settings against the same plan before it loads weights.
 
-Speeds are estimated from data sheets for GPUs, and from matrix products measured on the spot for a CPU.
+Speeds are estimated from data sheets for GPUs, with what devices exchange, and from matrix products measured on the
+spot for a CPU.
 
 ## What is counted
 
@@ -90,6 +93,18 @@ alternate.
 |---|---|---|---|---|---|---|---|
 """
 
+EXCHANGES = """
+## What devices exchange
+
+Each device sends so many GB in a step of 8,192 tokens for each tensor group; the last columns are the time of the step
+on H100s, with 450 GB/s within a machine of 8 and 50 GB/s between machines, each used to 70 %, and what share of it
+exchanges take. Layers are gathered while others are computed. Ranks of an engine run on one machine so far: the lines
+with 64 and 512 devices are arithmetic, and as many machines serve as many engines, which exchange nothing.
+
+| model | devices | plan | sums | logits | gathered layers | gradients | seconds | exchanges |
+|---|---|---|---|---|---|---|---|---|
+"""
+
 AFTER = """
 Gemma 3 is counted without its vision tower, DeepSeek-V3 without its multi-token-prediction layer. Made by
 `scripts/write-plan` from `src/tinsmith/plan/known_models.json`.
@@ -113,7 +128,22 @@ def render() -> str:
             *plans,
         ]
         lines.append("| " + " | ".join(cells) + " |\n")
-    return INTRODUCTION + "".join(lines) + AFTER
+    return INTRODUCTION + "".join(lines) + EXCHANGES + "".join(_exchanges()) + AFTER
+
+
+def _exchanges() -> Iterator[str]:
+    device = next(device for device in DEVICES if device.name == "H100 SXM")
+    work = Work(memory.MICRO_BATCH[True])
+    models = {known.name: known.model for known in KNOWN}
+    for name, devices in itertools.product(("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
+        plan = choose(models[name], Wanted(devices, device.memory_bytes))
+        sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
+        sizes = (sent.tensor, sent.logits, sent.base, sent.gradients)
+        share = f"{1 - step.compute / step.total:.0%}"
+        cells = [name, str(devices), _in_short(plan)]
+        if plan.fits:
+            cells += [*(f"{size / 1e9:.1f}" if size else "" for size in sizes), f"{step.total:.1f}", share]
+        yield "| " + " | ".join([*cells, *[""] * (9 - len(cells))]) + " |\n"
 
 
 def _in_short(plan: Plan) -> str:

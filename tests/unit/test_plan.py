@@ -28,6 +28,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, evaluate, needs_of, problem_of
+from tinsmith.plan.speed import DEVICES, Work, step_time, token_s
 
 GPU = 80 * 10**9
 REFUSED = {"gemma4_text", "mimo_v2_flash"}
@@ -378,6 +379,32 @@ def test_speeds_are_those_of_the_formulas() -> None:
     assert line.startswith("L40S: about ")
     numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) (?:trained|sampled)", line)]
     assert numbers == [pytest.approx(trained, rel=0.05), pytest.approx(sampled, rel=0.05)]
+
+
+def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
+    """By hand, for Llama-3.1-70B on four groups of two devices with NVLink."""
+    plan = evaluate(known("Llama-3.1-70B"), Wanted(8, 80 * 10**9), Degrees(4, 2))
+    h100 = next(device for device in DEVICES if device.name == "H100 SXM")
+    link, network, work = 0.7 * 450e9, 0.7 * 50e9, Work(8192)
+    step = step_time(plan, h100, work)
+    layers, hidden, mlp, vocab, keys = 80, 8192, 28672, 128256, 1024
+    states = (4 + 2) * layers * hidden  # two forwards and two linears; the two inputs in backward ...
+    states += hidden - hidden  # ... but for the first layer's; and the unembedding's
+    tensor = 2 * 8192 * states + 4 * 8192 * vocab / 2
+    sides = 4 * hidden + 2 * (hidden + keys) + 3 * (hidden + mlp)
+    gradients = 2 * 7 / 8 * 4 * 32 * (layers * sides + hidden + vocab) + 2 * 3 / 4 * 4 * 4 * 8192
+    assert step.compute == pytest.approx(6 * plan.model.num_active * 8192 / 2 / (0.4 * 989e12))
+    assert step.tensor == pytest.approx(tensor / link)
+    assert step.gradients == pytest.approx(gradients / link)
+    assert step.context == step.base == 0 and step.total == sum(step)
+    near = step_time(evaluate(plan.model, plan.wanted, Degrees(8, shard_base=True)), h100, work)
+    numbers = plan.model.num_parameters - 2 * vocab * hidden
+    assert near.base == pytest.approx(2 * 7 / 8 * 2 * numbers / link, rel=1e-3)
+    far = step_time(evaluate(plan.model, replace(plan.wanted, devices=64), Degrees(64, shard_base=True)), h100, work)
+    assert far.base == pytest.approx(2 * 63 / 64 * 2 * numbers / network, rel=1e-3)
+    assert far.total == far.compute + far.gradients, "layers are gathered while others are computed"
+    assert token_s(plan, h100) == pytest.approx(2 * plan.model.num_active / 2 / (0.6 * 3350e9))
+    assert token_s(replace(plan, degrees=Degrees(8, shard_base=True)), h100) == pytest.approx(near.base / 2)
 
 
 def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:

@@ -26,6 +26,17 @@ from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Wanted, check, choose, described, first_fit, gib
 from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
+from tinsmith.plan.speed import (
+    DEVICES,
+    LINK_SHARE,
+    OPERATIONS,
+    SAMPLING_SHARE,
+    TRAINING_SHARE,
+    StepTime,
+    Work,
+    step_time,
+    token_s,
+)
 
 LARGEST_RANK = 256
 
@@ -252,27 +263,6 @@ def command(request: PlanRequest, plan: Plan) -> str:
     return " ".join(["tinsmith serve", *flags, *(["--shard-base"] if degrees.shard_base else [])])
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device from its vendor's data sheet: dense bfloat16 TFLOP/s, memory bandwidth in GB/s, and memory in bytes."""
-
-    name: str
-    tflops: float
-    gigabytes_s: float
-    memory_bytes: int
-
-
-DEVICES = (
-    Device("H200", 989, 4800, 141 * 10**9),
-    Device("H100 SXM", 989, 3350, 80 * 10**9),
-    Device("A100 80 GB", 312, 2039, 80 * 10**9),
-    Device("L40S", 362, 864, 48 * 10**9),
-    Device("A100 40 GB", 312, 1555, 40 * 10**9),
-    Device("RTX 4090", 165, 1008, 24 * 10**9),
-    Device("L4", 121, 300, 24 * 10**9),
-)
-TRAINING_SHARE, SAMPLING_SHARE = 0.4, 0.6
-"""Assumed shares of the peak: of arithmetic in training, of memory bandwidth in sampling."""
 NEAR = 0.12
 """Largest relative difference between a listed device's memory and the wanted memory."""
 
@@ -294,7 +284,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             yield "No estimate of the speed: a CPU dequantizes the weights for each product."
             return
         operations_s, bytes_s = (measure or measured_products)(wanted.dtype, plan.model.hidden, active)
-        trained = operations_s / ((4 if plan.mode == "kept" else 6) * active)
+        trained = operations_s / ((4 if plan.mode == "kept" else OPERATIONS) * active)
         sampled = bytes_s / (active * number_bytes)
         yield (
             f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
@@ -306,13 +296,24 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
     for device in DEVICES:
         if abs(device.memory_bytes - wanted.memory_bytes) > NEAR * device.memory_bytes:
             continue
-        trained = plan.degrees.devices * TRAINING_SHARE * device.tflops * 1e12 / (6 * active)
-        sampled = plan.degrees.tensor * SAMPLING_SHARE * device.gigabytes_s * 1e9 / (active * number_bytes)
+        work = Work(max(memory.MICRO_BATCH[True], wanted.context_of(plan.model)) // plan.degrees.context)
+        step = step_time(plan, device, work)
+        trained = work.rows * plan.degrees.groups / step.total
+        sampled = 1 / token_s(plan, device)
         yield (
             f"{device.name}: about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s for one "
             f"sequence, more for a batch (estimated at {TRAINING_SHARE:.0%} of peak FLOP/s in training and "
-            f"{SAMPLING_SHARE:.0%} of memory bandwidth in sampling)"
+            f"{SAMPLING_SHARE:.0%} of memory bandwidth in sampling{_exchanges(step)})"
         )
+
+
+def _exchanges(step: StepTime) -> str:
+    """The shares of a step that exchanges between devices take, if they take any."""
+    parts = {"tensor": step.tensor, "context": step.context, "gradients": step.gradients}
+    shares = [f"{name} {seconds / step.total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * step.total]
+    if step.base > step.total - step.gradients - 1e-9:
+        shares.append("gathered layers take longer than all computation")
+    return f"; exchanges at {LINK_SHARE:.0%} of the links: {', '.join(shares)}" if shares else ""
 
 
 LARGEST_SIDE, MEASURED_ROWS, MOST_WEIGHTS = 2048, 256, 16

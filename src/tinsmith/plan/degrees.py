@@ -274,6 +274,8 @@ def _worded(plan: Plan, *, chosen: bool) -> Plan:
     words = [*_reasons(plan), *([] if plan.fits else _what_would_help(plan))]
     if plan.fits:
         words.append(f"It fits: {MODES[plan.mode]}.")
+    if plan.fits and plan.degrees.devices > DEVICES_OF_A_MACHINE:
+        words.append(f"An engine's ranks run on one machine, so this needs one with {plan.degrees.devices} devices.")
     if not chosen:
         best = choose(plan.model, plan.wanted).degrees
         if best != plan.degrees:

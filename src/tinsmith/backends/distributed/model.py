@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -128,6 +128,33 @@ class ShardedBase(BaseModel):
             # or none.
             self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
         return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
+
+    def _through_modules(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        hidden_TD = super()._through_modules(tokens_T, positions_T, plan, routing, images)
+        if not torch.is_grad_enabled():
+            self._forget_forward()
+        return hidden_TD
+
+    def _forget_forward(self) -> None:
+        """FSDP records the layers of each forward until a backward, which gathers them in reverse. Records of forwards
+        without one would grow with every sampled token, and make the next backward gather layers in vain.
+        """
+        for module in self._decoder.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                state._comm_ctx.post_forward_order.clear()
+                # A torch before 2.12 has one group for each module.
+                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+                for group in groups:
+                    if group is not None:
+                        group._post_forward_indices.clear()
 
     def idle(self, *, train: bool) -> None:
         """Take part in the collectives of a forward, and backward, without rows."""

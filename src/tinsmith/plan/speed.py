@@ -1,0 +1,178 @@
+"""How long a training step takes on given devices: operations, and what the devices send each other, by arithmetic.
+
+The traffic is that of `backends.distributed`; `tests/cluster/test_ranks.py` compares it with the bytes given to the
+collectives. Families whose fused linears are gathered within a layer (Phi-3) exchange more than is counted. Times come
+from data sheets and assumed shares of them; attention and adapters are not counted. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tinsmith.plan import memory
+from tinsmith.plan.architecture import Architecture
+from tinsmith.plan.degrees import DEVICES_OF_A_MACHINE, Degrees, Plan, Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device from its vendor's data sheet: dense bfloat16 TFLOP/s, GB/s of its memory, bytes of memory, and GB/s in
+    each direction to devices of its machine (`link`) and of other machines, with a network card each (`network`).
+    """
+
+    name: str
+    tflops: float
+    gigabytes_s: float
+    memory_bytes: int
+    link: float
+    network: float
+
+
+DEVICES = (
+    Device("H200", 989, 4800, 141 * 10**9, 450, 50),
+    Device("H100 SXM", 989, 3350, 80 * 10**9, 450, 50),
+    Device("A100 80 GB", 312, 2039, 80 * 10**9, 300, 25),
+    Device("L40S", 362, 864, 48 * 10**9, 32, 12.5),
+    Device("A100 40 GB", 312, 1555, 40 * 10**9, 300, 25),
+    Device("RTX 4090", 165, 1008, 24 * 10**9, 32, 12.5),
+    Device("L4", 121, 300, 24 * 10**9, 32, 12.5),
+)
+TRAINING_SHARE, SAMPLING_SHARE, LINK_SHARE = 0.4, 0.6, 0.7
+"""Assumed shares of the peak: of arithmetic in training, of memory bandwidth in sampling, of a link."""
+
+OPERATIONS = 6
+"""For each token and active number in a step that recomputes activations: two forwards, and the backward pass through
+the frozen base without the gradients of its weights.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A device's part of a step: `rows`, all of them scored, in `micro_batches`. Its tensor group has the same rows."""
+
+    rows: int
+    micro_batches: int = 1
+    recompute: bool = True
+
+
+class Traffic(NamedTuple):
+    """Bytes that a device sends in a step, with collectives in a ring: `tensor` and `logits` within its tensor group,
+    `context` within its context group, `base` gathers layers over data and context ranks, and `gradients` sums those of
+    adapters over all devices.
+    """
+
+    tensor: float = 0.0
+    logits: float = 0.0
+    context: float = 0.0
+    base: float = 0.0
+    gradients: float = 0.0
+
+
+def gathered(num_bytes: float, ranks: int) -> float:
+    """Bytes that a rank sends in an all-gather with this result, or an all-to-all of so much from each rank."""
+    return num_bytes * (ranks - 1) / ranks
+
+
+def summed(num_bytes: float, ranks: int) -> float:
+    """The same for an all-reduce of a tensor."""
+    return 2 * gathered(num_bytes, ranks)
+
+
+def traffic(model: Architecture, wanted: Wanted, degrees: Degrees, work: Work) -> Traffic:
+    """What a device sends in a training step of every adapter."""
+    rows_all = work.rows * degrees.groups
+    logprobs = summed(4 * rows_all, degrees.groups)
+    gradients = 4 * wanted.models * memory.adapter_numbers(model, wanted.rank)
+    return Traffic(
+        tensor=_tensor(model, wanted, degrees, work),
+        logits=_logits(model, wanted, degrees, work),
+        context=_context(model, wanted, degrees, work),
+        base=_base(model, wanted, degrees, work),
+        gradients=summed(gradients, degrees.devices) + logprobs,
+    )
+
+
+def _tensor(model: Architecture, wanted: Wanted, degrees: Degrees, work: Work) -> float:
+    """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
+    number_bytes = memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4  # a CPU sums in float32
+    outputs = sum(linear.layers * linear.outputs for linear in model.linears if linear.along == "inputs")
+    readers = {(one.name.rpartition(".")[0], one.layers) for one in model.linears if one.along == "outputs"}
+    inputs = sum(layers for _, layers in readers) * model.hidden
+    if not degrees.shard_base:
+        inputs -= model.hidden  # the embeddings require no gradient
+    return summed(number_bytes * work.rows * (outputs * (1 + work.recompute) + inputs), degrees.tensor)
+
+
+def _logits(model: Architecture, wanted: Wanted, degrees: Degrees, work: Work) -> float:
+    """float32 logits, gathered where the degree divides the vocabulary, and the sum of the hidden states' gradient."""
+    if model.vocab % degrees.tensor:
+        return 0.0
+    number_bytes = memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4
+    states = summed(number_bytes * work.rows * model.hidden, degrees.tensor)
+    return gathered(4 * work.rows * model.vocab, degrees.tensor) + states
+
+
+def _context(model: Architecture, wanted: Wanted, degrees: Degrees, work: Work) -> float:
+    """Queries, keys and values to the ranks of their heads and results back, and the same in backward."""
+    ranks, tensor = degrees.context, degrees.tensor
+    heads, keys = model.heads // tensor, max(model.key_heads // tensor, 1)
+    keys = heads if heads % ranks else math.lcm(keys, ranks)
+    heads, keys = (-(-number // ranks) * ranks for number in (heads, keys))
+    numbers = heads * (model.key_dim + model.value_dim) + keys * (model.key_dim + model.value_dim)
+    exchanged = memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.attending * numbers * (2 + work.recompute)
+    return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
+
+
+def _base(model: Architecture, wanted: Wanted, degrees: Degrees, work: Work) -> float:
+    """Each layer, gathered for the forward and for the backward of every micro-batch."""
+    if not degrees.shard_base:
+        return 0.0
+    split = sum(linear.numbers for linear in model.linears if linear.along)
+    numbers = split / degrees.tensor + sum(linear.numbers for linear in model.linears if not linear.along)
+    numbers += model.other_numbers
+    return 2 * work.micro_batches * gathered(memory.NUMBER_BYTES[wanted.dtype] * numbers, degrees.groups)
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by what takes them; layers are gathered while others are computed."""
+
+    compute: float
+    tensor: float
+    context: float
+    base: float
+    gradients: float
+
+    @property
+    def total(self) -> float:
+        return max(self.compute + self.tensor + self.context, self.base) + self.gradients
+
+
+def step_time(plan: Plan, device: Device, work: Work) -> StepTime:
+    """An estimate for devices of this kind."""
+    degrees = plan.degrees
+    sent = traffic(plan.model, plan.wanted, degrees, work)
+    operations = OPERATIONS * plan.model.num_active * work.rows / degrees.tensor
+    return StepTime(
+        compute=operations / (TRAINING_SHARE * device.tflops * 1e12),
+        tensor=_seconds(sent.tensor + sent.logits, device, degrees.tensor),
+        context=_seconds(sent.context, device, degrees.context * degrees.tensor),
+        base=_seconds(sent.base, device, degrees.devices),
+        gradients=_seconds(sent.gradients, device, degrees.devices),
+    )
+
+
+def token_s(plan: Plan, device: Device) -> float:
+    """Seconds of one sampled token: all active weights are read, and a sharded base is gathered."""
+    model, wanted, degrees = plan.model, plan.wanted, plan.degrees
+    number_bytes = memory.QUANTISED_BYTES.get(wanted.quantize, memory.NUMBER_BYTES[wanted.dtype])
+    read = model.num_active * number_bytes / degrees.tensor / (SAMPLING_SHARE * device.gigabytes_s * 1e9)
+    base = _base(model, wanted, degrees, Work(1)) / 2  # only for a forward
+    return max(read, _seconds(base, device, degrees.devices))
+
+
+def _seconds(num_bytes: float, device: Device, span: int) -> float:
+    """`span`: among how many neighbouring devices the ranks are."""
+    speed = device.link if span <= DEVICES_OF_A_MACHINE else device.network
+    return num_bytes / (LINK_SHARE * speed * 1e9)
