@@ -91,7 +91,7 @@ def agree_on(one: Either, many: Either, passes: Sequence[Pass]) -> None:
         assert isinstance(theirs, PassResult) and isinstance(ours, PassResult), (theirs, ours)
         for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
             assert found.shape == expected.shape and found.dtype == expected.dtype
-        assert np.abs(found - expected).max() < TOLERANCE, passes[number].loss_fn
+            assert np.abs(found - expected).max() < TOLERANCE, passes[number].loss_fn
         for expected, found in zip(theirs.elementwise_loss, ours.elementwise_loss, strict=True):
             assert found.shape == expected.shape and np.abs(found - expected).max() < 10 * TOLERANCE
         assert theirs.metrics.keys() == ours.metrics.keys()
