@@ -98,7 +98,7 @@ EXCHANGES = """
 
 GB that a device sends in a step of 8,192 tokens for each tensor group, and the step's time on H100s, with 450 GB/s
 within a machine of 8 and 50 GB/s between machines, each used to 70 %. With data parallelism alone only gradients are
-exchanged: 2 % of a step of Llama-3.1-8B on 8 to 512 devices. The ranks of an engine run on one machine so far, so the
+exchanged: at most 2 % of a step of Llama-3.1-8B. The ranks of an engine run on one machine so far, so the
 lines with more than 8 devices are arithmetic; engines on different machines exchange nothing.
 
 | model | devices | plan | sums | logits | layers | gradients | seconds | exchanges |
