@@ -21,6 +21,7 @@ import yaml
 
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
+from support.manifests import documents, image, merged
 from tinsmith.settings import PREFIX, Settings
 
 DEPLOY = ROOT / "deploy"
@@ -81,10 +82,6 @@ RAY_CLUSTER: dict[str, Any] = {
     "$defs": {"params": {"type": "object", "additionalProperties": {"type": "string"}}},
 }
 """What of KubeRay's RayCluster is used here; the pods in it are Kubernetes' own."""
-
-
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
 def run(*command: str) -> str:
@@ -189,17 +186,6 @@ def test_a_patch_makes_a_manifest_of_the_one_that_it_patches(name: str) -> None:
     patched = merged(manifest, patch)
     assert isinstance(patched, dict) and patched != manifest
     kubernetes_validate.validate(patched, KUBERNETES, strict=True)
-
-
-def merged(value: object, patch: object) -> object:
-    """As Kustomize does it, as far as it is used here: lists of containers go by their names."""
-    if isinstance(value, dict) and isinstance(patch, dict):
-        return {key: merged(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
-    if isinstance(value, list) and isinstance(patch, list):
-        by_name = {each["name"]: each for each in patch}
-        assert by_name.keys() <= {each["name"] for each in value}
-        return [merged(each, by_name.get(each["name"], {})) for each in value]
-    return value if patch is None else patch
 
 
 def test_the_pods_meet_the_restricted_standard() -> None:

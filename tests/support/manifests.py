@@ -133,3 +133,13 @@ def pods_of_compose(path: Path, env: Mapping[str, str], health: Mapping[str, Any
         volumes = [{"name": volume_name, "emptyDir": {}}]
         found[name] = {"containers": [container], "terminationGracePeriodSeconds": grace, "volumes": volumes}
     return found
+
+
+def pod_of(workload: Object) -> Object:
+    """A pod as the controller of a workload makes it, without the volumes that it claims."""
+    template, name = workload["spec"]["template"], workload["metadata"]["name"]
+    metadata = {**template.get("metadata", {}), "generateName": f"{name}-", "namespace": workload["metadata"]["namespace"]}
+    claimed = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())]
+    volumes = [{"name": each, "persistentVolumeClaim": {"claimName": f"{each}-{name}-0"}} for each in claimed]
+    spec = {**template["spec"], "volumes": [*template["spec"].get("volumes", ()), *volumes]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
