@@ -4,6 +4,7 @@ S3 API between them. `support.kubelet` says what of a cluster is there and what 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import tinker
 from tinker import types
@@ -21,7 +23,7 @@ from tinker import types
 from support.buckets import Bucket, bucket
 from support.databases import POSTGRES, bare_url
 from support.kubelet import Cluster, Pod, running
-from support.manifests import Object, documents, image, rendered
+from support.manifests import Object, documents, image, rendered, workloads_of_compose
 from tinsmith import batch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -31,7 +33,7 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 DATUM = types.Datum(
     model_input=types.ModelInput.from_ints([1, 2, 3, 4]),
-    loss_fn_inputs={"target_tokens": [2, 3, 4, 5], "weights": [1.0, 1.0, 1.0, 1.0]},
+    loss_fn_inputs={"target_tokens": np.array([2, 3, 4, 5]), "weights": np.ones(4, np.float32)},
 )
 METRICS_TOKEN = "metrics-token"
 
@@ -94,10 +96,10 @@ def service(cluster: Cluster, key: str) -> Iterator[tinker.ServiceClient]:
         yield made
 
 
-def metric(pod: Pod, port: str, name: str) -> float:
+def metric(pod: Pod, port: str, name: str, kind: str) -> float:
     url = f"http://{pod.address}:{pod.port(port)}/metrics"
     text = httpx.get(url, headers={"Authorization": f"Bearer {METRICS_TOKEN}"}).raise_for_status().text
-    return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.M))
+    return sum(float(value) for value in re.findall(rf'^{name}\{{.*kind="{kind}".*\}} (\S+)$', text, re.M))
 
 
 def test_the_sdk_trains_and_samples_through_the_service(cluster: Cluster, service: tinker.ServiceClient) -> None:
@@ -114,7 +116,9 @@ def test_the_sdk_trains_and_samples_through_the_service(cluster: Cluster, servic
     assert [len(sequence.tokens) for sequence in sequences] == [6, 6]
     assert len([name for name, taken in cluster.services["tinsmith"].taken.items() if taken]) == 2
     (dedicated,) = cluster.workloads["sampler"].pods
-    assert metric(dedicated, "health", "tinsmith_sampled_tokens_total") >= 12, "the dedicated sampler drew them"
+    assert metric(dedicated, "health", "tinsmith_engine_tokens_total", kind="sampled") >= 12, (
+        "the dedicated sampler drew them"
+    )
 
 
 def slowly(row: dict, mark: str) -> dict:
@@ -181,3 +185,43 @@ def test_a_rolling_restart_of_everything_loses_nothing(
     assert job.wait()["status"] == "SUCCEEDED"
     found = [json.loads(line)["loud"] for line in bucket_.get("loud.jsonl").splitlines()]
     assert found == [f"ROW {number}!" for number in range(200)]
+
+
+def test_the_services_of_compose_train_and_go_on_after_a_restart(tmp_path: Path, bucket_: Bucket) -> None:
+    built = image(DEPLOY / "container/Dockerfile.cpu")
+    given = dict(
+        line.split("=", 1) for line in (DEPLOY / "compose/env.example").read_text().splitlines() if "=" in line
+    )
+    given |= {
+        "POSTGRES_PASSWORD": "word",
+        "STORE_PASSWORD": "password",
+        "TINSMITH_SIGNING_SECRET": "0123456789abcdef" * 2,
+    }
+    hosts = {
+        "postgresql://tinsmith:word@database/tinsmith": bare_url(tmp_path, POSTGRES),
+        "http://store:9000": bucket_.client.meta.endpoint_url,
+    }
+    bucket_.client.create_bucket(Bucket="tinsmith")  # as the service `bucket` does
+    workloads = workloads_of_compose(DEPLOY / "compose/compose.yaml", given, built.health)
+    (server,) = (each for each in workloads if each["metadata"]["name"] == "server")
+    first = copy.deepcopy(server) | {"kind": "Job", "metadata": {"name": "run"}}
+    pod = first["spec"]["template"]["spec"]
+    pod["restartPolicy"] = "Never"
+    pod["containers"][0]["args"] = ["keys", "create", "me", "--name", "first"]
+    published = {"selector": {"service": "server"}, "ports": [{"name": "http", "port": 8000, "targetPort": 8000}]}
+    with running(tmp_path, built, hosts=hosts) as cluster:
+        (key,) = re.findall(r"^tml-\S+$", cluster.job([first]).log, re.M)
+        cluster.apply([*workloads, {"kind": "Service", "metadata": {"name": "server"}, "spec": published}])
+        before = cluster.pods()
+        cluster.await_ready(*cluster.workloads)
+        with tinker.ServiceClient(base_url=cluster.services["server"].url, api_key=key) as service:
+            model = service.create_lora_training_client(NANO, rank=4).result()
+            assert model.optim_step(ADAM).result().metrics["step"] == 1
+            for name in cluster.workloads:
+                cluster.restart(name)
+            assert model.optim_step(ADAM).result().metrics["step"] == 2
+            sampler = model.save_weights_and_get_sampling_client().result()
+            params = types.SamplingParams(max_tokens=4, stop=[])
+            assert len(sampler.sample(PROMPT, 1, params).result().sequences) == 1
+        for pod in before:
+            assert pod.exits == [0] and not pod.killed, f"{pod.name} {pod.exits}\n{pod.log[-2000:]}"

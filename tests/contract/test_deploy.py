@@ -17,7 +17,6 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
@@ -110,6 +109,19 @@ def test_a_container_holds_what_it_copies_and_runs_as_nobody_special(kind: str) 
     assert set(named.split(",")) <= set(extras)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_container_starts_commands_that_it_holds_on_bases_of_one_version(kind: str) -> None:
+    path = DEPLOY / f"container/Dockerfile.{kind}"
+    found = image(path)
+    assert found.entrypoint[0] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    ((source, name),) = re.findall(r"^COPY --chmod=0755 (\S+) /usr/local/bin/(\S+)$", path.read_text(), re.M)
+    assert found.health["exec"]["command"] == [name] and found.env["PATH"] == "/opt/tinsmith/bin:$PATH"
+    assert (ROOT / source).read_text().startswith("#!/opt/tinsmith/bin/python\n")
+    assert {found.home, found.env["HF_HOME"].rpartition("/")[0]} == {found.volume}
+    for base in re.findall(r"^FROM (\S+)", path.read_text(), re.M):
+        assert re.search(r":\d+\.\d+", base), base
+
+
 def test_the_health_check_says_whether_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -197,6 +209,7 @@ def test_the_pods_meet_the_restricted_standard() -> None:
     ]
     assert len(pods) == 5
     for name, pod in pods:
+        assert pod["enableServiceLinks"] is False, "variables of a Service are no settings"
         context = pod["securityContext"]
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}, name
         for container in pod["containers"]:
@@ -208,6 +221,7 @@ def test_the_ray_cluster_is_one() -> None:
     (document,) = documents(DEPLOY / "kuberay/raycluster.yaml")
     jsonschema.validate(document, RAY_CLUSTER)
     for group in (document["spec"]["headGroupSpec"], *document["spec"]["workerGroupSpecs"]):
+        assert group["template"]["spec"]["enableServiceLinks"] is False
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
         kubernetes_validate.validate(template, KUBERNETES, strict=True)
 

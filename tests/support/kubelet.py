@@ -23,7 +23,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from support.balancer import pump
 from support.manifests import Image, Object
@@ -67,7 +66,9 @@ class _Probe:
 class Pod:
     """One container with its volumes. `ready` is what the Service goes by."""
 
-    def __init__(self, cluster: Cluster, name: str, labels: Mapping[str, str], spec: Object, claims: Path | None) -> None:
+    def __init__(
+        self, cluster: Cluster, name: str, labels: Mapping[str, str], spec: Object, claims: Path | None
+    ) -> None:
         assert set(spec) <= POD, set(spec) - POD
         (self.container,) = spec["containers"]
         assert set(self.container) <= CONTAINER, set(self.container) - CONTAINER
@@ -152,7 +153,7 @@ class Pod:
     def _command(self, words: Sequence[str]) -> list[str]:
         if words[0] == "tinsmith":  # this source tree's, whatever is installed
             return [sys.executable, "-m", "tinsmith.cli", *words[1:]]
-        if words[0] == "alive":
+        if words == ["alive"]:
             return [sys.executable, str(ROOT / "deploy/container/alive")]
         return list(words)
 
@@ -301,7 +302,11 @@ class Cluster:
     process that no manifest has."""
 
     def __init__(
-        self, directory: Path, image: Image, hosts: Mapping[str, str] | None = None, extra: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        image: Image,
+        hosts: Mapping[str, str] | None = None,
+        extra: Mapping[str, str] | None = None,
     ) -> None:
         self.directory, self.image, self.hosts = directory, image, hosts or {}
         self.extra = {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1", **(extra or {})}
@@ -329,7 +334,9 @@ class Cluster:
                 prefix = name.upper().replace("-", "_")
                 (port,) = declared["spec"]["ports"]
                 found[f"{prefix}_SERVICE_HOST"] = "10.96.0.10"
-                found[f"{prefix}_SERVICE_PORT"] = found[f"{prefix}_SERVICE_PORT_{port['name'].upper()}"] = str(port["port"])
+                found[f"{prefix}_SERVICE_PORT"] = found[f"{prefix}_SERVICE_PORT_{port['name'].upper()}"] = str(
+                    port["port"]
+                )
                 link = f"{prefix}_PORT_{port['port']}_TCP"
                 found[f"{prefix}_PORT"] = found[link] = f"tcp://10.96.0.10:{port['port']}"
                 found |= {f"{link}_PROTO": "tcp", f"{link}_PORT": str(port["port"]), f"{link}_ADDR": "10.96.0.10"}
@@ -409,7 +416,9 @@ class Cluster:
                 old.pop(0).delete()
             else:
                 self.wait(lambda: all(pod.ready for pod in fresh), f"{name} rolled out")
-        self.wait(lambda: not any(pod.alive for pod in workload.pods if pod not in workload.current), f"old {name} gone")
+        self.wait(
+            lambda: not any(pod.alive for pod in workload.pods if pod not in workload.current), f"old {name} gone"
+        )
 
     def close(self) -> None:
         pods = [*self.pods(), *self._jobs]
@@ -428,8 +437,10 @@ def _of(bound: int | str, replicas: int, rounded: Callable[[float], int]) -> int
 
 
 @contextlib.contextmanager
-def running(directory: Path, image: Image, **given: Any) -> Iterator[Cluster]:
-    cluster = Cluster(directory, image, **given)
+def running(
+    directory: Path, image: Image, hosts: Mapping[str, str] | None = None, extra: Mapping[str, str] | None = None
+) -> Iterator[Cluster]:
+    cluster = Cluster(directory, image, hosts, extra)
     try:
         yield cluster
     finally:

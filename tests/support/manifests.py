@@ -81,7 +81,8 @@ class Image:
     user: str
     volume: str
     stop_signal: str
-    health: tuple[str, ...]
+    health: Object
+    """Its health check, as a probe."""
 
 
 def image(dockerfile: Path) -> Image:
@@ -89,11 +90,13 @@ def image(dockerfile: Path) -> Image:
     stage = re.split(r"^FROM .*$", text, flags=re.M)[-1]
     said = dict(re.findall(r"^([A-Z]+) (.*)$", stage, re.M))
     env = dict(word.split("=", 1) for word in shlex.split(said["ENV"]))
-    (user, home), = re.findall(r"useradd --uid (\d+) --create-home --home-dir (\S+)", said["RUN"])
+    ((user, home),) = re.findall(r"useradd --uid (\d+) --create-home --home-dir (\S+)", said["RUN"])
     assert user == said["USER"]
-    _, _, check = said["HEALTHCHECK"].partition("CMD ")
-    lists = (tuple(json.loads(text)) for text in (said["ENTRYPOINT"], said["CMD"], check))
-    entrypoint, command, health = lists
+    options, _, check = said["HEALTHCHECK"].partition("CMD ")
+    asked = {name: int(value) for name, value in re.findall(r"--(\S+)=(\d+)", options)}
+    health: Object = {"exec": {"command": json.loads(check)}, "failureThreshold": asked["retries"]}
+    health |= {"periodSeconds": asked["interval"], "timeoutSeconds": asked["timeout"]}
+    entrypoint, command = (tuple(json.loads(said[name])) for name in ("ENTRYPOINT", "CMD"))
     return Image(env, entrypoint, command, home, user, said["VOLUME"], said["STOPSIGNAL"], health)
 
 
@@ -110,10 +113,11 @@ def interpolated(text: str, env: Mapping[str, str]) -> str:
     return re.sub(r"\$\$|\$\{(?P<name>[A-Z_]+)(?:(?P<kind>:[-?])(?P<rest>[^}]*))?\}", value, text)
 
 
-def pods_of_compose(path: Path, env: Mapping[str, str], health: Mapping[str, Any]) -> dict[str, Object]:
-    """The templates of pods that do what the services of our image do. `health` is the probe of the image."""
+def workloads_of_compose(path: Path, env: Mapping[str, str], health: Object) -> list[Object]:
+    """Workloads that do what the services of our image do. Their volumes outlive containers, as those of a StatefulSet
+    do. `health` is the probe of the image."""
     (compose,) = documents(path)
-    found: dict[str, Object] = {}
+    found: list[Object] = []
     for name, service in compose["services"].items():
         image = interpolated(service["image"], env)
         if not image.startswith("tinsmith:"):
@@ -121,24 +125,31 @@ def pods_of_compose(path: Path, env: Mapping[str, str], health: Mapping[str, Any
         assert set(service) <= SERVICE, service
         (volume,) = service["volumes"]
         volume_name, _, mount = volume.partition(":")
+        given = {key: interpolated(str(value), env) for key, value in service["environment"].items()}
         container = {
             "name": name,
             "image": image,
             "args": service["command"],
-            "env": [{"name": key, "value": interpolated(str(each), env)} for key, each in service["environment"].items()],
+            "env": [{"name": key, "value": value} for key, value in given.items()],
             "readinessProbe": health,
             "volumeMounts": [{"name": volume_name, "mountPath": mount}],
         }
-        grace = int(service["stop_grace_period"].removesuffix("s"))
-        volumes = [{"name": volume_name, "emptyDir": {}}]
-        found[name] = {"containers": [container], "terminationGracePeriodSeconds": grace, "volumes": volumes}
+        grace_s = int(service["stop_grace_period"].removesuffix("s"))
+        pod = {"containers": [container], "terminationGracePeriodSeconds": grace_s, "enableServiceLinks": False}
+        template = {"metadata": {"labels": {"service": name}}, "spec": pod}
+        spec = {"replicas": 1, "template": template, "volumeClaimTemplates": [{"metadata": {"name": volume_name}}]}
+        found.append({"kind": "StatefulSet", "metadata": {"name": name}, "spec": spec})
     return found
 
 
 def pod_of(workload: Object) -> Object:
     """A pod as the controller of a workload makes it, without the volumes that it claims."""
     template, name = workload["spec"]["template"], workload["metadata"]["name"]
-    metadata = {**template.get("metadata", {}), "generateName": f"{name}-", "namespace": workload["metadata"]["namespace"]}
+    metadata = {
+        **template.get("metadata", {}),
+        "generateName": f"{name}-",
+        "namespace": workload["metadata"]["namespace"],
+    }
     claimed = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())]
     volumes = [{"name": each, "persistentVolumeClaim": {"claimName": f"{each}-{name}-0"}} for each in claimed]
     spec = {**template["spec"], "volumes": [*template["spec"].get("volumes", ()), *volumes]}

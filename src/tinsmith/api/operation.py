@@ -118,8 +118,8 @@ class Services:
     """The services that routes use.
 
     `queue_state` returns why a base model's queue is not moving, `cannot_start` why it will never move, `failing` why
-    a process is failing (or ""), and `loading` which of its engines are not ready (or ""). `reads_wait` is True for a remote database, which must not be read on the event
-    loop.
+    a process is failing (or ""), and `loading` which of its engines are not ready (or ""). `reads_wait` is True for a
+    remote database, which must not be read on the event loop.
     """
 
     settings: Settings
