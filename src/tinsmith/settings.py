@@ -289,6 +289,9 @@ class Settings(BaseSettings):
     batch_pools: tuple[str, ...] = ()
     """Further worker pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
+    batch_job: int = Field(default=0, ge=0)
+    """Run only this bulk job, and end with it: set on the machines of managed pools."""
+
     ray_address: str = ""
     """`HOST:PORT` of the Ray cluster for the pool `ray` and pools with `infra: ray`. Needs `tinsmith[ray]`."""
 
