@@ -70,8 +70,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bucket_: Bucket) -> Iterat
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
-    endpoint = {"AWS_ENDPOINT_URL": bucket_.client.meta.endpoint_url, "AWS_ALLOW_HTTP": "true"}
-    with running(directory, image(DEPLOY / "container/Dockerfile.cpu"), extra=endpoint) as made:
+    added = {"AWS_ENDPOINT_URL": bucket_.client.meta.endpoint_url, "TINSMITH_BATCH_TENANTS": '["research"]'}
+    with running(directory, image(DEPLOY / "container/Dockerfile.cpu"), extra=added) as made:
         made.apply(filled_in(documents(KUBERNETES / "base/secret.example.yaml"), values))
         made.apply(filled_in(rendered(KUBERNETES / "base"), values))
         yield made

@@ -28,7 +28,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings
 
 PATIENCE_S = 150.0
-POOL = "pool: {workers: 1, managed: true}\nresources: {infra: aws/us-east-1}\nworkdir: /src\n"
+POOL = "pool: {workers: 1, managed: true}\nresources: {infra: aws/us-east-1, use_spot: true}\nworkdir: /src\n"
 SECRET = "0123456789abcdef0123456789abcdef"
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
@@ -115,7 +115,10 @@ def test_a_job_has_a_machine_that_ends_with_it(place: Place) -> None:
     place.run(steps)
     (record,) = place.sky.jobs.records
     assert record.status.value == "SUCCEEDED" and len(record.machines) == 1
-    assert record.task.config["workdir"] == "/src" and record.task.config["resources"] == {"infra": "aws/us-east-1"}
+    assert record.task.config["workdir"] == "/src" and record.task.config["resources"] == {
+        "infra": "aws/us-east-1",
+        "use_spot": True,
+    }
     assert SECRET not in json.dumps(record.task.config)
     assert len(place.held.get("out.jsonl").splitlines()) == 4
 
@@ -198,6 +201,8 @@ def test_a_managed_pool_needs_skypilots_infra_and_a_source(place: Place, monkeyp
         pool_from("p", given)
     with pytest.raises(UserError, match="needs workdir"):
         pool_from("p", given | {"resources": {"infra": "aws"}})
+    with pytest.raises(UserError, match="use_spot is True"):
+        pool_from("p", {"pool": {"workers": 1}, "resources": {"use_spot": True}})
     monkeypatch.setitem(sys.modules, "sky", None)
     with pytest.raises(SettingsError, match="pip install skypilot"):
         Coordinator(place.settings, place.jobs, "server")

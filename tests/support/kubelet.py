@@ -119,7 +119,11 @@ class Pod:
         for path, directory in self.paths.items():
             if text == path or text.startswith(path + "/"):
                 return str(directory) + text.removeprefix(path)
-        return self.address if text == "0.0.0.0" else self._cluster.hosts.get(text, text)
+        if text == "0.0.0.0":
+            # In a spelling with three numbers a server does not take it for loopback, where it would need no keys.
+            first, second, third, fourth = self.address.split(".")
+            return f"{first}.{second}.{int(third) * 256 + int(fourth)}"
+        return self._cluster.hosts.get(text, text)
 
     def environment(self) -> dict[str, str]:
         image = self._cluster.image

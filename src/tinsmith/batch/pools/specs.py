@@ -166,7 +166,10 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
             f"resources.infra is {spec.infra!r}; SkyPilot's are such as aws/us-east-1 or kubernetes/CONTEXT"
         )
     resources = {key: value for key, value in data["resources"].items() if key != "infra"}
-    there = {"pool": {"workers": spec.workers}, "resources": {k: v for k, v in resources.items() if k != "cpus"}}
+    there = {
+        "pool": {"workers": spec.workers},
+        "resources": {k: v for k, v in resources.items() if k == "accelerators"},
+    }
     own = {"DATA_DIR": "~/tinsmith", "BATCH_WORKERS": "0", "BATCH_POOLS": json.dumps([f"{spec.name}=~/pool.yaml"])}
     install = "python3 -m venv ~/venv\n~/venv/bin/pip install --constraint constraints.txt '.[batch,postgres]'\n"
     serve = "exec ~/venv/bin/tinsmith serve --role batch-worker\n"
@@ -198,14 +201,16 @@ def pool_from(name: str, data: object) -> PoolSpec:
     if unknown := sorted(set(pool) - POOL_KEYS):
         raise UserError(f"pool has {unknown}, which is not supported; it has {sorted(POOL_KEYS)}")
     resources = data.get("resources") or {}
-    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus"}:
-        raise UserError(f"resources is {resources!r}; it has accelerators, infra and cpus")
+    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus", "use_spot"}:
+        raise UserError(f"resources is {resources!r}; it has accelerators, infra, cpus and use_spot")
     infra = resources.get("infra", LOCAL)
     if not _is_infra(infra):
         raise UserError(
             f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
             "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"
         )
+    if "use_spot" in resources and (infra in INFRA or not isinstance(resources["use_spot"], bool)):
+        raise UserError(f"resources.use_spot is {resources['use_spot']!r}; it is true or false, with SkyPilot's infra")
     cpus = resources.get("cpus", 1.0)
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
         raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
