@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -80,6 +81,7 @@ class Pod:
         self._deleted = threading.Event()
         self.directory = cluster.directory / "pods" / f"{name}@{self.address}"
         self.directory.mkdir(parents=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="tn-pod-"))  # a socket's path must be short
         self.paths = self._mounts(claims)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -107,7 +109,8 @@ class Pod:
         mounted = {image.volume: "image-volume"}
         mounted |= {each["mountPath"]: each["name"] for each in self.container.get("volumeMounts", ())}
         empty = {each["name"] for each in self.spec.get("volumes", ()) if "emptyDir" in each}
-        found = {}
+        found = {"/tmp": self._temporary}
+        mounted.pop("/tmp", None)
         for path, volume in mounted.items():
             claimed = volume not in empty and volume != "image-volume"
             assert not claimed or claims is not None, f"{self.name}: there is no volume {volume}"
@@ -127,7 +130,7 @@ class Pod:
 
     def environment(self) -> dict[str, str]:
         image = self._cluster.image
-        found = {"HOSTNAME": self.name, "HOME": image.home, "TMPDIR": str(self.directory), **image.env}
+        found = {"HOSTNAME": self.name, "HOME": image.home, "TMPDIR": "/tmp", **image.env}
         if self.spec.get("enableServiceLinks", True):
             found |= self._cluster.service_links()
         for source in self.container.get("envFrom", ()):
@@ -140,8 +143,6 @@ class Pod:
             else:
                 assert each["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}, each
                 found[each["name"]] = self.address
-        if "/tmp" in self.paths:
-            found["TMPDIR"] = "/tmp"
         found = {name: self._here(value) for name, value in found.items()}
         return found | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **self._cluster.extra}
 
@@ -173,7 +174,7 @@ class Pod:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 self.exits.append(process.wait())
-            if policy == "Never" or (policy == "OnFailure" and self.exits[-1] == 0):
+            if self._deleted.is_set() or policy == "Never" or (policy == "OnFailure" and self.exits[-1] == 0):
                 return
             self._deleted.wait(pause)
             pause = min(2 * pause, 300.0)
@@ -425,11 +426,12 @@ class Cluster:
         )
 
     def close(self) -> None:
-        pods = [*self.pods(), *self._jobs]
+        pods = [*(pod for workload in self.workloads.values() for pod in workload.pods), *self._jobs]
         for pod in pods:
             pod.delete()
         for pod in pods:
             pod.join()
+            shutil.rmtree(pod.paths["/tmp"], ignore_errors=True)
         for service in self.services.values():
             service.close()
         shutil.rmtree(self.directory / "pods", ignore_errors=True)
