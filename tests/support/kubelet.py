@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import shutil
@@ -40,6 +41,7 @@ POD = {"serviceAccountName", "automountServiceAccountToken", "enableServiceLinks
 POD |= {"securityContext", "containers", "volumes", "restartPolicy"}
 CONTAINER = {"name", "image", "args", "envFrom", "env", "ports", "resources", "securityContext", "volumeMounts"}
 CONTAINER |= {"startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
+ADDRESSES = itertools.count(1)
 KINDS = {"Namespace", "ServiceAccount", "ConfigMap", "Secret", "Service", "PodDisruptionBudget"}
 
 
@@ -319,11 +321,9 @@ class Cluster:
         self.services: dict[str, Service] = {}
         self._objects: dict[tuple[str, str], Object] = {}
         self._jobs: list[Pod] = []
-        self._addresses = 0
 
     def new_address(self) -> str:
-        self._addresses += 1
-        return f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}.{self._addresses}"
+        return f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}.{next(ADDRESSES)}"
 
     def object(self, kind: str, name: str) -> Object:
         return self._objects[kind, name]
