@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import time
 import uuid
@@ -57,10 +58,9 @@ class SkyPilot:
 
     def __init__(self) -> None:
         try:
-            import sky
+            self._sky = importlib.import_module("sky")
         except ImportError:
             raise SettingsError("a managed pool needs SkyPilot; pip install skypilot where the server runs") from None
-        self._sky = sky
 
     def managed_jobs(self, prefix: str) -> list[ManagedJob]:
         """Those whose names begin with a prefix, oldest first."""
