@@ -291,11 +291,12 @@ class Service:
                 if not (endpoints := self._endpoints()):
                     client.close()
                     continue
-                pod = min(endpoints, key=lambda pod: self.taken.get(pod.name, 0))
+                pod = endpoints[sum(self.taken.values()) % len(endpoints)]
                 try:
                     server = socket.create_connection((pod.address, pod.port(self.port["targetPort"])), timeout=5)
                 except OSError as error:
                     self.refused.append(f"{pod.name}: {error}")
+                    self.taken[pod.name] = self.taken.get(pod.name, 0) + 1
                     client.close()
                     continue
                 server.settimeout(None)
