@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,7 +85,7 @@ class Settings(BaseSettings):
     `all` does everything."""
 
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of `/healthz` and `/metrics` in roles that serve no clients."""
+    """Port of `/healthz`, `/readyz` (engines are ready) and `/metrics` in roles that serve no clients."""
 
     engines: int = Field(default=1, ge=0, le=64)
     """Engines for each base model, in the roles `all` and `engine`."""
@@ -288,6 +289,9 @@ class Settings(BaseSettings):
     batch_pools: tuple[str, ...] = ()
     """Further worker pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
+    batch_job: int = Field(default=0, ge=0)
+    """Run only this bulk job, and end with it: set on the machines of managed pools."""
+
     ray_address: str = ""
     """`HOST:PORT` of the Ray cluster for the pool `ray` and pools with `infra: ray`. Needs `tinsmith[ray]`."""
 
@@ -400,6 +404,11 @@ def load(given: dict[str, object]) -> Settings:
     found = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in found:
         if name not in known:
+            if re.search(r"(^|_)(PORT_\d+_|SERVICE_(HOST|PORT))", name):
+                raise SettingsError(
+                    f"the environment sets {PREFIX}{name}, as Kubernetes does for a Service of the name tinsmith; set "
+                    "enableServiceLinks: false in the pod"
+                )
             near = difflib.get_close_matches(name, known)
             choices = ", ".join(PREFIX + each for each in near or known)
             label = "did you mean" if near else "known settings"

@@ -17,10 +17,10 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
+from support.manifests import documents, image, merged
 from tinsmith.settings import PREFIX, Settings
 
 DEPLOY = ROOT / "deploy"
@@ -83,10 +83,6 @@ RAY_CLUSTER: dict[str, Any] = {
 """What of KubeRay's RayCluster is used here; the pods in it are Kubernetes' own."""
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
 def run(*command: str) -> str:
     """Run a tool that prints nothing on success."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -111,6 +107,19 @@ def test_a_container_holds_what_it_copies_and_runs_as_nobody_special(kind: str) 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (named,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
     assert set(named.split(",")) <= set(extras)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_container_starts_commands_that_it_holds_on_bases_of_one_version(kind: str) -> None:
+    path = DEPLOY / f"container/Dockerfile.{kind}"
+    found = image(path)
+    assert found.entrypoint[0] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    ((source, name),) = re.findall(r"^COPY --chmod=0755 (\S+) /usr/local/bin/(\S+)$", path.read_text(), re.M)
+    assert found.health["exec"]["command"] == [name] and found.env["PATH"] == "/opt/tinsmith/bin:$PATH"
+    assert (ROOT / source).read_text().startswith("#!/opt/tinsmith/bin/python\n")
+    assert {found.home, found.env["HF_HOME"].rpartition("/")[0]} == {found.volume}
+    for base in re.findall(r"^FROM (\S+)", path.read_text(), re.M):
+        assert re.search(r":\d+\.\d+", base), base
 
 
 def test_the_health_check_says_whether_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,17 +200,6 @@ def test_a_patch_makes_a_manifest_of_the_one_that_it_patches(name: str) -> None:
     kubernetes_validate.validate(patched, KUBERNETES, strict=True)
 
 
-def merged(value: object, patch: object) -> object:
-    """As Kustomize does it, as far as it is used here: lists of containers go by their names."""
-    if isinstance(value, dict) and isinstance(patch, dict):
-        return {key: merged(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
-    if isinstance(value, list) and isinstance(patch, list):
-        by_name = {each["name"]: each for each in patch}
-        assert by_name.keys() <= {each["name"] for each in value}
-        return [merged(each, by_name.get(each["name"], {})) for each in value]
-    return value if patch is None else patch
-
-
 def test_the_pods_meet_the_restricted_standard() -> None:
     pods = [
         (path.name, document["spec"]["template"]["spec"])
@@ -211,6 +209,7 @@ def test_the_pods_meet_the_restricted_standard() -> None:
     ]
     assert len(pods) == 5
     for name, pod in pods:
+        assert pod["enableServiceLinks"] is False, "variables of a Service are no settings"
         context = pod["securityContext"]
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}, name
         for container in pod["containers"]:
@@ -222,6 +221,7 @@ def test_the_ray_cluster_is_one() -> None:
     (document,) = documents(DEPLOY / "kuberay/raycluster.yaml")
     jsonschema.validate(document, RAY_CLUSTER)
     for group in (document["spec"]["headGroupSpec"], *document["spec"]["workerGroupSpecs"]):
+        assert group["template"]["spec"]["enableServiceLinks"] is False
         template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
         kubernetes_validate.validate(template, KUBERNETES, strict=True)
 

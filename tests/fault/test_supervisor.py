@@ -305,6 +305,7 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
         await supervisor.stop()
 
     assert supervisor.failing() == ""
+    assert supervisor.loading() == f"{engines.id_of(Seat('local/tiny'))} is starting"
     asyncio.run(run())
     failing = supervisor.failing()
     assert (
@@ -316,6 +317,9 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(pause >= 0.001 * 2**index for index, pause in enumerate(pauses))
     assert engines.take(Seat("local/tiny"), 60)
+    assert supervisor.loading().endswith(" is loading")
+    engines.set_state(Seat("local/tiny"), "ready")
+    assert supervisor.loading() == ""
     engines.set_state(Seat("local/tiny"), "restarting", "it ended with status 1")
     assert engines.queue_state("local/tiny") == (
         "paused_capacity",

@@ -20,7 +20,7 @@ from tinker.types import (
 )
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
-from tinsmith.api.app import API
+from tinsmith.api.app import API, create_probe_app
 from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.api.routes.downloads import DOWNLOAD
 
@@ -85,6 +85,13 @@ def test_health_says_what_is_wrong(harness: Harness, path: str) -> None:
     answer = harness.client.get(path)
     assert answer.status_code == 503
     assert (answer.json()["status"], answer.json()["reason"]) == ("failing", "engine-0 died 3 times in a row")
+
+
+def test_a_process_without_clients_is_ready_once_its_engines_are(harness: Harness) -> None:
+    for loading, failing, status in (("", "", 200), ("engine-0 is loading", "", 503), ("", "engine-0 died", 503)):
+        services = replace(harness.services, loading=lambda why=loading: why, failing=lambda why=failing: why)
+        answer = TestClient(create_probe_app(services)).get("/readyz")
+        assert (answer.status_code, answer.json().get("reason", "")) == (status, loading or failing)
 
 
 def test_the_key_tells_who_is_asking(harness: Harness) -> None:

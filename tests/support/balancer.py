@@ -30,7 +30,7 @@ class Balancer:
                     client.close()
                     continue
                 for source, target in ((client, server), (server, client)):
-                    threading.Thread(target=_pump, args=(source, target), daemon=True).start()
+                    threading.Thread(target=pump, args=(source, target), daemon=True).start()
 
     def _connect(self) -> socket.socket | None:
         for port in itertools.islice(self._ports, self._tries):
@@ -42,7 +42,7 @@ class Balancer:
         return None
 
 
-def _pump(source: socket.socket, target: socket.socket) -> None:
+def pump(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)

@@ -435,7 +435,7 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
         ({"pool": {"workers": True}}, "workers is True"),
         ({"pool": {"workers": 1, "speed": 3}}, "speed"),
         ({"pool": {"workers": 1}, "run": "x"}, "run"),
-        ({"pool": {"workers": 1}, "resources": {"cloud": "aws"}}, "accelerators, infra and cpus"),
+        ({"pool": {"workers": 1}, "resources": {"cloud": "aws"}}, "accelerators, infra, cpus and use_spot"),
         ({"pool": {"workers": 1}, "resources": {"accelerators": "H100:x"}}, "NAME:COUNT"),
     ],
 )

@@ -31,6 +31,15 @@ def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         load({})
 
 
+@pytest.mark.parametrize("name", ["PORT_80_TCP", "PORT_80_TCP_ADDR", "SERVICE_HOST", "SERVICE_PORT_HTTP"])
+def test_the_variables_of_a_kubernetes_service_are_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"TINSMITH_{name}", "10.96.0.10")
+    with pytest.raises(SettingsError, match=f"TINSMITH_{name}, .*set enableServiceLinks: false"):
+        load({})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [

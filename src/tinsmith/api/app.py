@@ -191,6 +191,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     """Build the application of a process that serves no clients: only health probes and metrics."""
     probes = [Route(path, service.healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
+    probes += [Route("/readyz", service.readyz, methods=["GET"])]
     routes = [*probes, Route("/metrics", service.metrics, methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services

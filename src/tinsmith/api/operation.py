@@ -117,9 +117,9 @@ SHORT_BYTES = 64 << 10
 class Services:
     """The services that routes use.
 
-    `queue_state` returns why a base model's queue is not moving, `cannot_start` why it will never move, and `failing`
-    why a process is failing (or ""). `reads_wait` is True for a remote database, which must not be read on the event
-    loop.
+    `queue_state` returns why a base model's queue is not moving, `cannot_start` why it will never move, `failing` why
+    a process is failing (or ""), and `loading` which of its engines are not ready (or ""). `reads_wait` is True for a
+    remote database, which must not be read on the event loop.
     """
 
     settings: Settings
@@ -162,6 +162,7 @@ class Services:
     threads: ThreadPools
     reads_wait: bool = True
     failing: Callable[[], str] = str
+    loading: Callable[[], str] = str
     cannot_start: Callable[[str], str | None] = lambda _base_model: None
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 

@@ -328,14 +328,13 @@ def task(
     """Print the SkyPilot task whose machines run a pool's jobs, for `sky launch`."""
     import yaml
 
+    from tinsmith.batch.pools.managed import task_envs
     from tinsmith.batch.pools.specs import skypilot_task
     from tinsmith.settings import load
 
     name, _, path = pool.partition("=")
     settings = load({})
-    envs = {"MODELS": json.dumps(settings.models)} if settings.models else {}
-    envs |= {"STORAGE_DIR": settings.storage_dir} if settings.has_bucket else {}
-    found = skypilot_task(name, Path(path), machines, envs)
+    found = skypilot_task(name, Path(path), machines, task_envs(settings))
     typer.echo(json.dumps(found) if as_json else yaml.safe_dump(found, sort_keys=False), nl=as_json)
 
 

@@ -121,6 +121,12 @@ class Supervisor:
         ]
         return "; ".join(dying)
 
+    def loading(self) -> str:
+        """The engines of this process that are not ready; empty if all are. Reads the database."""
+        seats = [seat for shape in self._bases for seat in self._seats(shape)]
+        states = {self._engines.id_of(seat): row.state if (row := self._engines.find(seat)) else None for seat in seats}
+        return "; ".join(f"{name} is {state or 'starting'}" for name, state in states.items() if state != "ready")
+
     async def stop(self) -> None:
         """Stop all engines and wait until they have ended."""
         self._stopping.set()

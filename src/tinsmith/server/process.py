@@ -244,7 +244,9 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
-    services = replace(services, failing=supervisor.failing, cannot_start=engines.cannot_start)
+    services = replace(
+        services, failing=supervisor.failing, loading=supervisor.loading, cannot_start=engines.cannot_start
+    )
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():

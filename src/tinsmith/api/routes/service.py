@@ -12,6 +12,7 @@ Operators list, locate and change samplers; `tinsmith samplers` does the same in
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 from collections import Counter
@@ -58,6 +59,14 @@ async def healthz(request: Request) -> Response:
     services: Services = request.app.state.services
     if why := services.failing():
         return answer({"status": "failing", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
+    return answer({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """Whether the engines of a process that serves no clients are ready: a rolling update waits for it."""
+    services: Services = request.app.state.services
+    if why := services.failing() or await asyncio.to_thread(services.loading):
+        return answer({"status": "loading", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
     return answer({"status": "ok"})
 
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -44,6 +46,7 @@ from tinsmith.runtime.background import Background
 from tinsmith.settings import Settings
 
 if TYPE_CHECKING:
+    from tinsmith.batch.pools.managed import ManagedMachines
     from tinsmith.batch.pools.ray import Driver
 
 POLL_S = 1.0
@@ -235,10 +238,25 @@ class Coordinator:
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
+        self._renting: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
         self._troubles: dict[int, _Trouble] = {}
         self._clean_at: dict[int, float] = {}  # jobs whose parts could not be deleted, and when to try again
         self._seen: dict[int, float] = {}  # jobs without an owner, and since when
+        self._machines = self._managed_machines()
+
+    def _managed_machines(self) -> ManagedMachines | None:
+        """Raises SettingsError."""
+        files = {
+            name: Path(path).expanduser()
+            for name, _, path in (each.partition("=") for each in self._settings.batch_pools)
+        }
+        managed = {name: path for name, path in files.items() if self._specs[name].managed}
+        if not managed or not self._settings.runs_bulk_jobs:
+            return None
+        from tinsmith.batch.pools.managed import ManagedMachines
+
+        return ManagedMachines(managed, self._jobs, self._settings, self._holder)
 
     def start(self, background: Background | None = None) -> None:
         """Call on the running event loop."""
@@ -249,6 +267,8 @@ class Coordinator:
                 self._pools[name] = _Slots(self._pool_of(spec), background)
                 self._pools[name].resize(spec)
         self._main = background.start("batch_coordinator", self._run)
+        if self._machines is not None:
+            self._renting = background.start("managed_machines", self._machines.run)
 
     def _pool_of(self, spec: PoolSpec) -> Pool:
         if spec.infra == LOCAL:
@@ -261,7 +281,8 @@ class Coordinator:
     async def stop(self) -> None:
         """Release all jobs and end all workers."""
         slots = [task for pool in self._pools.values() for task in pool.tasks.values()]
-        tasks = [*([self._main] if self._main else []), *self._tasks.values(), *slots]
+        own = [task for task in (self._main, self._renting) if task is not None]
+        tasks = [*own, *self._tasks.values(), *slots]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -336,6 +357,8 @@ class Coordinator:
     async def _look(self) -> None:
         """An error of one part does not prevent the others. Raises one that is not the database's."""
         parts = [self._take_jobs, self._see_cancelled]
+        if self._settings.batch_job:
+            parts.append(self._end_with_job)
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_S
             parts.append(self._sweep)
@@ -350,12 +373,19 @@ class Coordinator:
         if unexpected is not None:
             raise unexpected
 
+    async def _end_with_job(self) -> None:
+        """A machine of a managed pool ends with its job: SIGTERM drains this process."""
+        if not self._tasks and await asyncio.to_thread(self._jobs.has_ended, self._settings.batch_job):
+            os.kill(os.getpid(), signal.SIGTERM)
+
     async def _see_cancelled(self) -> None:
         for job_id in await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
             self._wake(job_id)
 
     async def _take_jobs(self) -> None:
         waiting = await asyncio.to_thread(self._jobs.waiting, self._holder, self._leaves_pool)
+        if only := self._settings.batch_job:
+            waiting = [job_id for job_id in waiting if job_id == only]
         at = time.monotonic()
         self._seen = {job_id: self._seen.get(job_id, at) for job_id in waiting}
         for job_id in waiting:

@@ -21,7 +21,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -374,6 +374,20 @@ class BatchJobs:
     def being_cancelled(self, job_ids: Sequence[int]) -> list[int]:
         query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
         return self._db.scalars(query) if job_ids else []
+
+    def active_in(self, pools: Sequence[str]) -> list[JobRecord]:
+        """The jobs of these pools that have not ended, oldest first."""
+        query = sa.select(*_JOB_COLUMNS).where(JOBS.c.pool.in_(pools), JOBS.c.status.in_(ACTIVE))
+        return [JobRecord(*row) for row in self._db.rows(query.order_by(JOBS.c.job_id))]
+
+    def has_ended(self, job_id: int) -> bool:
+        """Whether a job has ended or does not exist."""
+        status = self._db.scalar(sa.select(JOBS.c.status).where(JOBS.c.job_id == job_id))
+        return status is None or status in TERMINAL
+
+    def looking_after_machines(self) -> AbstractContextManager[bool]:
+        """Whether this process, and no other until the end of the block, looks after the machines of managed pools."""
+        return self._db.try_lock("managed machines")
 
     def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> JobRecord | None:
         """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again."""

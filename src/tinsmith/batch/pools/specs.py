@@ -5,6 +5,7 @@ reservation on a cluster, so a slot has a worker only for the job that it runs.
 
 A pool whose `infra` has one of SkyPilot's forms (`aws/us-east-1`, `kubernetes/CONTEXT`, `ssh/POOL`) is rented: its jobs
 are left to the machines that `skypilot_task` describes. Each of them runs whole jobs, with all workers of the pool.
+With `managed: true` the server starts a machine for each job (`managed.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ POOL_KEYS = {
     "queue_length_threshold",
     "upscale_delay_seconds",
     "downscale_delay_seconds",
+    "managed",
 }
 
 
@@ -54,6 +56,8 @@ class PoolSpec:
     infra: str = LOCAL
     cpus: float = 1.0
     """CPUs that each worker reserves on a cluster; on this machine nothing is reserved."""
+    managed: bool = False
+    """Whether the server has SkyPilot start a machine for each job."""
 
     @property
     def rented(self) -> bool:
@@ -162,15 +166,18 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
             f"resources.infra is {spec.infra!r}; SkyPilot's are such as aws/us-east-1 or kubernetes/CONTEXT"
         )
     resources = {key: value for key, value in data["resources"].items() if key != "infra"}
-    there = {"pool": {"workers": spec.workers}, "resources": {k: v for k, v in resources.items() if k != "cpus"}}
+    there = {
+        "pool": {"workers": spec.workers},
+        "resources": {k: v for k, v in resources.items() if k == "accelerators"},
+    }
     own = {"DATA_DIR": "~/tinsmith", "BATCH_WORKERS": "0", "BATCH_POOLS": json.dumps([f"{spec.name}=~/pool.yaml"])}
-    install = "python3 -m venv ~/venv\n~/venv/bin/pip install --constraint constraints.txt '.[batch]'\n"
+    install = "python3 -m venv ~/venv\n~/venv/bin/pip install --constraint constraints.txt '.[batch,postgres]'\n"
     serve = "exec ~/venv/bin/tinsmith serve --role batch-worker\n"
     return {
         "name": f"tinsmith-{spec.name}",
         "num_nodes": machines,
         "resources": {"infra": spec.infra, **resources},
-        "workdir": ".",
+        "workdir": data.get("workdir", "."),
         "envs": {f"TINSMITH_{name}": value for name, value in {**own, **envs}.items()},
         "secrets": {"TINSMITH_DATABASE_URL": None, "TINSMITH_SIGNING_SECRET": None},
         "setup": install + spec.setup,
@@ -188,20 +195,22 @@ def pool_from(name: str, data: object) -> PoolSpec:
     pool starts a worker for the first batch and ends it after the last one."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
         raise UserError("it has no 'pool' with 'workers'")
-    if unknown := sorted(set(data) - {"name", "pool", "resources", "setup"}):
-        raise UserError(f"it has {unknown}, which is not supported; there are name, pool, resources and setup")
+    if unknown := sorted(set(data) - {"name", "pool", "resources", "setup", "workdir"}):
+        raise UserError(f"it has {unknown}, which is not supported; there are name, pool, resources, setup and workdir")
     pool: Mapping[str, Any] = data["pool"]
     if unknown := sorted(set(pool) - POOL_KEYS):
         raise UserError(f"pool has {unknown}, which is not supported; it has {sorted(POOL_KEYS)}")
     resources = data.get("resources") or {}
-    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus"}:
-        raise UserError(f"resources is {resources!r}; it has accelerators, infra and cpus")
+    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus", "use_spot"}:
+        raise UserError(f"resources is {resources!r}; it has accelerators, infra, cpus and use_spot")
     infra = resources.get("infra", LOCAL)
     if not _is_infra(infra):
         raise UserError(
             f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
             "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"
         )
+    if "use_spot" in resources and (infra in INFRA or not isinstance(resources["use_spot"], bool)):
+        raise UserError(f"resources.use_spot is {resources['use_spot']!r}; it is true or false, with SkyPilot's infra")
     cpus = resources.get("cpus", 1.0)
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
         raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
@@ -210,9 +219,14 @@ def pool_from(name: str, data: object) -> PoolSpec:
     setup = data.get("setup") or ""
     if not isinstance(setup, str):
         raise UserError(f"setup is {setup!r}; it must be a shell command")
+    managed = pool.get("managed", False)
+    if managed not in (False, True) or (managed and infra in INFRA):
+        raise UserError(f"pool.managed is {managed!r}; it is true or false, and true only with an infra of SkyPilot's")
+    if managed and not isinstance(data.get("workdir"), str):
+        raise UserError("a managed pool needs workdir: a directory with Tinsmith's source, for its machines")
     workers = pool.get("max_workers", pool.get("workers"))
     devices = _devices(resources.get("accelerators"))
-    return PoolSpec(name, _count("workers", workers), devices, setup, infra, float(cpus))
+    return PoolSpec(name, _count("workers", workers), devices, setup, infra, float(cpus), managed)
 
 
 def _count(name: str, value: object) -> int:
