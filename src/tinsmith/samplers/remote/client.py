@@ -20,6 +20,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,7 +33,13 @@ from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, Use
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
 from tinsmith.samplers.remote.answering import Answering, Published
-from tinsmith.samplers.remote.connection import EngineAccess, EngineConnection, EngineGone
+from tinsmith.samplers.remote.connection import (
+    FIRST_PAUSE_S,
+    QUICK_S,
+    EngineAccess,
+    EngineConnection,
+    EngineGone,
+)
 from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, PromptAsk
 from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
@@ -158,6 +165,10 @@ class ExternalSampler:
         self._partials: queue.SimpleQueue[Partial] = queue.SimpleQueue()
         self._aborting: set[asyncio.Task[None]] = set()
         self._asleep = False
+        self._sleeping_era = -1
+        self._to_wake: list[EngineCall] = []
+        self.before_wake_up: Callable[[], None] = _nothing
+        """Frees the device for the engine."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sampler", daemon=True)
         self._thread.start()
@@ -250,9 +261,12 @@ class ExternalSampler:
             self._asleep = True
 
     def wake_up(self) -> None:
-        """Take the device back; returns when the engine is awake."""
+        """Take the device back; returns when the engine is awake. Raises the error of `before_wake_up`, or
+        TinsmithError if the engine refuses; then it sleeps on, and the next call tries again.
+        """
         if self._asleep:
-            self._wait(self._wake_up())
+            self.before_wake_up()
+            self._wait(self._wake())
             self._asleep = False
 
     def close(self) -> None:
@@ -287,7 +301,7 @@ class ExternalSampler:
             command = self._dialect.command(engine.python, self._shape.path, port, engine.options, engine.shares_device)
         self._connection = EngineConnection(
             self._dialect.name,
-            self._dialect.health,
+            (self._dialect.health, self._dialect.health_asleep),
             self._learn,
             url=url,
             access=engine.access,
@@ -359,19 +373,50 @@ class ExternalSampler:
             await self._gate.close()
         finally:
             aborting.cancel()
+        self._to_wake = []
+        await asyncio.gather(*self._aborting)
+        await self._connection.pause()
+        self._sleeping_era = self._connection.era
+        if not self._connection.is_up(self._sleeping_era):
+            return
         try:
             with contextlib.suppress(EngineGone):
                 await self._adapters.clear()
-                for call in self._dialect.sleep():
-                    await self._connection.order(call)
+                for place, call in enumerate(self._dialect.sleep(), 1):
+                    await self._order_when_idle(call)
+                    self._to_wake = self._dialect.wake_after(place)
         except TinsmithError:
-            self._gate.open()  # the engine refused, so it is awake
+            # The engine refused, so it takes back what it released.
+            with contextlib.suppress(TinsmithError):
+                await self._take_back()
+            self._reopen()
             raise
 
-    async def _wake_up(self) -> None:
-        with contextlib.suppress(EngineGone):
-            for call in self._dialect.wake():
+    async def _order_when_idle(self, call: EngineCall) -> None:
+        """An aborted request may end a little later, and SGLang refuses to flush its cache until then."""
+        deadline = time.monotonic() + QUICK_S
+        while True:
+            try:
                 await self._connection.order(call)
+                return
+            except UserError as error:
+                if isinstance(error, NotFoundError) or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    async def _wake(self) -> None:
+        await self._take_back()
+        self._reopen()
+
+    async def _take_back(self) -> None:
+        # An engine that ended asleep, and one that took its place, have nothing to take back.
+        with contextlib.suppress(EngineGone):
+            while self._to_wake and self._connection.is_up(self._sleeping_era):
+                await self._connection.order(self._to_wake[0])
+                del self._to_wake[0]
+
+    def _reopen(self) -> None:
+        self._connection.resume()
         self._gate.open()
 
     def _start(self, job: _Job) -> None:
@@ -483,6 +528,10 @@ class ExternalSampler:
                 self._partials.put(partial)
 
         return publish
+
+
+def _nothing() -> None:
+    return None
 
 
 def _free_port() -> int:

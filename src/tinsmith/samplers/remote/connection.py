@@ -76,13 +76,14 @@ class EngineAccess:
 
 class EngineConnection:
     """`command` starts the engine; without it, `url` is the address of a running one. `learn` runs each time that the
-    engine comes up, before requests are sent.
+    engine comes up, before requests are sent. `health` has the paths of health checks: while it may sample, and while
+    it is paused.
     """
 
     def __init__(
         self,
         name: str,
-        health: str,
+        health: tuple[str, str],
         learn: Callable[[], Awaitable[None]],
         *,
         url: str = "",
@@ -101,6 +102,10 @@ class EngineConnection:
         self.era = 0
         self._up = asyncio.Event()
         self._look = asyncio.Event()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._has_child = False
+        self._checking = asyncio.Lock()
         self._failed_starts = 0
         self._refusal: UserError | EngineFailedError | SettingsError | None = None
         self._access = access or EngineAccess()
@@ -115,6 +120,23 @@ class EngineConnection:
                 async with asyncio.timeout(0.5):
                     await self._up.wait()
         return self.era
+
+    async def pause(self) -> None:
+        """Leave the device to another process until `resume`: an engine that ends meanwhile is not started again, and
+        one that was started by others gets no requests. Returns when an engine that is starting is up or has ended.
+        """
+        while self._command and not self._up.is_set() and self._refusal is None:
+            await asyncio.sleep(FIRST_PAUSE_S)
+        self._may_start.clear()
+        self._look.set()
+        while self._has_child and not self._up.is_set():
+            await asyncio.sleep(FIRST_PAUSE_S)
+        async with self._checking:  # a health check of SGLang is a request
+            pass
+
+    def resume(self) -> None:
+        self._may_start.set()
+        self._look.set()
 
     def is_up(self, era: int) -> bool:
         return self.era == era and self._up.is_set()
@@ -134,6 +156,8 @@ class EngineConnection:
         try:
             pause_s = FIRST_PAUSE_S
             while True:
+                if self._command:
+                    await self._may_start.wait()
                 started = time.monotonic()
                 try:
                     await (self._keep_child() if self._command else self._watch())
@@ -226,6 +250,7 @@ class EngineConnection:
 
     async def _keep_child(self) -> None:
         assert self._log_path is not None
+        self._has_child = True
         attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
         with self._log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -252,6 +277,7 @@ class EngineConnection:
             process.stdin.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(exited)
+            self._has_child = False
         if not was_up and self._refusal is None:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
@@ -261,8 +287,10 @@ class EngineConnection:
         """Wait until the engine is up, and then until it is down."""
         misses = 0
         while True:
+            if not (self._may_start.is_set() or self._up.is_set()) and self._command:
+                return
             healthy = await self._healthy()
-            if healthy and not self._up.is_set():
+            if healthy and not self._up.is_set() and self._may_start.is_set():
                 await self._arrived()
             misses = 0 if healthy else misses + 1
             if self._up.is_set() and misses >= UNHEALTHY:
@@ -291,8 +319,12 @@ class EngineConnection:
 
     async def _healthy(self) -> bool:
         try:
-            status = (await self._client.get(self._health, timeout=QUICK_S)).status_code
-            return status in (200, *UNAUTHORISED)  # `learn` reports wrong credentials
+            async with self._checking:
+                awake = self._may_start.is_set()
+                path = self._health[0 if awake else 1]
+                status = (await self._client.get(path, timeout=QUICK_S)).status_code
+            # `learn` reports wrong credentials; an older version may not know the path for an engine that is asleep
+            return status in (200, *UNAUTHORISED) or (status == 404 and not awake)
         except httpx.TransportError:
             return False
 

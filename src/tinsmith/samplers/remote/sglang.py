@@ -34,12 +34,16 @@ MOST_IDS = 4096
 MOST_CELLS = 2**20
 MOST_PENALTY = 2.0
 
+MEMORY = ("weights", "cuda_graph", "kv_cache")
+"""The parts of its memory, in the order in which they are resumed."""
+
 FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class SglangDialect:
     name = "SGLang"
     health = "/health"
+    health_asleep = "/model_info"  # the other generates a token
     seed_bits = 31
     streams = False
     needs_seeds = True
@@ -189,19 +193,13 @@ class SglangDialect:
 
     def sleep(self) -> Sequence[EngineCall]:
         # Releasing the KV cache loses its contents, so it is flushed first and nothing refers to it.
-        return [
-            EngineCall("/flush_cache", {}),
-            EngineCall("/release_memory_occupation", {"tags": ["kv_cache"]}),
-            EngineCall("/release_memory_occupation", {"tags": ["cuda_graph"]}),
-            EngineCall("/release_memory_occupation", {"tags": ["weights"]}),
-        ]
+        released = (EngineCall("/release_memory_occupation", {"tags": [tag]}) for tag in reversed(MEMORY))
+        return [EngineCall("/flush_cache", {}), *released]
 
-    def wake(self) -> Sequence[EngineCall]:
-        return [
-            EngineCall("/resume_memory_occupation", {"tags": ["weights"]}),
-            EngineCall("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
-            EngineCall("/resume_memory_occupation", {"tags": ["kv_cache"]}),
-        ]
+    def wake_after(self, num_slept: int) -> list[EngineCall]:
+        # A part that is awake must not be resumed: SGLang would end.
+        asleep = MEMORY[1 + len(MEMORY) - num_slept :]
+        return [EngineCall("/resume_memory_occupation", {"tags": [tag]}) for tag in asleep]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
         given = {option.partition("=")[0] for option in options}
