@@ -79,7 +79,8 @@ class TorchBackend:
     for a third more compute. `deterministic` ('on', 'off') makes every bit of a result independent of the other
     requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the total
     of device memory in bytes; 0 leaves each part to bounds of its own. `kv_cache_bytes`, `sampler_sequences` and
-    `sampler_step_tokens` limit the sampler; 0 selects a default for the device.
+    `sampler_step_tokens` limit the sampler; 0 selects a default for the device. `offload` ('auto', 'on'): whether
+    `sleep` moves memory, which it does for GPUs only unless this is 'on'.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per option
@@ -97,6 +98,7 @@ class TorchBackend:
         kv_cache_bytes: int | str = 0,
         sampler_sequences: int | str = 0,
         sampler_step_tokens: int | str = 0,
+        offload: str = "auto",
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
@@ -118,7 +120,7 @@ class TorchBackend:
         """Where adapters are: on the host while this backend sleeps."""
         self._frozen: FrozenStores | None = None
         self._is_asleep = False
-        self._can_sleep = self._home.type == "cuda"
+        self._offloads = offload == "on" or self._home.type == "cuda"
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
@@ -223,7 +225,7 @@ class TorchBackend:
         return (dict.fromkeys(held, 0) if self._is_asleep else held) | budget
 
     def sleep(self) -> None:
-        if self._is_asleep or not self._can_sleep:
+        if self._is_asleep or not self._offloads:
             return
         with memory_errors(self._base.device):
             if self._frozen is None:

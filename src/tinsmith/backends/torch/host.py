@@ -82,7 +82,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda).copy_(each, non_blocking=True)
         for each in tensors
     ]
-    _wait_for_copies(tensors)
+    _wait_for_copies({each.device for each in tensors})
     return copies
 
 
@@ -95,8 +95,14 @@ class FrozenStores:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         found = (each.untyped_storage() for each in tensors)
-        self._stores = list({store._cdata: store for store in found}.values())  # one for tied weights and views
+        # One for tied weights and views. Weights that a CPU reads from the file as they are have no memory of their own.
+        self._stores = list({store._cdata: store for store in found if store.resizable()}.values())
         self._copies: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the device."""
+        return sum(store.nbytes() for store in self._stores)
 
     def release(self) -> None:
         """Free the device memory. All or nothing: raises MemoryError or RuntimeError if the host has no room."""
@@ -109,11 +115,14 @@ class FrozenStores:
             for store, copy in zip(self._stores, self._copies, strict=True):
                 store.resize_(copy.nbytes)
                 _bytes_of(store).copy_(copy, non_blocking=True)
+            self._wait()
         except BaseException:
-            _wait_for_copies([_bytes_of(store) for store in self._stores])
+            self._wait()
             self._drop()
             raise
-        _wait_for_copies([_bytes_of(store) for store in self._stores])
+
+    def _wait(self) -> None:
+        _wait_for_copies({store.device for store in self._stores})
 
     def _drop(self) -> None:
         for store in self._stores:
@@ -124,6 +133,7 @@ def _bytes_of(store: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=store.device).set_(store)
 
 
-def _wait_for_copies(tensors: Sequence[Tensor]) -> None:
-    for device in {each.device for each in tensors if each.is_cuda}:
-        torch.cuda.synchronize(device)
+def _wait_for_copies(devices: set[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
