@@ -40,7 +40,7 @@ from tinsmith.samplers.remote.connection import (
     EngineConnection,
     EngineGone,
 )
-from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, PromptAsk
+from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, Json, PromptAsk
 from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
@@ -323,7 +323,7 @@ class ExternalSampler:
 
     async def _learn(self) -> None:
         """Read the engine's facts, and find out by two requests of one token which logprobs it reports."""
-        self._dialect.learn([await self._connection.get(path) for path in self._dialect.questions()])
+        self._dialect.learn([await self._asked(path) for path in self._dialect.questions()])
         half = SamplingParams(max_tokens=1, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
         drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, 1))
@@ -332,6 +332,12 @@ class ExternalSampler:
         if not rows or not drawn.logprobs or drawn.tokens[0] not in rows[1]:
             raise EngineFailedError(f"{self._dialect.name} answered a request for logprobs without any")
         self._dialect.learn_mode(drawn.logprobs[0], rows[1][drawn.tokens[0]])
+
+    async def _asked(self, path: str) -> Json:
+        try:
+            return await self._connection.get(path)
+        except NotFoundError:
+            return await self._connection.get(path.replace("/", "/get_", 1))
 
     async def _ask(self, ask: Ask) -> EngineReply:
         return self._dialect.read(ask, await self._connection.post(self._dialect.call(ask)))
@@ -497,11 +503,12 @@ class ExternalSampler:
     async def _sent(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
         async with self._slots:
             try:
-                if not ask.stream:
+                call = self._dialect.call(ask)
+                if not call.body.get("stream"):
                     return await self._ask(ask)
                 whole = EngineReply([], [], [])
-                async for event in self._connection.events(self._dialect.call(ask)):
-                    part = self._dialect.read(ask, event)
+                async for event in self._connection.events(call):
+                    part = self._dialect.read(ask, event, len(whole.tokens))
                     on_part(part)
                     whole.add(part)
                 return whole

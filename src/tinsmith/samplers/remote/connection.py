@@ -202,7 +202,8 @@ class EngineConnection:
         if response.status_code in UNAUTHORISED:
             raise self._unauthorised(response.status_code)
         if response.status_code != 200:
-            raise EngineFailedError(f"{self._name} answers {path} with {response.status_code}")
+            kind = NotFoundError if response.status_code == 404 else EngineFailedError
+            raise kind(f"{self._name} answers {path} with {response.status_code}")
         return _json(response.content, self._name)
 
     @contextlib.asynccontextmanager

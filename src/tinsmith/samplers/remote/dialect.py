@@ -139,8 +139,8 @@ class Dialect(Protocol):
 
     def call(self, ask: Ask) -> EngineCall: ...
 
-    def read(self, ask: Ask, answer: Json) -> EngineReply:
-        """Raises EngineFailedError if the answer cannot be read."""
+    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
+        """The answer, or what an event of a stream adds to its first `start` tokens. Raises EngineFailedError if the answer cannot be read."""
         ...
 
     def abort(self, request_id: str) -> EngineCall | None:

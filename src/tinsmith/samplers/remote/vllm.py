@@ -161,7 +161,7 @@ class VllmDialect:
             body["stream_options"] = {"include_usage": True}
         return EngineCall(COMPLETIONS, body)
 
-    def read(self, ask: Ask, answer: Json) -> EngineReply:
+    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
         try:
             details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
