@@ -372,7 +372,10 @@ def vllm_answer(engine: Engine, body: Json) -> Json:
 
 
 async def vllm_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
-    for step in generate(engine, vllm_wanted(engine, body)):
+    for number, step in enumerate(generate(engine, vllm_wanted(engine, body))):
+        if engine.cut_after and number == engine.cut_after:
+            engine.cut_after = 0
+            return
         yield f"data: {json.dumps({'choices': [vllm_choice(engine, body, [step])]})}\n\n"
         await asyncio.sleep(0)
     yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens_details': {'cached_tokens': 0}}})}\n\n"
@@ -400,7 +403,7 @@ def sglang_app(engine: Engine) -> Starlette:
         return Response(status_code=503 if engine.dead else 200)
 
     async def model_info(_: Request) -> Response:
-        return JSONResponse({"model_path": "model", "is_generation": True})
+        return JSONResponse({"model_path": "model", "is_generation": True}, 503 if engine.dead else 200)
 
     async def server_info(_: Request) -> Response:
         told = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic, "version": engine.version}

@@ -165,6 +165,7 @@ def test_memory_that_runs_out_changes_nothing(
     if during == "wake_up":
         other.sleep()
     asleep = other._is_asleep
+    host_copies, own_bytes = host.host_copies, host._bytes_of
     for missing_after in range(3):
         left = [missing_after]
 
@@ -182,7 +183,6 @@ def test_memory_that_runs_out_changes_nothing(
             return own_bytes(store)
 
         with monkeypatch.context() as patched:
-            host_copies, own_bytes = host.host_copies, host._bytes_of
             if during == "sleep":
                 patched.setattr(host, "host_copies", copies)
                 patched.setattr("tinsmith.backends.torch.adapters.host_copies", copies)

@@ -95,7 +95,7 @@ class FrozenStores:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         found = (each.untyped_storage() for each in tensors)
-        # One for tied weights and views. Weights that a CPU reads from the file as they are have no memory of their own.
+        # One for tied weights and views. Weights that a CPU reads from the file as they are have no memory to free.
         self._stores = list({store._cdata: store for store in found if store.resizable()}.values())
         self._copies: list[Tensor] = []
 

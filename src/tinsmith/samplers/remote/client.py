@@ -386,17 +386,17 @@ class ExternalSampler:
         if not self._connection.is_up(self._sleeping_era):
             return
         try:
-            with contextlib.suppress(EngineGone):
-                await self._adapters.clear()
-                for place, call in enumerate(self._dialect.sleep(), 1):
-                    await self._order_when_idle(call)
-                    self._to_wake = self._dialect.wake_after(place)
-        except TinsmithError:
-            # The engine refused, so it takes back what it released.
+            await self._adapters.clear()
+            for place, call in enumerate(self._dialect.sleep(), 1):
+                await self._order_when_idle(call)
+                self._to_wake = self._dialect.wake_after(place)
+        except (EngineGone, TinsmithError) as error:
+            if isinstance(error, EngineGone) and not await self._connection.is_healthy():
+                return  # it ended, and its memory is free
             with contextlib.suppress(TinsmithError):
                 await self._take_back()
             self._reopen()
-            raise
+            raise EngineFailedError(f"{self.name} did not leave the device to the trainer: {error}") from error
 
     async def _order_when_idle(self, call: EngineCall) -> None:
         """An aborted request may end a little later, and SGLang refuses to flush its cache until then."""

@@ -222,7 +222,7 @@ class EngineConnection:
                             raise self._unauthorised(response.status_code)
                         if response.status_code >= 300:
                             text = await response.aread()
-                            if response.status_code >= 500 and not await self._healthy():
+                            if response.status_code >= 500 and not await self.is_healthy():
                                 raise EngineGone(f"it answers {response.status_code}, and is not healthy any more")
                             raise _refusal(response.status_code, text, self._name)
                         yield response
@@ -290,7 +290,7 @@ class EngineConnection:
         while True:
             if not (self._may_start.is_set() or self._up.is_set()) and self._command:
                 return
-            healthy = await self._healthy()
+            healthy = await self.is_healthy()
             if healthy and not self._up.is_set() and self._may_start.is_set():
                 await self._arrived()
             misses = 0 if healthy else misses + 1
@@ -318,7 +318,7 @@ class EngineConnection:
         self._up.set()
         log.info("the sampling engine is up", engine=self._name, url=self.url)
 
-    async def _healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
         try:
             async with self._checking:
                 awake = self._may_start.is_set()

@@ -140,7 +140,9 @@ class Dialect(Protocol):
     def call(self, ask: Ask) -> EngineCall: ...
 
     def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
-        """The answer, or what an event of a stream adds to its first `start` tokens. Raises EngineFailedError if the answer cannot be read."""
+        """The answer, or what an event of a stream adds to the first `start` tokens. Raises EngineFailedError if it
+        cannot be read.
+        """
         ...
 
     def abort(self, request_id: str) -> EngineCall | None:
