@@ -436,21 +436,21 @@ def streamed(place: Place, request: Sample) -> tuple[SampleResult, list[Partial]
     return result, told
 
 
-STREAMS = {"vllm": Fake(), "sglang": Fake(), "incremental": Fake(incremental=True), "older": Fake(version="0.5.9")}
+STREAMS = {"vllm": {}, "sglang": {}, "incremental": {"incremental": True}, "older": {"version": "0.5.9"}}
 
 
 @pytest.mark.parametrize("cut_after", [0, 1, 2])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_stream_tells_every_token_once_with_its_logprobs(stream: str, cut_after: int, opened: Open) -> None:
     """Also when the connection ends in the middle, after which the answer is drawn again."""
-    place = opened("vllm" if stream == "vllm" else "sglang", replace(STREAMS[stream]))
+    place = opened("vllm" if stream == "vllm" else "sglang", Fake(**STREAMS[stream]))
     place.publish("v", 0.3)
     asked = {"n": 2, "max_tokens": 5, "temperature": 0.7, "topk_sample_logprobs": 2, "stop_eos": stream != "vllm"}
     whole = place.answer(sample("whole", "v", **asked))
     place.fake.cut_after = cut_after
-    before = len(place.fake.asked)
     result, told = streamed(place, sample("streamed", "v", stream=True, **asked))
-    assert len(place.fake.asked) - before == (4 if cut_after else 2) and place.fake.cut_after == 0
+    streams = [body for _, body in place.fake.asked if body.get("stream")]
+    assert len(streams) == (4 if cut_after else 2) and place.fake.cut_after == 0
     for index, (sequence, plain) in enumerate(zip(result.sequences, whole.sequences, strict=True)):
         mine = [partial for partial in told if partial.index == index]
         assert [token for partial in mine for token in partial.tokens] == sequence.tokens_T.tolist()
@@ -503,7 +503,7 @@ def test_sglang_takes_unembeddings_where_it_can(
     assert outcome.prompt_logprobs_T is not None and outcome.topk_prompt is not None
     np.testing.assert_allclose(outcome.prompt_logprobs_T[1:], wanted[np.arange(4), PROMPT[1:]], atol=1e-5)
     np.testing.assert_array_equal(outcome.topk_prompt.token_ids_Tk[1:], np.argsort(-wanted, axis=1)[:, :2])
-    prompts = [body for path, body in place.fake.asked if body.get("lora_path")]
+    prompts = [body for path, body in place.fake.asked if path == "/generate" and body["lora_path"]]
     assert all(body["logprob_start_len"] == -1 for body in prompts), "scored token by token"
 
 
