@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
-from tinsmith.errors import SettingsError, UserError
+from tinsmith.errors import EngineFailedError, SettingsError, UserError
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
@@ -78,7 +78,15 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.save_version = backend.save_version
 
         self.sleep = backend.sleep
-        sampler.before_wake_up = backend.sleep
+        sampler.before_wake_up = self._leave_device
+
+    def _leave_device(self) -> None:
+        try:
+            self._backend.sleep()
+        except MemoryError as error:
+            raise EngineFailedError(
+                f"the host has no room for the trainer's memory while {self.sampler.name} samples: {error}"
+            ) from error
 
     def wake_up(self) -> None:
         self.sampler.sleep()

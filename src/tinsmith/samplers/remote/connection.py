@@ -105,7 +105,7 @@ class EngineConnection:
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._has_child = False
-        self._checking = asyncio.Lock()
+        self._num_checks = 0
         self._failed_starts = 0
         self._refusal: UserError | EngineFailedError | SettingsError | None = None
         self._access = access or EngineAccess()
@@ -131,8 +131,8 @@ class EngineConnection:
         self._look.set()
         while self._has_child and not self._up.is_set():
             await asyncio.sleep(FIRST_PAUSE_S)
-        async with self._checking:  # a health check of SGLang is a request
-            pass
+        while self._num_checks:  # a health check of SGLang is a request
+            await asyncio.sleep(FIRST_PAUSE_S)
 
     def resume(self) -> None:
         self._may_start.set()
@@ -319,15 +319,16 @@ class EngineConnection:
         log.info("the sampling engine is up", engine=self._name, url=self.url)
 
     async def is_healthy(self) -> bool:
+        awake = self._may_start.is_set()
+        self._num_checks += 1
         try:
-            async with self._checking:
-                awake = self._may_start.is_set()
-                path = self._health[0 if awake else 1]
-                status = (await self._client.get(path, timeout=QUICK_S)).status_code
-            # `learn` reports wrong credentials; an older version may not know the path for an engine that is asleep
-            return status in (200, *UNAUTHORISED) or (status == 404 and not awake)
+            status = (await self._client.get(self._health[0 if awake else 1], timeout=QUICK_S)).status_code
         except httpx.TransportError:
             return False
+        finally:
+            self._num_checks -= 1
+        # `learn` reports wrong credentials; an older version may not know the path for an engine that is asleep.
+        return status in (200, *UNAUTHORISED) or (status == 404 and not awake)
 
     def _down(self) -> None:
         self._up.clear()
