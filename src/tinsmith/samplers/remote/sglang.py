@@ -8,9 +8,10 @@ with it is refused. SGLang accepts seeds only with --enable-deterministic-infere
 A streamed event repeats the whole answer so far, or with --incremental-streaming-output has only its new tokens. Both
 end with the new tokens, and `completion_tokens` tells how many there are in all.
 
-Adapters of the unembedding are for versions that apply them to tied embeddings, too. Logprobs of prompts with such an
-adapter were wrong in some versions, so these prompts are scored token by token. Written after the sources of versions
-0.5.9 to 0.5.18; no SGLang was run. This module knows no connection.
+Adapters of the unembedding are for versions that apply them to tied embeddings, too, taken to begin with 0.5.10.
+Logprobs of prompts with such an adapter were wrong in some versions, so these prompts are scored token by token.
+
+Written after published sources of versions up to 0.5.18; no SGLang was run. This module knows no connection.
 """
 
 from __future__ import annotations
