@@ -78,7 +78,7 @@ MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 
 # What the tree may grow to. Lower a bound when the tree has shrunk; raising one needs a reason.
-MAX_LINES = 66_900
+MAX_LINES = 66_800
 MAX_MODULES = 305
 MAX_FIRST_LEVEL = 24
 MAX_SMALL_MODULES = 0

@@ -5,12 +5,14 @@ On a CPU `offload` is 'on', so memory is freed and filled again as on a GPU; buf
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from support import tiny_models
 from support.fake_cuda import DEVICE, FakeCudaBackend, fake_cuda
@@ -23,7 +25,7 @@ from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, Optim
 torch.set_num_threads(1)
 
 OPTIMIZERS: dict[str, OptimParams] = {"m0": AdamParams(1e-2), "m1": DimuonParams(1e-2)}
-KINDS = ("adapters", "bfloat16", "full")
+KINDS = ("adapters", "bfloat16", "int8", "nf4", "full")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,10 @@ def opened(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], To
             backend.create_model("m0", LoraSpec(0))
             return backend
         dtype = "bfloat16" if request.param == "bfloat16" else "float32"
-        backend = TorchBackend(shape, device="cpu", dtype=dtype, offload="on")
+        quantize = request.param if request.param in ("int8", "nf4") else "off"
+        if quantize != "off":
+            pytest.importorskip("bitsandbytes")
+        backend = TorchBackend(shape, device="cpu", dtype=dtype, quantize=quantize, offload="on")
         for number, (model_id, params) in enumerate(OPTIMIZERS.items()):
             backend.create_model(model_id, LoraSpec(4 + number, seed=number), params.family)
         return backend
@@ -202,19 +207,32 @@ def test_memory_that_runs_out_changes_nothing(
         assert torch.equal(its, mine)
 
 
-def test_everything_of_a_gpu_goes_to_the_host_and_back(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_device() -> list[tuple[int, ...]]:
+    """The shapes of tensors with more than a page of memory on the fake device."""
+    gc.collect()
+    alive = (each for each in gc.get_objects() if type(each) in (FakeTensor, torch.nn.Parameter))
+    there = [each for each in alive if each.device == DEVICE and each.untyped_storage().nbytes() > 4096]
+    return [tuple(each.shape) for each in there]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
+def test_everything_of_a_gpu_goes_to_the_host_and_back(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_models.make(tmp_path, arch)
     emptied: list[bool] = []
     with fake_cuda():
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: None)
         backend = FakeCudaBackend(shape)
-        backend.create_model("m0", LoraSpec(4))
+        backend.create_model("m0", LoraSpec(8))  # grouped products of experts take multiples of 8
         accumulate(backend, 0)
         backend.optim_step([OptimStep("o", "m0", AdamParams(1e-3))])
         accumulate(backend, 1)
         backend.publish("m0", "v")
+        assert len(on_device()) > 10
         backend.sleep()
-        assert emptied
+        assert emptied and on_device() == []
         assert {buffer.device.type for buffer in buffers(backend)} == {"cpu"}
         assert backend._versions["v"].flat_P is backend._models["m0"].adapter.flat_P
         backend.wake_up()
