@@ -87,7 +87,7 @@ def oracle(shape: ModelShape) -> TorchBackend:
 
 @pytest.fixture(scope="module", params=DEGREES)
 def many(request: pytest.FixtureRequest, shape: ModelShape, group: Group) -> ShardedBackend:
-    return load(shape, group, DEGREES[request.param])
+    return load(shape, group, DEGREES[request.param], offload="on")  # of a CPU, too
 
 
 @pytest.fixture
@@ -404,3 +404,24 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost)
         backend._call("digest", "m0")
     assert len(lost.reasons) == 2
     lost.reasons.clear()
+
+
+def test_ranks_that_sleep_go_on_bit_for_bit(many: ShardedBackend) -> None:
+    def trained(*, sleeps: bool) -> list[bytes]:
+        create(many)
+        rng = np.random.default_rng(0)
+        for _ in range(2):
+            for _ in range(2):
+                run_to_end(many.run_passes([pass_of(rng, model, [9, 4, 7]) for model in range(len(SPECS))]))
+                if sleeps:
+                    many.sleep()
+                    frozen = many.own._frozen
+                    assert frozen is not None and frozen.num_bytes == 0
+                    many.wake_up()
+                    assert frozen.num_bytes > 2**16
+            step(many)
+        for model in range(len(SPECS)):
+            many._call("digest", f"m{model}")
+        return [weights(many, model).numpy().tobytes() for model in range(len(SPECS))]
+
+    assert trained(sleeps=True) == trained(sleeps=False)

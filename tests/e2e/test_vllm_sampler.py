@@ -8,6 +8,9 @@ float32; on a CPU some 1e-5 were seen.
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,9 +100,10 @@ def train(backend: Backend, name: str, spec: LoraSpec) -> None:
     backend.publish(name, name)
 
 
-def answers(sampler: Sampler, *samples: Sample) -> list[SampleResult]:
+def answers(sampler: Sampler, *samples: Sample, submitted: int = 0) -> list[SampleResult]:
+    """Of these samples, of which the last `submitted` already are."""
     found: dict[str, object] = {}
-    for sample in samples:
+    for sample in samples[: len(samples) - submitted]:
         sampler.submit(sample)
     deadline = time.monotonic() + PATIENCE_S
     while sampler.has_work and time.monotonic() < deadline:
@@ -246,6 +250,53 @@ def part_of(part: object, whole: object) -> bool:
     if isinstance(part, list) and isinstance(whole, list) and part and whole:
         return part_of(part[0], whole[0])
     return part == whole or "NoneType" in (part, whole)
+
+
+@pytest.fixture
+def shared(python: str, tmp_path: Path) -> Iterator[Pair]:
+    """A vLLM that shares its device. On a CPU it has no sleep mode to switch on and frees nothing, but it answers its
+    calls and schedules nothing until all it had is awake again.
+    """
+    shape = read_shape(nano.MODEL_NAME, nano.path())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    dialect = VllmDialect(eos_token_ids(shape), shape.vocab_size)
+    with (tmp_path / "log").open("wb") as log:
+        command = dialect.command(python, shape.path, port, OPTIONS, shares_device=False)
+        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    trainer = TorchBackend(shape, dtype="float32", offload="on")
+    url = f"http://127.0.0.1:{port}"
+    engine = RemoteEngine(tmp_path / "adapters", tmp_path / "none", url=url, shares_device=True)
+    backend = with_remote_sampler(trainer, "vllm", engine, shape, eos_token_ids(shape))
+    try:
+        yield Pair(backend, backend.sampler, backend.sampler)
+    finally:
+        backend.sampler.close()
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def test_a_trainer_and_vllm_take_turns_on_a_device(pair: Pair, shared: Pair) -> None:
+    """The answers are those of a trainer that never slept, and no request is lost in between."""
+
+    def is_sleeping() -> bool:
+        return httpx.get(f"{shared.vllm.address}/is_sleeping").json()["is_sleeping"]
+
+    (base,) = answers(pair.local, asked("base", None))
+    agree("base", base, answers(shared.vllm, asked("up", None))[0])
+    for turn in range(2):
+        name, spec = f"turn-{turn}", LoraSpec(rank=8, seed=turn, train_unembed=False)
+        assert not is_sleeping()
+        queued = asked(f"queued-{turn}", None)
+        shared.vllm.submit(queued)
+        train(shared.backend, name, spec)
+        assert is_sleeping()
+        train(pair.backend, name, spec)
+        (ours,) = answers(pair.local, asked("ours", name, max_tokens=16))
+        theirs, late = answers(shared.vllm, asked(f"its-{turn}", name, max_tokens=16), queued, submitted=1)
+        agree(name, ours, theirs)
+        agree("queued", base, late)
 
 
 @pytest.fixture(scope="module")

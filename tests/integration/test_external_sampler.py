@@ -30,12 +30,13 @@ from tinker import types
 
 from support import external_engines
 from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
+from support.external_sampling import EOS, PATIENCE_S, PROMPT, SHAPE, Fake, Outcome, Place, sample, until
 from support.live import API_KEY, serving
-from tinsmith.backends import run_to_end
+from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling, options_of, with_remote_sampler
 from tinsmith.base_models import nano
-from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
+from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, UserError
 from tinsmith.samplers.remote import attendant
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.connection import EngineAccess
@@ -48,61 +49,17 @@ from tinsmith.types import (
     Adjustments,
     Grammar,
     LoraSpec,
-    ModelShape,
     OptimStep,
+    Partial,
     Sample,
     SampleResult,
-    SamplingParams,
     SparseRows,
 )
-
-SHAPE = ModelShape("fake", "/nowhere", 64, 128, "fake")
-EOS = frozenset({2, 3})
-PROMPT = np.array([5, 9, 20, 33, 7], np.int32)
-PATIENCE_S = 60.0
-Fake = external_engines.Engine
-Outcome = SampleResult | TinsmithError
 
 
 @pytest.fixture(params=["vllm", "sglang"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-class Place:
-    """A fake backend with a sampler at a fake engine."""
-
-    def __init__(self, kind: str, fake: Fake, tmp_path: Path, **engine: object) -> None:
-        self.fake = fake
-        place = RemoteEngine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
-        self.trainer = FakeBackend(SHAPE)
-        place = replace(place, **cast(dict[str, bool], engine))
-        self.backend = with_remote_sampler(self.trainer, kind, place, SHAPE, EOS)
-        self.sampler = self.backend.sampler
-
-    def publish(self, version_id: str, weight: float, model_id: str = "m") -> None:
-        if not self.trainer.has_model(model_id):
-            self.trainer.create_model(model_id, LoraSpec(rank=8))
-        self.trainer._models[model_id] = replace(self.trainer._models[model_id], weight=weight)
-        self.backend.publish(model_id, version_id)
-
-    def run(self, *samples: Sample) -> dict[str, Outcome]:
-        for sample in samples:
-            self.sampler.submit(sample)
-        return self.collect()
-
-    def collect(self) -> dict[str, Outcome]:
-        found: dict[str, Outcome] = {}
-        deadline = time.monotonic() + PATIENCE_S
-        while self.sampler.has_work:
-            assert time.monotonic() < deadline, "the sampler has not finished"
-            found.update(self.sampler.step())
-        return found
-
-    def answer(self, sample: Sample) -> SampleResult:
-        outcome = self.run(sample)[sample.request_id]
-        assert isinstance(outcome, SampleResult), outcome
-        return outcome
 
 
 Open = Callable[..., Place]
@@ -120,15 +77,6 @@ def opened(tmp_path: Path) -> Iterator[Open]:
             return place
 
         yield open_
-
-
-def sample(request_id: str = "r", version: str | None = None, n: int = 1, **given: object) -> Sample:
-    params = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
-    known = set(SamplingParams.__dataclass_fields__)
-    params |= {name: value for name, value in given.items() if name in known}
-    rest = {name: value for name, value in given.items() if name not in known}
-    prompt = cast(np.ndarray, rest.pop("prompt", PROMPT))
-    return Sample(request_id, version, prompt, n, SamplingParams(**params), **rest)  # pyright: ignore[reportArgumentType]
 
 
 def expected(fake: Fake, tokens: Sequence[int], start: int, weight: float, temperature: float = 1.0) -> np.ndarray:
@@ -379,13 +327,6 @@ def test_adapters_leave_in_the_order_of_their_use_and_come_back(kind: str, opene
     until(lambda: not place.fake.adapters and not any((tmp_path / "adapters").iterdir()))
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_an_adapter_that_somebody_unloaded_is_loaded_again(opened: Open) -> None:
     place = opened("vllm")
     place.publish("v", 0.1)
@@ -480,22 +421,90 @@ def test_a_cancelled_request_leaves_the_engine(kind: str, opened: Open) -> None:
     assert place.sampler.step() == []
 
 
-def test_a_stream_tells_every_token_once(opened: Open) -> None:
-    place = opened("vllm")
-    place.sampler.submit(sample(n=2, max_tokens=5, stop_eos=False, stream=True, topk_sample_logprobs=2))
-    told, result = [], None
+def streamed(place: Place, request: Sample) -> tuple[SampleResult, list[Partial]]:
+    place.sampler.submit(request)
+    told: list[Partial] = []
+    result: Outcome | None = None
+    deadline = time.monotonic() + PATIENCE_S
     while result is None:
+        assert time.monotonic() < deadline
         settled = place.sampler.step()
         told += place.sampler.partials()
         result = settled[0][1] if settled else None
     told += place.sampler.partials()
-    assert isinstance(result, SampleResult)
-    for index, sequence in enumerate(result.sequences):
+    assert isinstance(result, SampleResult), result
+    return result, told
+
+
+STREAMS = {"vllm": {}, "sglang": {}, "incremental": {"incremental": True}, "older": {"version": "0.5.9"}}
+
+
+@pytest.mark.parametrize("cut_after", [0, 1, 2])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_stream_tells_every_token_once_with_its_logprobs(stream: str, cut_after: int, opened: Open) -> None:
+    """Also when the connection ends in the middle, after which the answer is drawn again."""
+    place = opened("vllm" if stream == "vllm" else "sglang", Fake(**STREAMS[stream]))
+    place.publish("v", 0.3)
+    asked = {"n": 2, "max_tokens": 5, "temperature": 0.7, "topk_sample_logprobs": 2, "stop_eos": stream != "vllm"}
+    whole = place.answer(sample("whole", "v", **asked))
+    place.fake.cut_after = cut_after
+    result, told = streamed(place, sample("streamed", "v", stream=True, **asked))
+    streams = [body for _, body in place.fake.asked if body.get("stream")]
+    assert len(streams) == (4 if cut_after else 2) and place.fake.cut_after == 0
+    for index, (sequence, plain) in enumerate(zip(result.sequences, whole.sequences, strict=True)):
         mine = [partial for partial in told if partial.index == index]
-        assert [partial.start for partial in mine] == list(range(5))
         assert [token for partial in mine for token in partial.tokens] == sequence.tokens_T.tolist()
+        assert sequence.tokens_T.tolist() == plain.tokens_T.tolist() and sequence.stop_reason == plain.stop_reason
+        starts = np.cumsum([0, *(len(partial.tokens) for partial in mine)])
+        assert [partial.start for partial in mine] == starts[:-1].tolist()
+        assert len(mine) == (3 if stream != "vllm" and len(plain.tokens_T) == 5 else len(mine)) > 1
+        logprobs = [value for partial in mine for value in partial.logprobs]
+        np.testing.assert_array_equal(sequence.logprobs_T, np.array(logprobs, np.float32))
+        np.testing.assert_array_equal(sequence.logprobs_T, plain.logprobs_T)
         assert sequence.topk is not None
-        assert [partial.topk[0][0] for partial in mine] == [tuple(row) for row in sequence.topk.token_ids_Tk.tolist()]
+        tops = [ids for partial in mine for ids, _ in partial.topk]
+        assert tops == [tuple(row) for row in sequence.topk.token_ids_Tk.tolist()]
+
+
+def test_sglang_without_seeds_does_not_stream(opened: Open) -> None:
+    place = opened("sglang", Fake(deterministic=False))
+    _, told = streamed(place, sample(seed=None, stream=True))
+    assert told == [] and not any(body.get("stream") for _, body in place.fake.asked)
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "is_taken"),
+    [("0.5.18", ("all",), True), ("0.5.10.post1", ("q_proj", "lm_head"), True), ("0.5.18", ("q_proj",), False),
+     ("0.5.9", ("all",), False), ("", ("all",), False)],
+)  # fmt: skip
+def test_sglang_takes_unembeddings_where_it_can(
+    version: str, modules: tuple[str, ...], is_taken: bool, opened: Open
+) -> None:
+    place = opened("sglang", Fake(version=version, lora_target_modules=modules))
+    place.publish("v", 0.4)
+    held = place.trainer.capture_version
+
+    def capture(version_id: str) -> Capture:
+        def write(directory: Path) -> None:
+            held(version_id).write(directory)
+            head = b'{"base_model.model.lm_head.lora_A.weight": {}}'
+            (directory / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+        return Capture(1, write)
+
+    place.trainer.capture_version = capture
+    outcome = place.run(sample("r", "v", prompt_logprobs=True, topk_prompt_logprobs=2))["r"]
+    if not is_taken:
+        assert isinstance(outcome, UserError) and "train_unembed=False" in str(outcome)
+        assert not place.fake.names_ever
+        return
+    assert isinstance(outcome, SampleResult), outcome
+    wanted = expected(place.fake, PROMPT.tolist(), 1, 0.4)
+    assert outcome.prompt_logprobs_T is not None and outcome.topk_prompt is not None
+    np.testing.assert_allclose(outcome.prompt_logprobs_T[1:], wanted[np.arange(4), PROMPT[1:]], atol=1e-5)
+    np.testing.assert_array_equal(outcome.topk_prompt.token_ids_Tk[1:], np.argsort(-wanted, axis=1)[:, :2])
+    prompts = [body for path, body in place.fake.asked if path == "/generate" and body["lora_path"]]
+    assert all(body["logprob_start_len"] == -1 for body in prompts), "scored token by token"
 
 
 def test_prompts_of_vllm_are_scored_while_nothing_else_runs(opened: Open) -> None:
@@ -517,45 +526,6 @@ def test_prompts_of_vllm_are_scored_while_nothing_else_runs(opened: Open) -> Non
     assert all(isinstance(outcome, SampleResult) for outcome in found.values())
     assert seen == [1] * 3  # the first is the sampler's own question
     assert place.fake.most_running > 1
-
-
-AWAKE = {
-    "vllm": (["/sleep?level=1"], ["/wake_up?tags=weights", "/wake_up?tags=kv_cache"]),
-    "sglang": (
-        ["/flush_cache", *["/release_memory_occupation"] * 3],
-        ["/resume_memory_occupation"] * 3,
-    ),
-}
-
-
-def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened: Open) -> None:
-    place = opened(kind, shares_device=True)
-    place.answer(sample("up"))
-    place.publish("v", 0.1)
-    place.fake.pause_s = PATIENCE_S
-    place.sampler.submit(sample("running", "v"))
-    until(lambda: place.fake.running == 1)
-    threading.Timer(0.1, setattr, (place.fake, "pause_s", 0.0)).start()
-    place.backend.optim_step([])
-    # What ran has ended before, and nothing that was loaded is relied on afterwards.
-    unload = "/v1/unload_lora_adapter" if kind == "vllm" else "/unload_lora_adapter"
-    asleep, awake = AWAKE[kind]
-    assert place.fake.running == 0
-    assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
-    run_to_end(place.backend.run_passes([]))  # it sleeps already
-    assert place.fake.paths()[-len(asleep) :] == asleep
-    if kind == "sglang":
-        tags = [body["tags"] for path, body in place.fake.asked if path == "/release_memory_occupation"]
-        assert tags == [["kv_cache"], ["cuda_graph"], ["weights"]]
-    mark = len(place.fake.asked)
-    place.sampler.submit(sample("later", "v"))
-    found = place.collect()
-    assert isinstance(found["running"], SampleResult) and isinstance(found["later"], SampleResult)
-    load = unload.replace("unload", "load")
-    assert place.fake.paths()[mark : mark + len(awake) + 1] == [*awake, load]
-    if kind == "sglang":
-        tags = [body["tags"] for path, body in place.fake.asked if path == "/resume_memory_occupation"]
-        assert tags == [["weights"], ["cuda_graph"], ["kv_cache"]]
 
 
 def test_a_trainer_with_a_device_of_its_own_does_not_wait(opened: Open) -> None:
@@ -631,7 +601,7 @@ def test_a_certificate_is_checked_as_the_settings_say(certificate: Path, tmp_pat
         try:
             place.sampler.submit(sample("r"))
             connection = place.sampler._connection
-            assert not asyncio.run_coroutine_threadsafe(connection._healthy(), place.sampler._loop).result()
+            assert not asyncio.run_coroutine_threadsafe(connection.is_healthy(), place.sampler._loop).result()
             assert not connection.is_up(connection.era)
         finally:
             place.sampler.close()

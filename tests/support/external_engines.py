@@ -68,6 +68,18 @@ class Engine:
     """What every request must have; without, it is answered with 401."""
     endpoint: str = ""
     """The hub that adapters are downloaded from, HF_ENDPOINT of a real engine."""
+    version: str = "0.5.18"
+    lora_target_modules: tuple[str, ...] = ("all",)
+    incremental: bool = False
+    """Whether SGLang runs with --incremental-streaming-output."""
+    cut_after: int = 0
+    """The connection of the next stream is closed after this many events; 0 closes none."""
+    asleep: list[str] = field(default_factory=list)
+    """The parts of its memory that it has released."""
+    broken: list[str] = field(default_factory=list)
+    """The orders that a real engine would not have survived."""
+    device_is_free: bool = True
+    """Whether no trainer has the device."""
     refused: int = 0
     downloads: list[str] = field(default_factory=list)
 
@@ -79,8 +91,27 @@ class Engine:
         self.deaths += 1
         self.dead = True
         self.adapters.clear()
+        self.asleep.clear()
         if self.process:
             os._exit(1)
+
+    def release(self, *parts: str) -> None:
+        for part in parts:
+            if self.running or part in self.asleep:
+                self.broken.append(f"{part} released with {self.running} requests and {self.asleep} asleep")
+            self.asleep.append(part)
+
+    def resume(self, *parts: str) -> None:
+        for part in parts:
+            if part not in self.asleep or (part != "weights" and "weights" in self.asleep) or not self.device_is_free:
+                self.broken.append(f"{part} resumed with {self.asleep} asleep, device free: {self.device_is_free}")
+            elif part == "kv_cache" and len(self.asleep) > 1:
+                self.broken.append(f"the KV cache resumed before {self.asleep}")
+            self.asleep = [other for other in self.asleep if other != part]
+
+    def use(self, what: str, *parts: str) -> None:
+        if not set(parts or self.asleep).isdisjoint(self.asleep):
+            self.broken.append(f"{what} with {self.asleep} asleep")
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.asked]
@@ -186,6 +217,7 @@ def counted(engine: Engine) -> Iterator[None]:
 
 async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Response | None:
     """What a request may run into before it is answered."""
+    engine.use("a request")
     if engine.dead:
         return error(500, "EngineCore encountered an issue", "InternalServerError")
     if engine.busy:
@@ -257,6 +289,7 @@ def vllm_app(engine: Engine) -> Starlette:
         body = await body_of(engine, request)
         if engine.dead:
             return error(500, "EngineCore encountered an issue", "InternalServerError")
+        engine.use("an adapter loaded", "weights")
         name = body["lora_name"]
         if name in engine.names_ever:
             return error(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
@@ -273,12 +306,18 @@ def vllm_app(engine: Engine) -> Starlette:
             return error(404, f"The lora adapter '{body['lora_name']}' cannot be found.", "NotFoundError")
         return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
 
-    async def memory(request: Request) -> Response:
+    async def sleep(request: Request) -> Response:
         await body_of(engine, request)
-        return JSONResponse({"status": "ok"})
+        engine.release("weights", "kv_cache")
+        return Response()
+
+    async def wake_up(request: Request) -> Response:
+        await body_of(engine, request)
+        engine.resume(*request.query_params.getlist("tags"))
+        return Response()
 
     posts = {"/v1/completions": completions, "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
-    posts |= {"/sleep": memory, "/wake_up": memory}
+    posts |= {"/sleep": sleep, "/wake_up": wake_up}
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
     return Starlette(routes=[*routes, Route("/health", health), Route("/v1/models", models)])
 
@@ -333,7 +372,10 @@ def vllm_answer(engine: Engine, body: Json) -> Json:
 
 
 async def vllm_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
-    for step in generate(engine, vllm_wanted(engine, body)):
+    for number, step in enumerate(generate(engine, vllm_wanted(engine, body))):
+        if engine.cut_after and number == engine.cut_after:
+            engine.cut_after = 0
+            return
         yield f"data: {json.dumps({'choices': [vllm_choice(engine, body, [step])]})}\n\n"
         await asyncio.sleep(0)
     yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens_details': {'cached_tokens': 0}}})}\n\n"
@@ -352,20 +394,25 @@ def sglang_app(engine: Engine) -> Starlette:
             name = body["lora_path"]
             if name is not None and name not in engine.adapters:
                 return error(400, f"LoRA adapter {name} is not loaded")
+            if body.get("stream"):
+                return StreamingResponse(sglang_stream(engine, body), media_type="text/event-stream")
             return JSONResponse(sglang_answer(engine, body))
 
     async def health(_: Request) -> Response:
+        engine.use("a health check, which generates a token,")
         return Response(status_code=503 if engine.dead else 200)
 
     async def model_info(_: Request) -> Response:
-        return JSONResponse({"model_path": "model", "is_generation": True})
+        return JSONResponse({"model_path": "model", "is_generation": True}, 503 if engine.dead else 200)
 
     async def server_info(_: Request) -> Response:
-        told = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic}
+        told = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic, "version": engine.version}
+        told["lora_target_modules"] = list(engine.lora_target_modules)
         return JSONResponse({**told, "context_length": engine.context})
 
     async def load(request: Request) -> Response:
         body = await body_of(engine, request)
+        engine.use("an adapter loaded", "weights")
         if len(engine.adapters) >= engine.most_adapters or body["lora_name"] in engine.names_ever:
             return JSONResponse({"success": False, "error_message": "no room", "loaded_adapters": {}}, 400)
         engine.adapters[body["lora_name"]] = await asyncio.to_thread(weight_in, body["lora_path"], engine)
@@ -381,13 +428,47 @@ def sglang_app(engine: Engine) -> Starlette:
         await body_of(engine, request)
         return PlainTextResponse("")
 
+    async def flush(request: Request) -> Response:
+        await body_of(engine, request)
+        if engine.running:
+            return PlainTextResponse("Flush cache failed because of pending requests", 400)
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def release(request: Request) -> Response:
+        engine.release(*(await body_of(engine, request))["tags"])
+        return JSONResponse(None)
+
+    async def resume(request: Request) -> Response:
+        engine.resume(*(await body_of(engine, request))["tags"])
+        return JSONResponse(None)
+
     posts = {"/generate": answers, "/load_lora_adapter": load, "/unload_lora_adapter": unload}
-    posts |= dict.fromkeys(
-        ("/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"), done
-    )
+    posts |= {"/abort_request": done, "/flush_cache": flush}
+    posts |= {"/release_memory_occupation": release, "/resume_memory_occupation": resume}
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-    gets = {"/health": health, "/get_model_info": model_info, "/get_server_info": server_info}
+    # Before version 0.5.10, the engine's facts were at other paths.
+    older = "get_" if engine.version < "0.5.10" else ""
+    gets = {"/health": health, f"/{older}model_info": model_info, f"/{older}server_info": server_info}
     return Starlette(routes=[*routes, *(Route(path, handler) for path, handler in gets.items())])
+
+
+async def sglang_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
+    """Each event has the whole answer so far, or, if incremental, what is new. Two tokens may share an event."""
+    whole = sglang_answer(engine, body)
+    lists = {name: told for name, told in whole["meta_info"].items() if name.startswith("output_")}
+    finish, total = whole["meta_info"]["finish_reason"], len(whole["output_ids"])
+    ends = [*range(1, total, 2), total]
+    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if engine.cut_after and number == engine.cut_after:
+            engine.cut_after = 0
+            return
+        first = start if engine.incremental else 0
+        meta = whole["meta_info"] | {name: told[first:end] for name, told in lists.items()}
+        meta |= {"completion_tokens": end, "finish_reason": finish if end == total else None}
+        event = {"text": None, "output_ids": whole["output_ids"][first:end], "meta_info": meta}
+        yield f"data: {json.dumps(event)}\n\n"
+        await asyncio.sleep(0)
+    yield "data: [DONE]\n\n"
 
 
 def sglang_answer(engine: Engine, body: Json) -> Json:
@@ -407,6 +488,7 @@ def sglang_answer(engine: Engine, body: Json) -> Json:
         "id": body["rid"],
         "finish_reason": {"type": steps[-1].finish},
         "prompt_tokens": len(wanted.tokens),
+        "completion_tokens": len(steps),
         "cached_tokens": 0,
         "output_token_logprobs": [
             [clamp(row[step.token]), step.token, None] for row, step in zip(told, steps, strict=True)
@@ -415,6 +497,8 @@ def sglang_answer(engine: Engine, body: Json) -> Json:
             [[clamp(row[one]), one, None] for one in np.argsort(-row)[:k].tolist()] if k else None for row in told
         ],
     }
+    if ids := body.get("token_ids_logprob"):
+        meta["output_token_ids_logprobs"] = [[[clamp(row[one]), one, None] for one in ids] for row in told]
     if (start := body["logprob_start_len"]) >= 0:
         rows = [None, *prompt_logprobs(engine, wanted.tokens, wanted.weight)][start:]
         rows[0] = None  # the first that is told of has none

@@ -77,6 +77,18 @@ class Backend(Protocol):
         """Bytes of device memory by holder, and the memory `budget` if one is set."""
         ...
 
+    def sleep(self) -> None:
+        """Leave the device to another process: everything moves to host memory, bit for bit, until `wake_up`.
+
+        Meanwhile `run_passes`, `optim_step` and the sampler must not be used; all else works. On a CPU nothing moves.
+        All or nothing: raises MemoryError.
+        """
+        ...
+
+    def wake_up(self) -> None:
+        """Take the device back. All or nothing: raises MemoryError."""
+        ...
+
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient.
 

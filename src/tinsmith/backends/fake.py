@@ -42,6 +42,7 @@ class FakeBackend:
         self._models: dict[str, FakeAdapter] = {}
         self._versions: dict[str, float] = {}
         self._sampler = FakeSampler(shape, self._versions)
+        self.is_asleep = False
 
     @property
     def sampler(self) -> FakeSampler:
@@ -66,7 +67,14 @@ class FakeBackend:
     def memory_use(self) -> dict[str, int]:
         return {"models": ADAPTER_BYTES * len(self._models)}
 
+    def sleep(self) -> None:
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        self.is_asleep = False
+
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        assert not self.is_asleep
         results: list[PassResult | UserError] = []
         gradients: dict[str, float] = {}
         for request in passes:
@@ -88,6 +96,7 @@ class FakeBackend:
         return results
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        assert not self.is_asleep
         results: list[dict[str, float] | UserError] = []
         for step in steps:
             adapter = self._models[step.model_id]

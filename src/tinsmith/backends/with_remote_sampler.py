@@ -1,9 +1,12 @@
 """Backends and version stores whose versions an external inference engine samples.
 
 `with_remote_sampler` wraps a training backend: it writes versions to files, which the external engine loads.
-`only_sampling` serves a process that does not train: its `VersionFiles` holds only files. A trainer that shares a
-device with the external engine uses it exclusively during passes and steps; the engine wakes when there is work to
-sample.
+`only_sampling` serves a process that does not train: its `VersionFiles` holds only files.
+
+Where trainer and external engine share a device, one of them has its memory and the other sleeps. The engine has it
+first, because it measures free memory when it starts. Before passes and optimizer steps the engine finishes its
+requests and sleeps, and then the trainer wakes up. When there is work to sample, the trainer sleeps, and then the
+engine wakes up. Whichever of the two steps fails, the memory is left free rather than used twice.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
-from tinsmith.errors import SettingsError, UserError
+from tinsmith.errors import EngineFailedError, SettingsError, UserError
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
@@ -58,7 +61,7 @@ class RemotelySampledVersions:
 
 
 class RemotelySampledBackend(RemotelySampledVersions):
-    """A `Backend` that puts the external engine to sleep before it trains; everything else is delegated."""
+    """A `Backend` that takes the device from the external engine before it trains; everything else is delegated."""
 
     def __init__(self, backend: Backend, sampler: ExternalSampler) -> None:
         super().__init__(backend, sampler)
@@ -74,14 +77,29 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.load = backend.load
         self.save_version = backend.save_version
 
-    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self.sleep = backend.sleep
+        sampler.before_wake_up = self._leave_device
+
+    def _leave_device(self) -> None:
+        try:
+            self._backend.sleep()
+        except MemoryError as error:
+            raise EngineFailedError(
+                f"the host has no room for the trainer's memory while {self.sampler.name} samples: {error}"
+            ) from error
+
+    def wake_up(self) -> None:
         self.sampler.sleep()
+        self._backend.wake_up()
+
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self.wake_up()
         # No pauses are needed: the external engine samples on its own, or sleeps.
         yield from ()
         return run_to_end(self._backend.run_passes(passes))
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        self.sampler.sleep()
+        self.wake_up()
         return self._backend.optim_step(steps)
 
     def publish(self, model_id: str, version_id: str) -> None:
@@ -131,6 +149,8 @@ def with_remote_sampler(
     backend: Backend, kind: str, engine: RemoteEngine, shape: ModelShape, eos_token_ids: frozenset[int]
 ) -> RemotelySampledBackend:
     """`backend` with an external engine of this kind as its sampler. Raises SettingsError if that is impossible."""
+    if engine.shares_device:
+        backend.sleep()
     return RemotelySampledBackend(backend, _sampler(backend, kind, engine, shape, eos_token_ids))
 
 

@@ -91,11 +91,21 @@ class ShardedBackend:
             self._call("load", shape, options, ranks=[rank])
         self._call("assemble")
         self.own = group.own.backend
-        self._sampler = GroupSampler(degrees, self._call)
+        self._degrees = degrees
+        self._sampler: GroupSampler | None = None
 
     @property
     def sampler(self) -> GroupSampler:
+        if self._sampler is None:
+            self._call("open_sampler")
+            self._sampler = GroupSampler(self._degrees, self._call)
         return self._sampler
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake_up(self) -> None:
+        self._call("wake_up")
 
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         self._call("create_model", model_id, spec, optimizer_type)

@@ -107,6 +107,9 @@ class ShardedBase(BaseModel):
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
+    def frozen_tensors(self) -> list[Tensor]:
+        return [each.to_local() if isinstance(each, DTensor) else each for each in super().frozen_tensors()]
+
     def adaptable(self) -> list[Target]:
         owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in self.targets.values())
         return [

@@ -33,10 +33,12 @@ from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
 RANK_COMMANDS = frozenset(
     {
         "join", "load", "assemble", "load_model", "begin_passes", "run_micro_batch", "abandon_passes", "load_version",
-        "step", "digest",
+        "step", "digest", "open_sampler",
     }
 )  # fmt: skip
-BACKEND_COMMANDS = frozenset({"create_model", "unload_model", "optim_step", "publish", "drop_version"})
+BACKEND_COMMANDS = frozenset(
+    {"create_model", "unload_model", "optim_step", "publish", "drop_version", "sleep", "wake_up"}
+)
 SAMPLER_COMMANDS = frozenset({"submit", "cancel"})
 """The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
 
@@ -56,7 +58,6 @@ class RankBackend(TorchBackend):
         if isinstance(self._base, ShardedBase):
             self._base.compare()
         self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
-        _ = self.sampler
 
     def flat_of(self, model_id: str) -> Tensor:
         """All numbers of an adapter."""
@@ -105,6 +106,10 @@ class Rank:
 
     def assemble(self) -> None:
         self.backend.agree()
+
+    def open_sampler(self) -> None:
+        """With all ranks: allocate the KV cache. An external sampler needs none."""
+        _ = self.backend.sampler
 
     def load_model(self, model_id: str, spec: LoraSpec, directory: str, optimizer: bool, optimizer_type: str) -> None:
         self.backend.load(model_id, spec, Path(directory), optimizer=optimizer, optimizer_type=optimizer_type)

@@ -188,8 +188,14 @@ class ShardedAdapter(Adapter):
         self.pieces = sharding.pieces(layout)
         self.compute_layout = sharding.layout(layout)
         self.compute_P = torch.zeros(self.compute_layout.numel, dtype=dtype, device=flat_P.device)
-        self.compute = self.compute_layout.views(self.compute_P)
+        self._make_views()
         self.refresh()
+
+    def _make_views(self) -> None:
+        self.weights, self.delta_matrices = self.layout.views(self.flat_P), {}
+        # The constructor of the base class comes first, with the whole adapter.
+        is_whole = self.compute_P is self.flat_P
+        self.compute = self.weights if is_whole else self.compute_layout.views(self.compute_P)
 
     def refresh(self) -> None:
         self.version += 1

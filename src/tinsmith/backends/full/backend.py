@@ -13,7 +13,7 @@ from typing import cast
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
 from tinsmith.backends.torch import TorchBackend, checkpoint
-from tinsmith.backends.torch.adapters import Trained
+from tinsmith.backends.torch.adapters import Adapter, Trained
 from tinsmith.backends.torch.optim import check_family
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape
@@ -49,15 +49,22 @@ class FullBackend(TorchBackend):
     def _make_sampler(self) -> FullSampler:
         return FullSampler(self._base, self._versions, self._sampler_options())
 
+    def _moved_adapters(self) -> list[Adapter]:
+        return [*super()._moved_adapters(), self._base.original]
+
+    def _after_move(self) -> None:
+        self._base.rebind()
+
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         self._check(spec, optimizer_type)
-        self._models[model_id] = Trained(self._base.original.clone(), optimizer_type=optimizer_type)
+        weights = FullWeights(self._base.layout, self._base.original.flat_P.to(self._home, copy=True))
+        self._models[model_id] = Trained(weights, optimizer_type=optimizer_type)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
         self._check(spec, optimizer_type)
-        weights = base.load_weights(self._base.layout, directory, self._base.device)
+        weights = base.load_weights(self._base.layout, directory, self._home)
         trained = Trained(weights, optimizer_type=optimizer_type)
         if optimizer:
             checkpoint.load_optimizer(trained, directory, base.flat)
@@ -65,7 +72,7 @@ class FullBackend(TorchBackend):
         self._models[model_id] = trained
 
     def load_version(self, version_id: str, directory: Path) -> None:
-        self._versions[version_id] = base.load_weights(self._base.layout, directory, self._base.device)
+        self._versions[version_id] = base.load_weights(self._base.layout, directory, self._home)
 
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)

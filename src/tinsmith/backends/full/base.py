@@ -90,11 +90,14 @@ class FullWeights(Adapter):
         self.scale = 1.0
         self.flat_P = flat_P
         self.compute_P = flat_P
-        self.weights = layout.views(flat_P)
-        self.compute = {}
         self.version = 0
-        self.delta_matrices = {}
+        self._make_views()
         self.gradients = None
+
+    def _make_views(self) -> None:
+        self.weights = cast(FullLayout, self.layout).views(self.flat_P)
+        self.compute = {}
+        self.delta_matrices = {}
 
     def snapshot(self) -> FullWeights:
         return self.clone()
@@ -135,6 +138,14 @@ class FullBase(BaseModel):
         for name, parameter in self._parameters.items():
             parameter.data = weights.weights[name]
         self._bound = weights
+
+    def rebind(self) -> None:
+        """Let go of weights whose buffers have moved."""
+        self._bound = None
+        self.bind(self.original)
+
+    def frozen_tensors(self) -> list[Tensor]:
+        return list(self.model.buffers())
 
     @contextmanager
     def training(self, gradients: dict[str, Tensor]) -> Iterator[None]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.backends.torch.host import host_copies
 from tinsmith.types import LoraSpec
 
 ALIGN = 16
@@ -128,6 +129,19 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
     return Layout(rank, targets, end, places)
 
 
+class MovedTensors:
+    """Copies of tensors on another device. Tensors that were not added stay where they are."""
+
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        """Copies into host memory are pinned where the tensors are on a GPU."""
+        own = list({id(tensor): tensor for tensor in tensors}.values())  # a published version shares its model's
+        copies = host_copies(own) if device.type == "cpu" else [tensor.to(device, non_blocking=True) for tensor in own]
+        self._copies = {id(tensor): (tensor, copy) for tensor, copy in zip(own, copies, strict=True)}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return self._copies.get(id(tensor), (tensor, tensor))[1]
+
+
 class Adapter:
     """One adapter's weights. Published versions are never written again; see `share`.
 
@@ -156,10 +170,9 @@ class Adapter:
         self.layout = layout
         self.scale = spec.alpha / layout.rank
         self.flat_P = flat_P
-        self.weights = layout.views(flat_P)
         self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
-        self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
         self.delta_matrices: dict[object, DeltaMatrices] = {}  # by `lora.LoRADelta`
+        self._make_views()
         self.gradients: Mapping[str, Pair] | None = None
         self.version = next(_versions)
 
@@ -186,6 +199,20 @@ class Adapter:
     def snapshot(self) -> Adapter:
         """A float32 copy for writing to a file, without compute copies."""
         return Adapter(self.spec, self.layout, self.flat_P.clone(), self.flat_P.dtype)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        return self.flat_P, self.compute_P
+
+    def move(self, moved: MovedTensors) -> None:
+        """Replace the buffers by their copies."""
+        self.flat_P, self.compute_P = (moved.of(buffer) for buffer in self.buffers)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        self.weights = self.layout.views(self.flat_P)
+        self.compute = self.weights if self.compute_P is self.flat_P else self.layout.views(self.compute_P)
+        self.delta_matrices = {}
 
     def share(self) -> Adapter:
         """An adapter over the same buffers, which must not be written as long as both exist."""
@@ -260,8 +287,19 @@ class Trained:
         """Move the moments to host memory until the next step; returns the device bytes freed."""
         if freed := self.offloadable_bytes:
             assert self.moments is not None
-            self.moments = tuple(moment.cpu() for moment in self.moments)
+            self.moments = tuple(host_copies(self.moments))
         return freed
+
+    def buffers(self, *, moments: bool) -> list[Tensor]:
+        """The weights, the gradient and, if asked for, the moments."""
+        found = [*self.adapter.buffers, *(self.moments or () if moments else ())]
+        return found if self.gradient_P is None else [*found, self.gradient_P]
+
+    def move(self, moved: MovedTensors) -> None:
+        """Replace the buffers by their copies. Moments on the host return to a GPU with the next optimizer step."""
+        self.adapter.move(moved)
+        self.gradient_P = None if self.gradient_P is None else moved.of(self.gradient_P)
+        self.moments = self.moments and tuple(moved.of(moment) for moment in self.moments)
 
     def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
         """The moments on the device, created as zeros at the first step."""

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, moe, optim
-from tinsmith.backends.torch.adapters import Adapter, Layout, Trained, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, Layout, MovedTensors, Trained, initialise, layout_for
+from tinsmith.backends.torch.host import FrozenStores
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,
@@ -51,6 +53,7 @@ log = structlog.get_logger()
 MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
 """Libraries that transformers uses for stateful layers, if installed."""
 
+HOST = torch.device("cpu")
 MAX_RANK = 256
 
 MAX_TOKENS = {False: 1024, True: 8192}
@@ -76,7 +79,8 @@ class TorchBackend:
     for a third more compute. `deterministic` ('on', 'off') makes every bit of a result independent of the other
     requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the total
     of device memory in bytes; 0 leaves each part to bounds of its own. `kv_cache_bytes`, `sampler_sequences` and
-    `sampler_step_tokens` limit the sampler; 0 selects a default for the device.
+    `sampler_step_tokens` limit the sampler; 0 selects a default for the device. `offload` ('auto', 'on'): whether
+    `sleep` moves memory, which it does for GPUs only unless this is 'on'.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per option
@@ -94,6 +98,7 @@ class TorchBackend:
         kv_cache_bytes: int | str = 0,
         sampler_sequences: int | str = 0,
         sampler_step_tokens: int | str = 0,
+        offload: str = "auto",
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
@@ -111,6 +116,11 @@ class TorchBackend:
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
+        self._home = self._base.device
+        """Where adapters are: on the host while this backend sleeps."""
+        self._frozen: FrozenStores | None = None
+        self._is_asleep = False
+        self._offloads = offload == "on" or self._home.type == "cuda"
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
@@ -211,7 +221,57 @@ class TorchBackend:
 
     def memory_use(self) -> dict[str, int]:
         budget = {"budget": self._memory.budget_bytes} if self._memory.is_limited else {}
-        return self._memory.use() | {ACTIVATIONS: self._memory.take_peak()} | budget
+        held = self._memory.use() | {ACTIVATIONS: self._memory.take_peak()}
+        return (dict.fromkeys(held, 0) if self._is_asleep else held) | budget
+
+    def sleep(self) -> None:
+        if self._is_asleep or not self._offloads:
+            return
+        with memory_errors(self._base.device):
+            if self._frozen is None:
+                self._frozen = FrozenStores(self._base.frozen_tensors())
+            trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=True)]
+            others = [buffer for each in self._moved_adapters() for buffer in each.buffers]
+            moved = MovedTensors(HOST, [*trained, *others])
+            self._frozen.release()
+        # From here on nothing can fail.
+        self._is_asleep, self._home = True, HOST
+        self._move(moved)
+        if self._base.vision is not None:
+            self._base.vision.keep_within(0)
+        if self._base.device.type == "cuda":
+            del moved, trained, others
+            torch.cuda.empty_cache()  # back to the driver, from which the other process allocates
+
+    def wake_up(self) -> None:
+        if not self._is_asleep:
+            return
+        assert self._frozen is not None
+        device = self._base.device
+        with memory_errors(device):
+            self._frozen.restore()
+            try:
+                trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=False)]
+                moved = MovedTensors(device, trained)
+            except BaseException:
+                self._frozen.release()
+                raise
+        self._is_asleep, self._home = False, device
+        self._move(moved)
+
+    def _moved_adapters(self) -> list[Adapter]:
+        """Adapters that leave the device with the models. They stay on the host: files are written from there."""
+        return list(self._versions.values())
+
+    def _move(self, moved: MovedTensors) -> None:
+        for trained in self._models.values():
+            trained.move(moved)
+        for adapter in self._moved_adapters():
+            adapter.move(moved)
+        self._after_move()
+
+    def _after_move(self) -> None:
+        """Adapters have other buffers now."""
 
     def _models_bytes(self) -> int:
         return sum(trained.num_bytes for trained in self._models.values())
@@ -258,7 +318,7 @@ class TorchBackend:
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
-        adapter = self._adapter(spec, layout, initialise(layout, seed, self._base.device))
+        adapter = self._adapter(spec, layout, initialise(layout, seed, self._home))
         self._add_model(model_id, Trained(adapter, optimizer_type=optim.check_family(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
@@ -279,9 +339,11 @@ class TorchBackend:
         return self._model(model_id).num_bytes
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        assert not self._is_asleep
         return self._trainer.run(passes, self._models)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        assert not self._is_asleep
         results: list[dict[str, float] | UserError] = [UserError()] * len(steps)
         good = []
         for index, step in enumerate(steps):
@@ -341,9 +403,9 @@ class TorchBackend:
         if missing:
             # The file was written by other software that adapted only some linears of a group: the rest start fresh.
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
-            fresh = layout.views(initialise(layout, seed, self._base.device).cpu())
+            fresh = layout.views(initialise(layout, seed, self._home).cpu())
             pairs |= {name: fresh[name] for name in missing}
-        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._base.device, factor))
+        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._home, factor))
         trained = Trained(adapter, optimizer_type=optim.check_family(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
@@ -363,9 +425,7 @@ class TorchBackend:
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups, saved.alpha)
         layout = Layout.of(saved.rank, targets)
         self._memory.evict_for(4 * layout.numel, VERSIONS)
-        self._versions[version_id] = self._adapter(
-            spec, layout, checkpoint.fill(layout, saved.pairs, self._base.device)
-        )
+        self._versions[version_id] = self._adapter(spec, layout, checkpoint.fill(layout, saved.pairs, self._home))
 
     def save_version(self, version_id: str, directory: Path) -> None:
         self.capture_version(version_id).write(directory)

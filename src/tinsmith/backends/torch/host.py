@@ -1,13 +1,15 @@
-"""Copies between the host and the device: the only ones of a training or decode step.
+"""Copies between the host and the device.
 
 `upload` copies an array to the device. On CUDA it goes through pinned memory without blocking the host. `Readback`
 copies results to the host and waits for the device once for any number of tensors; `read` does so at once. A step
 uploads what it needs and reads once, at its end or later. On a CPU both are views where possible.
+
+Between steps, `host_copies` and `FrozenStores` move weights and state out of the device for another process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -72,3 +74,66 @@ _NUMPY = {
     torch.float32: np.float32,
     torch.float64: np.float64,
 }
+
+
+def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, pinned if they come from a GPU. Waits once for all of them."""
+    copies = [
+        torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda).copy_(each, non_blocking=True)
+        for each in tensors
+    ]
+    _wait_for_copies({each.device for each in tensors})
+    return copies
+
+
+class FrozenStores:
+    """The memory of tensors that never change, such as a base model's weights: on the device, or only on the host.
+
+    Tensors and views of them stay valid objects; between `release` and `restore` their values must not be used. The
+    copies on the host are made once and kept.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = (each.untyped_storage() for each in tensors)
+        # One for tied weights and views. Weights that a CPU reads from the file as they are have no memory to free.
+        self._stores = list({store._cdata: store for store in found if store.resizable()}.values())
+        self._copies: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the device."""
+        return sum(store.nbytes() for store in self._stores)
+
+    def release(self) -> None:
+        """Free the device memory. All or nothing: raises MemoryError or RuntimeError if the host has no room."""
+        self._copies = self._copies or host_copies([_bytes_of(store) for store in self._stores])
+        self._drop()
+
+    def restore(self) -> None:
+        """Allocate the memory again and fill it with the same bytes. All or nothing; the same errors."""
+        try:
+            for store, copy in zip(self._stores, self._copies, strict=True):
+                store.resize_(copy.nbytes)
+                _bytes_of(store).copy_(copy, non_blocking=True)
+            self._wait()
+        except BaseException:
+            self._wait()
+            self._drop()
+            raise
+
+    def _wait(self) -> None:
+        _wait_for_copies({store.device for store in self._stores})
+
+    def _drop(self) -> None:
+        for store in self._stores:
+            store.resize_(0)
+
+
+def _bytes_of(store: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=store.device).set_(store)
+
+
+def _wait_for_copies(devices: set[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -164,6 +164,14 @@ class BaseModel:
         packed = 0 if self._fused is None else self._fused.packed_bytes
         return sum(stores.values()) + codes + packed
 
+    def frozen_tensors(self) -> list[Tensor]:
+        """The weights that never change, as they are stored on the device."""
+        found = [*self.model.parameters(), *self.model.buffers()]
+        for linear in self.targets.values():
+            if isinstance(linear, QuantisedLinear):
+                found += linear.stored_tensors()
+        return found
+
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
         return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]

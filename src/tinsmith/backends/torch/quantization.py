@@ -33,6 +33,7 @@ class _Codes(Protocol):
 
     num_bytes: int
 
+    def tensors(self) -> list[Tensor]: ...
     def weight(self) -> Tensor: ...
 
 
@@ -46,6 +47,9 @@ class _Int8:
         self._dtype = weight_OI.dtype
         self.num_bytes = self._codes_OI.nbytes + self._scale_O1.nbytes
 
+    def tensors(self) -> list[Tensor]:
+        return [self._codes_OI, self._scale_O1]
+
     def weight(self) -> Tensor:
         return (self._codes_OI * self._scale_O1).to(self._dtype)
 
@@ -58,6 +62,9 @@ class _NF4:
         flat = nn.functional.pad(weight_OI.flatten(), (0, -weight_OI.numel() % BLOCK)).view(-1, BLOCK)
         self._codes, self._state = library.quantize_4bit(flat, blocksize=BLOCK, quant_type="nf4")
         self.num_bytes = self._codes.nbytes + self._state.absmax.nbytes
+
+    def tensors(self) -> list[Tensor]:
+        return [self._codes, self._state.absmax]  # the table of the codes' values stays: 64 bytes
 
     def weight(self) -> Tensor:
         flat = self._dequantise(self._codes, self._state).flatten()
@@ -78,6 +85,10 @@ class QuantisedLinear(MultiLoRALinear):
     def num_bytes(self) -> int:
         """Bytes of the stored codes and scales."""
         return self._codes.num_bytes
+
+    def stored_tensors(self) -> list[Tensor]:
+        """The codes and scales."""
+        return self._codes.tensors()
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         # Called for missing attributes, as it is for a parameter of that name.

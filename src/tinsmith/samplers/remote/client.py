@@ -20,6 +20,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,8 +33,14 @@ from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, Use
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
 from tinsmith.samplers.remote.answering import Answering, Published
-from tinsmith.samplers.remote.connection import EngineAccess, EngineConnection, EngineGone
-from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, PromptAsk
+from tinsmith.samplers.remote.connection import (
+    FIRST_PAUSE_S,
+    QUICK_S,
+    EngineAccess,
+    EngineConnection,
+    EngineGone,
+)
+from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, Json, PromptAsk
 from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
@@ -158,6 +165,10 @@ class ExternalSampler:
         self._partials: queue.SimpleQueue[Partial] = queue.SimpleQueue()
         self._aborting: set[asyncio.Task[None]] = set()
         self._asleep = False
+        self._sleeping_era = -1
+        self._to_wake: list[EngineCall] = []
+        self.before_wake_up: Callable[[], None] = _nothing
+        """Frees the device for the engine."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sampler", daemon=True)
         self._thread.start()
@@ -250,9 +261,12 @@ class ExternalSampler:
             self._asleep = True
 
     def wake_up(self) -> None:
-        """Take the device back; returns when the engine is awake."""
+        """Take the device back; returns when the engine is awake. Raises the error of `before_wake_up`, or
+        TinsmithError if the engine refuses; then it sleeps on, and the next call tries again.
+        """
         if self._asleep:
-            self._wait(self._wake_up())
+            self.before_wake_up()
+            self._wait(self._wake())
             self._asleep = False
 
     def close(self) -> None:
@@ -287,7 +301,7 @@ class ExternalSampler:
             command = self._dialect.command(engine.python, self._shape.path, port, engine.options, engine.shares_device)
         self._connection = EngineConnection(
             self._dialect.name,
-            self._dialect.health,
+            (self._dialect.health, self._dialect.health_asleep),
             self._learn,
             url=url,
             access=engine.access,
@@ -309,7 +323,7 @@ class ExternalSampler:
 
     async def _learn(self) -> None:
         """Read the engine's facts, and find out by two requests of one token which logprobs it reports."""
-        self._dialect.learn([await self._connection.get(path) for path in self._dialect.questions()])
+        self._dialect.learn([await self._asked(path) for path in self._dialect.questions()])
         half = SamplingParams(max_tokens=1, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
         drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, 1))
@@ -318,6 +332,12 @@ class ExternalSampler:
         if not rows or not drawn.logprobs or drawn.tokens[0] not in rows[1]:
             raise EngineFailedError(f"{self._dialect.name} answered a request for logprobs without any")
         self._dialect.learn_mode(drawn.logprobs[0], rows[1][drawn.tokens[0]])
+
+    async def _asked(self, path: str) -> Json:
+        try:
+            return await self._connection.get(path)
+        except NotFoundError:
+            return await self._connection.get(path.replace("/", "/get_", 1))
 
     async def _ask(self, ask: Ask) -> EngineReply:
         return self._dialect.read(ask, await self._connection.post(self._dialect.call(ask)))
@@ -359,19 +379,50 @@ class ExternalSampler:
             await self._gate.close()
         finally:
             aborting.cancel()
+        self._to_wake = []
+        await asyncio.gather(*self._aborting)
+        await self._connection.pause()
+        self._sleeping_era = self._connection.era
+        if not self._connection.is_up(self._sleeping_era):
+            return
         try:
-            with contextlib.suppress(EngineGone):
-                await self._adapters.clear()
-                for call in self._dialect.sleep():
-                    await self._connection.order(call)
-        except TinsmithError:
-            self._gate.open()  # the engine refused, so it is awake
-            raise
+            await self._adapters.clear()
+            for place, call in enumerate(self._dialect.sleep(), 1):
+                await self._order_when_idle(call)
+                self._to_wake = self._dialect.wake_after(place)
+        except (EngineGone, TinsmithError) as error:
+            if isinstance(error, EngineGone) and not await self._connection.is_healthy():
+                return  # it ended, and its memory is free
+            with contextlib.suppress(TinsmithError):
+                await self._take_back()
+            self._reopen()
+            raise EngineFailedError(f"{self.name} did not leave the device to the trainer: {error}") from error
 
-    async def _wake_up(self) -> None:
-        with contextlib.suppress(EngineGone):
-            for call in self._dialect.wake():
+    async def _order_when_idle(self, call: EngineCall) -> None:
+        """An aborted request may end a little later, and SGLang refuses to flush its cache until then."""
+        deadline = time.monotonic() + QUICK_S
+        while True:
+            try:
                 await self._connection.order(call)
+                return
+            except UserError as error:
+                if isinstance(error, NotFoundError) or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    async def _wake(self) -> None:
+        await self._take_back()
+        self._reopen()
+
+    async def _take_back(self) -> None:
+        # An engine that ended asleep, and one that took its place, have nothing to take back.
+        with contextlib.suppress(EngineGone):
+            while self._to_wake and self._connection.is_up(self._sleeping_era):
+                await self._connection.order(self._to_wake[0])
+                del self._to_wake[0]
+
+    def _reopen(self) -> None:
+        self._connection.resume()
         self._gate.open()
 
     def _start(self, job: _Job) -> None:
@@ -452,11 +503,12 @@ class ExternalSampler:
     async def _sent(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
         async with self._slots:
             try:
-                if not ask.stream:
+                call = self._dialect.call(ask)
+                if not call.body.get("stream"):
                     return await self._ask(ask)
                 whole = EngineReply([], [], [])
-                async for event in self._connection.events(self._dialect.call(ask)):
-                    part = self._dialect.read(ask, event)
+                async for event in self._connection.events(call):
+                    part = self._dialect.read(ask, event, len(whole.tokens))
                     on_part(part)
                     whole.add(part)
                 return whole
@@ -483,6 +535,10 @@ class ExternalSampler:
                 self._partials.put(partial)
 
         return publish
+
+
+def _nothing() -> None:
+    return None
 
 
 def _free_port() -> int:

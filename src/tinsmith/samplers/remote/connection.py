@@ -76,13 +76,14 @@ class EngineAccess:
 
 class EngineConnection:
     """`command` starts the engine; without it, `url` is the address of a running one. `learn` runs each time that the
-    engine comes up, before requests are sent.
+    engine comes up, before requests are sent. `health` has the paths of health checks: while it may sample, and while
+    it is paused.
     """
 
     def __init__(
         self,
         name: str,
-        health: str,
+        health: tuple[str, str],
         learn: Callable[[], Awaitable[None]],
         *,
         url: str = "",
@@ -101,6 +102,10 @@ class EngineConnection:
         self.era = 0
         self._up = asyncio.Event()
         self._look = asyncio.Event()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._has_child = False
+        self._num_checks = 0
         self._failed_starts = 0
         self._refusal: UserError | EngineFailedError | SettingsError | None = None
         self._access = access or EngineAccess()
@@ -115,6 +120,23 @@ class EngineConnection:
                 async with asyncio.timeout(0.5):
                     await self._up.wait()
         return self.era
+
+    async def pause(self) -> None:
+        """Leave the device to another process until `resume`: an engine that ends meanwhile is not started again, and
+        one that was started by others gets no requests. Returns when an engine that is starting is up or has ended.
+        """
+        while self._command and not self._up.is_set() and self._refusal is None:
+            await asyncio.sleep(FIRST_PAUSE_S)
+        self._may_start.clear()
+        self._look.set()
+        while self._has_child and not self._up.is_set():
+            await asyncio.sleep(FIRST_PAUSE_S)
+        while self._num_checks:  # a health check of SGLang is a request
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    def resume(self) -> None:
+        self._may_start.set()
+        self._look.set()
 
     def is_up(self, era: int) -> bool:
         return self.era == era and self._up.is_set()
@@ -134,6 +156,8 @@ class EngineConnection:
         try:
             pause_s = FIRST_PAUSE_S
             while True:
+                if self._command:
+                    await self._may_start.wait()
                 started = time.monotonic()
                 try:
                     await (self._keep_child() if self._command else self._watch())
@@ -178,7 +202,8 @@ class EngineConnection:
         if response.status_code in UNAUTHORISED:
             raise self._unauthorised(response.status_code)
         if response.status_code != 200:
-            raise EngineFailedError(f"{self._name} answers {path} with {response.status_code}")
+            kind = NotFoundError if response.status_code == 404 else EngineFailedError
+            raise kind(f"{self._name} answers {path} with {response.status_code}")
         return _json(response.content, self._name)
 
     @contextlib.asynccontextmanager
@@ -197,7 +222,7 @@ class EngineConnection:
                             raise self._unauthorised(response.status_code)
                         if response.status_code >= 300:
                             text = await response.aread()
-                            if response.status_code >= 500 and not await self._healthy():
+                            if response.status_code >= 500 and not await self.is_healthy():
                                 raise EngineGone(f"it answers {response.status_code}, and is not healthy any more")
                             raise _refusal(response.status_code, text, self._name)
                         yield response
@@ -226,6 +251,7 @@ class EngineConnection:
 
     async def _keep_child(self) -> None:
         assert self._log_path is not None
+        self._has_child = True
         attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
         with self._log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -252,6 +278,7 @@ class EngineConnection:
             process.stdin.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(exited)
+            self._has_child = False
         if not was_up and self._refusal is None:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
@@ -261,8 +288,10 @@ class EngineConnection:
         """Wait until the engine is up, and then until it is down."""
         misses = 0
         while True:
-            healthy = await self._healthy()
-            if healthy and not self._up.is_set():
+            if not (self._may_start.is_set() or self._up.is_set()) and self._command:
+                return
+            healthy = await self.is_healthy()
+            if healthy and not self._up.is_set() and self._may_start.is_set():
                 await self._arrived()
             misses = 0 if healthy else misses + 1
             if self._up.is_set() and misses >= UNHEALTHY:
@@ -289,12 +318,17 @@ class EngineConnection:
         self._up.set()
         log.info("the sampling engine is up", engine=self._name, url=self.url)
 
-    async def _healthy(self) -> bool:
+    async def is_healthy(self) -> bool:
+        awake = self._may_start.is_set()
+        self._num_checks += 1
         try:
-            status = (await self._client.get(self._health, timeout=QUICK_S)).status_code
-            return status in (200, *UNAUTHORISED)  # `learn` reports wrong credentials
+            status = (await self._client.get(self._health[0 if awake else 1], timeout=QUICK_S)).status_code
         except httpx.TransportError:
             return False
+        finally:
+            self._num_checks -= 1
+        # `learn` reports wrong credentials; an older version may not know the path for an engine that is asleep.
+        return status in (200, *UNAUTHORISED) or (status == 404 and not awake)
 
     def _down(self) -> None:
         self._up.clear()

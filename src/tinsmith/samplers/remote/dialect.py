@@ -89,14 +89,16 @@ class EngineReply:
 class Dialect(Protocol):
     """The HTTP interface of one kind of engine.
 
-    `name` is the engine's name, and `health` a path that returns 200 while it is up. `seed_bits` is the size of its
-    seeds; an engine that `needs_seeds` repeats its answers without one. `takes_unembeddings`: it applies adapters of
-    the unembedding to answers; `scores_unembeddings`: also to the logprobs of prompts. `scores_alone`: logprobs of a
-    prompt are correct only while no other request runs. `max_context_length` is None until the engine has reported it.
+    `name` is the engine's name. `health` is a path that returns 200 while it is up, and `health_asleep` one that does
+    so without using the device. `seed_bits` is the size of its seeds; an engine that `needs_seeds` repeats its answers
+    without one. `takes_unembeddings`: it applies adapters of the unembedding to answers; `scores_unembeddings`: also to
+    the logprobs of prompts. `scores_alone`: logprobs of a prompt are correct only while no other request runs.
+    `max_context_length` is None until the engine has reported it.
     """
 
     name: str
     health: str
+    health_asleep: str
     scores_alone: bool
     takes_unembeddings: bool
     scores_unembeddings: bool
@@ -137,8 +139,10 @@ class Dialect(Protocol):
 
     def call(self, ask: Ask) -> EngineCall: ...
 
-    def read(self, ask: Ask, answer: Json) -> EngineReply:
-        """Raises EngineFailedError if the answer cannot be read."""
+    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
+        """The answer, or what an event of a stream adds to the first `start` tokens. Raises EngineFailedError if it
+        cannot be read.
+        """
         ...
 
     def abort(self, request_id: str) -> EngineCall | None:
@@ -153,8 +157,10 @@ class Dialect(Protocol):
         """The calls that release the device, in order, while no request runs."""
         ...
 
-    def wake(self) -> Sequence[EngineCall]:
-        """The calls that take the device back, in order."""
+    def wake_after(self, num_slept: int) -> list[EngineCall]:
+        """The calls that take back, in order, what the first `num_slept` calls of `sleep` released: the weights first,
+        the KV cache last.
+        """
         ...
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:

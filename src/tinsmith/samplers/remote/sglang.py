@@ -3,11 +3,20 @@
 Logprobs of its answers are taken at the sampling temperature over the whole vocabulary, before top_k, top_p and min_p.
 They follow our definition unless logits were penalised or biased. Then, at temperatures 0 and 1, a second request
 scores the answer as part of the prompt. SGLANG_RETURN_ORIGINAL_LOGPROB changes their meaning, so an engine that runs
-with it is refused. SGLang accepts seeds only with --enable-deterministic-inference. This module knows no connection.
+with it is refused. SGLang accepts seeds only with --enable-deterministic-inference, and only then are answers streamed.
+
+A streamed event repeats the whole answer so far, or with --incremental-streaming-output has only its new tokens. Both
+end with the new tokens, and `completion_tokens` tells how many there are in all.
+
+Adapters of the unembedding are for versions that apply them to tied embeddings, too, taken to begin with 0.5.10.
+Logprobs of prompts with such an adapter were wrong in some versions, so these prompts are scored token by token.
+
+Written after published sources of versions up to 0.5.18; no SGLang was run. This module knows no connection.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -31,8 +40,12 @@ MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
 MOST_IDS = 4096
 """The most target ids of one request; the reply has a logprob for each id at each position."""
 
+FIRST_WITH_UNEMBEDDINGS = (0, 5, 10)
 MOST_CELLS = 2**20
 MOST_PENALTY = 2.0
+
+MEMORY = ("weights", "cuda_graph", "kv_cache")
+"""The parts of its memory, in the order in which they are resumed."""
 
 FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -40,21 +53,22 @@ FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
 class SglangDialect:
     name = "SGLang"
     health = "/health"
+    health_asleep = "/model_info"  # the other generates a token
     seed_bits = 31
-    streams = False
+    streams = True
     needs_seeds = True
     scores_alone = False
-    takes_unembeddings = False
-    scores_unembeddings = True
+    scores_unembeddings = False
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._deterministic = True
+        self.takes_unembeddings = True
         self.max_context_length: int | None = None
 
     def questions(self) -> Sequence[str]:
-        return ["/get_model_info", "/get_server_info"]
+        return ["/model_info", "/server_info"]  # in older versions with "get_" in front
 
     def learn(self, facts: Sequence[Json]) -> None:
         model, server = facts
@@ -64,6 +78,9 @@ class SglangDialect:
             raise SettingsError(
                 "SGLang runs without --enable-lora, so it cannot sample from adapters; start it with --enable-lora"
             )
+        targets = server.get("lora_target_modules") or ["all"]
+        version = _version(str(server.get("version", "")))
+        self.takes_unembeddings = not {"all", "lm_head"}.isdisjoint(targets) and version >= FIRST_WITH_UNEMBEDDINGS
         self._deterministic = bool(server.get("enable_deterministic_inference"))
         self.max_context_length = cast("int | None", server.get("context_length"))
 
@@ -145,6 +162,10 @@ class SglangDialect:
             "top_logprobs_num": ask.topk,
             "lora_path": ask.adapter,
         }
+        if ask.only:
+            body["token_ids_logprob"] = list(ask.only)
+        if ask.stream and self._deterministic:
+            body["stream"] = True
         if ask.cache_scope:
             body["extra_key"] = ask.cache_scope
         if ask.prompt is not None:
@@ -155,23 +176,29 @@ class SglangDialect:
                 body["token_ids_logprob"] = list(ask.prompt.ids)
         return EngineCall(GENERATE, body)
 
-    def read(self, ask: Ask, answer: Json) -> EngineReply:
+    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
+        if error := answer.get("error"):
+            raise EngineFailedError(f"SGLang failed while it answered: {error}")
         try:
             meta = answer["meta_info"]
             told = meta["output_token_logprobs"]
-            tokens = [int(token) for token in answer.get("output_ids") or [entry[1] for entry in told]]
-            if [int(entry[1]) for entry in told] != tokens:
-                raise ValueError(f"logprobs of {len(told)} tokens do not fit the {len(tokens)} of the answer")
-            topk = _row(meta["output_top_logprobs"]) if ask.topk else []
-            if ask.topk and len(topk) != len(tokens):
-                raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
+            total = int(meta["completion_tokens"])
+            first = len(told) - (total - start)
+            if first < 0 or total < start:
+                raise ValueError(f"{len(told)} tokens have logprobs, of {total} where {start} are known")
+            finish = meta.get("finish_reason")
             reply = EngineReply(
-                tokens,
-                [number(entry[0], "a logprob") for entry in told],
-                list(topk),
-                FINISHES[meta["finish_reason"]["type"]],
+                [int(entry[1]) for entry in told[first:]],
+                [number(entry[0], "a logprob") for entry in told[first:]],
+                [],
+                FINISHES[finish["type"]] if finish else "",
                 int(meta.get("cached_tokens") or 0),
             )
+            if ask.topk or ask.only:
+                rows = _row(meta["output_top_logprobs" if ask.topk else "output_token_ids_logprobs"])
+                if len(rows) != len(told):
+                    raise ValueError(f"{len(told)} tokens have {len(rows)} rows of top logprobs")
+                reply.topk = list(rows[first:])
             if ask.prompt is not None:
                 reply.prompt_rows = _prompt_rows(meta, ask)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -189,19 +216,13 @@ class SglangDialect:
 
     def sleep(self) -> Sequence[EngineCall]:
         # Releasing the KV cache loses its contents, so it is flushed first and nothing refers to it.
-        return [
-            EngineCall("/flush_cache", {}),
-            EngineCall("/release_memory_occupation", {"tags": ["kv_cache"]}),
-            EngineCall("/release_memory_occupation", {"tags": ["cuda_graph"]}),
-            EngineCall("/release_memory_occupation", {"tags": ["weights"]}),
-        ]
+        released = (EngineCall("/release_memory_occupation", {"tags": [tag]}) for tag in reversed(MEMORY))
+        return [EngineCall("/flush_cache", {}), *released]
 
-    def wake(self) -> Sequence[EngineCall]:
-        return [
-            EngineCall("/resume_memory_occupation", {"tags": ["weights"]}),
-            EngineCall("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
-            EngineCall("/resume_memory_occupation", {"tags": ["kv_cache"]}),
-        ]
+    def wake_after(self, num_slept: int) -> list[EngineCall]:
+        # A part that is awake must not be resumed: SGLang would end.
+        asleep = MEMORY[1 + len(MEMORY) - num_slept :]
+        return [EngineCall("/resume_memory_occupation", {"tags": [tag]}) for tag in asleep]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
         given = {option.partition("=")[0] for option in options}
@@ -218,6 +239,12 @@ class SglangDialect:
         module = ["-m", "sglang.launch_server"]
         unset = ["-u", "SGLANG_RETURN_ORIGINAL_LOGPROB"]
         return ["env", *unset, "HF_HUB_OFFLINE=1", python, *module, *fixed, *saving, *chosen, *options]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers at the start of a version such as 0.5.10.post1."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:

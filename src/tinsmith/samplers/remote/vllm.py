@@ -56,7 +56,7 @@ ENVIRONMENT = (
 
 class VllmDialect:
     name = "vLLM"
-    health = "/health"
+    health = health_asleep = "/health"
     seed_bits = 62
     streams = True
     needs_seeds = False
@@ -161,7 +161,7 @@ class VllmDialect:
             body["stream_options"] = {"include_usage": True}
         return EngineCall(COMPLETIONS, body)
 
-    def read(self, ask: Ask, answer: Json) -> EngineReply:
+    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
         try:
             details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
@@ -184,8 +184,7 @@ class VllmDialect:
         # Level 1 keeps the weights in host memory; level 2 discards them, and this client could not restore them.
         return [EngineCall("/sleep?level=1", {})]
 
-    def wake(self) -> Sequence[EngineCall]:
-        # The weights come first; the KV cache takes the remaining memory.
+    def wake_after(self, num_slept: int) -> list[EngineCall]:
         return [EngineCall("/wake_up?tags=weights", {}), EngineCall("/wake_up?tags=kv_cache", {})]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:

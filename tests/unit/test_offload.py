@@ -1,0 +1,243 @@
+"""A backend that sleeps leaves its device, and goes on bit for bit as if it had not slept.
+
+On a CPU `offload` is 'on', so memory is freed and filled again as on a GPU; buffers that were left are filled with NaN.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from support import tiny_models
+from support.fake_cuda import DEVICE, FakeCudaBackend, fake_cuda
+from support.ranked import pass_of
+from tinsmith.backends import run_to_end
+from tinsmith.backends.full import FullBackend
+from tinsmith.backends.torch import TorchBackend, host
+from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, PassResult
+
+torch.set_num_threads(1)
+
+OPTIMIZERS: dict[str, OptimParams] = {"m0": AdamParams(1e-2), "m1": DimuonParams(1e-2)}
+KINDS = ("adapters", "bfloat16", "int8", "nf4", "full")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+@pytest.fixture(params=KINDS)
+def opened(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], TorchBackend]:
+    def open_() -> TorchBackend:
+        if request.param == "full":
+            backend: TorchBackend = FullBackend(shape, device="cpu", offload="on")
+            backend.create_model("m0", LoraSpec(0))
+            return backend
+        dtype = "bfloat16" if request.param == "bfloat16" else "float32"
+        quantize = request.param if request.param in ("int8", "nf4") else "off"
+        if quantize != "off":
+            pytest.importorskip("bitsandbytes")
+        backend = TorchBackend(shape, device="cpu", dtype=dtype, quantize=quantize, offload="on")
+        for number, (model_id, params) in enumerate(OPTIMIZERS.items()):
+            backend.create_model(model_id, LoraSpec(4 + number, seed=number), params.family)
+        return backend
+
+    return open_
+
+
+def accumulate(backend: TorchBackend, seed: int) -> list[PassResult]:
+    rng = np.random.default_rng(seed)
+    passes = [pass_of(rng, number, [9, 4]) for number, name in enumerate(OPTIMIZERS) if backend.has_model(name)]
+    results = run_to_end(backend.run_passes(passes))
+    assert all(isinstance(result, PassResult) for result in results), results
+    return [result for result in results if isinstance(result, PassResult)]
+
+
+def step(backend: TorchBackend) -> list[object]:
+    steps = [OptimStep("o", name, params) for name, params in OPTIMIZERS.items() if backend.has_model(name)]
+    return list(backend.optim_step(steps))
+
+
+def sleep(backend: TorchBackend) -> None:
+    """What was on the device is lost."""
+    left = [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
+    before = [buffer.clone() for buffer in left]
+    backend.sleep()
+    now = [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
+    for old, new, expected in zip(left, now, before, strict=True):
+        assert old.data_ptr() != new.data_ptr() and torch.equal(new, expected)
+        old.fill_(torch.nan)
+    assert backend._frozen is not None and backend._frozen.num_bytes == 0
+    assert set(backend.memory_use().values()) == {0}
+
+
+def buffers(backend: TorchBackend) -> list[torch.Tensor]:
+    return [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".safetensors"}
+
+
+def test_steps_after_a_sleep_are_those_without_one_bit_for_bit(
+    opened: Callable[[], TorchBackend], tmp_path: Path
+) -> None:
+    one, other = opened(), opened()
+    for turn in range(3):
+        for part in range(2):  # a gradient from before the sleep gets another one added
+            expected, found = accumulate(one, 2 * turn + part), accumulate(other, 2 * turn + part)
+            for mine, its in zip(expected, found, strict=True):
+                assert [x.tobytes() for x in its.logprobs] == [x.tobytes() for x in mine.logprobs]
+            one.publish("m0", "v")
+            other.publish("m0", "v")
+            version = other._versions["v"]
+            sleep(other)
+            assert other._versions["v"] is version
+            for name, backend in (("one", one), ("other", other)):
+                directory = tmp_path / f"{name}{turn}{part}"
+                for kind, capture in (
+                    ("model", backend.capture("m0", optimizer=True, gradient=True) if turn else None),
+                    ("version", backend.capture_version("v")),
+                ):
+                    if capture is not None:
+                        (directory / kind).mkdir(parents=True)
+                        capture.write(directory / kind)
+            for kind in ("model", "version") if turn else ("version",):
+                assert (
+                    files(tmp_path / f"one{turn}{part}" / kind) == files(tmp_path / f"other{turn}{part}" / kind) != {}
+                )
+            other.wake_up()
+        assert step(one) == step(other)
+        if turn == 1:
+            sleep(other)  # with moments and without a gradient
+            other.wake_up()
+    for mine, its in zip(buffers(one), buffers(other), strict=True):
+        assert torch.equal(its, mine)
+
+
+def test_models_that_are_made_asleep_train_awake(opened: Callable[[], TorchBackend], tmp_path: Path) -> None:
+    one, other = opened(), opened()
+    accumulate(one, 0)
+    step(one)
+    one.save("m0", tmp_path, optimizer=True, stacked=True)
+    spec = one._models["m0"].adapter.spec
+    sleep(other)
+    other.load("m0", spec, tmp_path, optimizer=True)
+    other.load_version("v", tmp_path)
+    if other.has_model("m1"):
+        one.create_model("m1", LoraSpec(5, seed=7), "dimuon")
+        other.create_model("m1", LoraSpec(5, seed=7), "dimuon")
+    other.wake_up()
+    for backend in (one, other):
+        accumulate(backend, 1)
+    assert step(one) == step(other)
+    assert [x.tolist() for x in buffers(other)] == [x.tolist() for x in buffers(one)]
+
+
+def test_a_backend_that_sleeps_refuses_steps_and_one_on_a_cpu_has_no_reason_to_sleep(shape: ModelShape) -> None:
+    backend = TorchBackend(shape, device="cpu", offload="on")
+    backend.sleep()
+    backend.sleep()
+    with pytest.raises(AssertionError):
+        backend.run_passes([])
+    with pytest.raises(AssertionError):
+        backend.optim_step([])
+    backend.wake_up()
+    backend.wake_up()
+    run_to_end(backend.run_passes([]))
+    usual = TorchBackend(shape, device="cpu")
+    usual.sleep()
+    assert usual.memory_use()["base"] > 0
+    run_to_end(usual.run_passes([]))
+
+
+@pytest.mark.parametrize("during", ["sleep", "wake_up"])
+def test_memory_that_runs_out_changes_nothing(
+    opened: Callable[[], TorchBackend], during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = opened(), opened()
+    for backend in (one, other):
+        accumulate(backend, 0)
+        step(backend)
+        accumulate(backend, 1)
+    if during == "wake_up":
+        other.sleep()
+    asleep = other._is_asleep
+    host_copies, own_bytes = host.host_copies, host._bytes_of
+    for missing_after in range(3):
+        left = [missing_after]
+
+        def copies(tensors: list[torch.Tensor], left: list[int] = left) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise MemoryError("no room")
+            return host_copies(tensors)
+
+        def bytes_of(store: torch.UntypedStorage, left: list[int] = left) -> torch.Tensor:
+            if during == "wake_up" and store.nbytes():
+                left[0] -= 1
+                if left[0] == -1:
+                    raise RuntimeError("CUDA error: out of memory")
+            return own_bytes(store)
+
+        with monkeypatch.context() as patched:
+            if during == "sleep":
+                patched.setattr(host, "host_copies", copies)
+                patched.setattr("tinsmith.backends.torch.adapters.host_copies", copies)
+            patched.setattr(host, "_bytes_of", bytes_of)
+            try:
+                getattr(other, during)()
+            except MemoryError:
+                assert other._is_asleep == asleep
+                assert other._frozen is None or (other._frozen.num_bytes == 0) == asleep
+            else:
+                assert left[0] >= 0
+                break
+    other.sleep()
+    other.wake_up()
+    assert step(one) == step(other)
+    for mine, its in zip(buffers(one), buffers(other), strict=True):
+        assert torch.equal(its, mine)
+
+
+def on_device() -> list[tuple[int, ...]]:
+    """The shapes of tensors with more than a page of memory on the fake device."""
+    gc.collect()
+    alive = (each for each in gc.get_objects() if type(each) in (FakeTensor, torch.nn.Parameter))
+    there = [each for each in alive if each.device == DEVICE and each.untyped_storage().nbytes() > 4096]
+    return [tuple(each.shape) for each in there]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
+def test_everything_of_a_gpu_goes_to_the_host_and_back(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_models.make(tmp_path, arch)
+    emptied: list[bool] = []
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _=None: None)
+        backend = FakeCudaBackend(shape)
+        backend.create_model("m0", LoraSpec(8))  # grouped products of experts take multiples of 8
+        accumulate(backend, 0)
+        backend.optim_step([OptimStep("o", "m0", AdamParams(1e-3))])
+        accumulate(backend, 1)
+        backend.publish("m0", "v")
+        assert len(on_device()) > 10
+        backend.sleep()
+        assert emptied and on_device() == []
+        assert {buffer.device.type for buffer in buffers(backend)} == {"cpu"}
+        assert backend._versions["v"].flat_P is backend._models["m0"].adapter.flat_P
+        backend.wake_up()
+        trained = backend._models["m0"]
+        assert {buffer.device for buffer in trained.buffers(moments=False)} == {DEVICE}
+        assert trained.moments is not None and {moment.device.type for moment in trained.moments} == {"cpu"}
+        backend.optim_step([OptimStep("o", "m0", AdamParams(1e-3))])
+        assert {moment.device for moment in trained.moments} == {DEVICE}
