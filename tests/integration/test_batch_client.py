@@ -125,7 +125,7 @@ def test_outputs_that_datasets_loads(client: Client, tmp_path: Path) -> None:
 def test_a_job_that_no_worker_can_run_is_refused_when_it_is_submitted(client: Client, tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
     for needs, said in {"num_gpus": (4, "num_gpus = 4"), "resources": ({"fpga": 1}, "fpga = 1")}.items():
-        with pytest.raises(JobRefusedError, match=said[1] + ", and a worker of the pool 'local' can have at most 0"):
+        with pytest.raises(JobRefusedError, match=said[1] + ", but a worker of pool 'local' can have at most 0"):
             data.map(lambda row: row, output=output, client=client, **{needs: said[0]})
 
 
@@ -266,22 +266,22 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
         (lambda: data.map(shout, output=output, if_exists="ask"), ValueError, "if_exists is 'ask'"),
         (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits.x is not supported"),
         (lambda: data.map(shout, output="o.jsonl"), ValueError, "must be a writer"),  # type: ignore[arg-type]
-        (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "two names of one thing"),
+        (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "they are one option"),
         (
             lambda: data.map(row_of, batch_format="list"),
             ValueError,
             "batch_format is 'list'; it must be one of .'rows'",
         ),
         (lambda: data.map(shout, colour=1), NotSupportedError, "no option .'colour'."),  # type: ignore[call-arg]
-        (lambda: data.map(shout).map(row_of), ValueError, "cannot be one of several steps"),
+        (lambda: data.map(shout).map(row_of), ValueError, "must be the only step"),
         (lambda: data.map(row_of, batch_size=2).map(row_of, batch_size=3), ValueError, "batch_size is 2 at one step"),
         (lambda: data.flat_map(row_of).sample("m", prompt="p"), ValueError, "put the operation first"),
-        (lambda: data.sample("m", prompt="p", batched=True), NotSupportedError, "operations take no .'batched'."),
+        (lambda: data.sample("m", prompt="p", batched=True), NotSupportedError, ".'batched'. are options of functions"),
         (lambda: data.map(yielding, output=output), ValueError, "a row has one result; flat_map takes one"),
         (lambda: data.write_json("o.jsonl"), ValueError, "this data set has no step"),
         (lambda: data.map(row_of, fn_kwargs={"n": 1}), ValueError, "fn_kwargs"),
-        (lambda: batch.Dataset("in.xml"), UserError, "ending of 'in.xml' names no format"),
-        (lambda: batch.Dataset(5), UserError, "not of a int"),  # type: ignore[arg-type]
+        (lambda: batch.Dataset("in.xml"), UserError, "extension of 'in.xml' is not that of a format"),
+        (lambda: batch.Dataset(5), UserError, "is a int; give a reader"),  # type: ignore[arg-type]
         (lambda: batch.Dataset([5]), ValueError, "row 0 is a int"),  # type: ignore[list-item]
         (lambda: batch.JsonWriter(""), ValueError, "must name a file"),
     ]
@@ -312,7 +312,7 @@ def test_a_data_set_without_an_output_is_no_job() -> None:
         int(mapped)
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = mapped.colour
-    with pytest.warns(UserWarning, match="Nothing was run"):
+    with pytest.warns(UserWarning, match="No job was started"):
         del mapped
 
 

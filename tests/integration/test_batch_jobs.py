@@ -187,7 +187,7 @@ def too_few() -> None:
 
 def test_a_batch_with_too_few_results_fails_the_job_at_once(client: Client, tmp_path: Path) -> None:
     job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # with the usual pauses between tries: 14 s
-    with pytest.raises(JobFailedError, match=r'gave 1 row for a batch of 5; .* With rows="any"'):
+    with pytest.raises(JobFailedError, match=r'returned 1 row for a batch of 5; .* With rows="any"'):
         job.wait()
     (state,) = job.batches()
     assert (state["status"], state["attempt_id"]) == ("FAILED", 1), "neither tried again nor halved"
@@ -217,7 +217,7 @@ def test_an_input_that_is_not_there_is_one_line(client: Client, tmp_path: Path) 
     assert isinstance(job, Job)
     with pytest.raises(JobFailedError) as failure:
         job.wait()
-    assert str(failure.value) == f"bulk job {int(job)} is FAILED: no file is named {tmp_path}/none.jsonl"
+    assert str(failure.value) == f"bulk job {int(job)} is FAILED: no file matches {tmp_path}/none.jsonl"
 
 
 def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(client: Client, tmp_path: Path) -> None:

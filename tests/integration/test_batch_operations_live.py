@@ -173,7 +173,7 @@ def test_a_model_grades(
     none = batch.Grade(pattern="(Q{9})", **fields)
     assert run(client, rows, none, tmp_path / "none.jsonl", errors=errors, max_failed_rows=3) == []
     assert [repr(each) in row["message"] for each, row in zip(said, lines(tmp_path / "err.jsonl"), strict=True)]
-    assert "holds no score" in lines(tmp_path / "err.jsonl")[0]["message"]
+    assert "has no score that matches" in lines(tmp_path / "err.jsonl")[0]["message"]
 
 
 def by_hand(

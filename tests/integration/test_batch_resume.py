@@ -169,7 +169,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
 
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
     data = batch.read_json(str(source))
-    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function differs: .*resume_from="):
+    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function is .*resume_from="):
         data.map(other, output=output, batch_size=2, if_exists="resume", client=client)
     kwargs = {"gate": f"{tmp_path}/gate"}
     same = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
@@ -392,7 +392,7 @@ def test_a_job_that_is_resumed_into_another_format_does_the_rest_in_it(client: C
     job = stopped(client, tmp_path, str(source), output=batch.ParquetWriter(f"{tmp_path}/out/"))
     with pytest.raises(UserError, match="format is 'xml'; it must be one of"):
         job.resume(format="xml")
-    with pytest.raises(UserError, match="has 1 outputs, and the one that resumes it has 2"):
+    with pytest.raises(UserError, match="it has 1 outputs and the new job has 2"):
         job.resume(output=[batch.JsonWriter(f"{tmp_path}/{name}.jsonl") for name in "ab"])
     again = job.resume(output=batch.CsvWriter(f"{tmp_path}/out.csv", column=["length"]))
     again.wait()

@@ -143,7 +143,7 @@ def test_seeds_stay_what_they_are() -> None:
     [
         ({"environment": {"kind": "chess"}}, "environment.kind is 'chess'"),
         ({"environment": {"kind": "turns", "row": "a"}}, "environment has no field ['row']"),
-        ({"environment": {"kind": "retry", "grade": {"by": "exact"}}}, "lacks 'reference'"),
+        ({"environment": {"kind": "retry", "grade": {"by": "exact"}}}, "needs 'reference'"),
         ({"environment": {"kind": "retry", "grade": 3}}, "environment.grade is 3"),
         ({"environment": batch.Turns(""), "num_rollouts": 1}, "environment.column is ''"),
         ({"environment": batch.Turns("c"), "num_rollouts": 0}, "num_rollouts is 0"),

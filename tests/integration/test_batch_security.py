@@ -333,5 +333,5 @@ def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(
                 assert len((own / "texts" / made).read_text().splitlines()) == 5
             else:
                 assert found.status == "FAILED", given
-                assert "may read and write" in str(found.error) or "no file is named" in str(found.error), found.error
+                assert "may read and write" in str(found.error) or "no file matches" in str(found.error), found.error
         assert [path.name for path in other.iterdir()] == ["in.jsonl"]

@@ -127,12 +127,12 @@ def test_a_table_that_changes_under_a_job_fails_the_batch_and_shifts_nothing(url
 def test_a_job_does_not_count_again_what_it_has_counted(url: str, tmp_path: Path) -> None:
     make(url, 10)
     reader = batch.SqlReader(url, table="items").of_job(["out.jsonl"])
-    with pytest.raises(RuntimeError, match="no longer on this machine"):
+    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
         reader.download_batch(0, 1, "")
     assert len(reader) == 10
     for file in tmp_path.glob("sql-*"):
         file.unlink()
-    with pytest.raises(RuntimeError, match="no longer on this machine"):
+    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
         registry.reader_from_dict(reader.to_dict()).download_batch(0, 1, "")
 
 

@@ -220,7 +220,7 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(ValueError, match=r"line 2 .* has 1 values, its header 2"):
+    with pytest.raises(ValueError, match=r"line 2 .* has 1 values, its header has 2"):
         len(batch.CsvReader(f"{tmp_path}/bad.csv"))
 
 
@@ -372,7 +372,7 @@ def test_readers_and_writers_that_do_not_exist_are_refused_by_name() -> None:
     for data, message in [
         ({"format": "xml", "path": "a"}, "no reader 'xml'"),
         ({"format": "json", "path": "a", "colour": 1}, "no field .'colour'."),
-        ({"format": "json"}, "lacks .'path'."),
+        ({"format": "json"}, "needs the fields .'path'."),
     ]:
         with pytest.raises(UserError, match=message):
             registry.reader_from_dict(data)

@@ -173,8 +173,8 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("save_results(rows[:1])", "gave 1 row for a batch of 3"),
-        ("save_results(rows + rows)", "gave 6 rows for a batch of 3"),
+        ("save_results(rows[:1])", "returned 1 row for a batch of 3"),
+        ("save_results(rows + rows)", "returned 6 rows for a batch of 3"),
         ("pass", "before it called save_results"),
         ("return", "there were batches left"),
         ("save_results(rows); save_results(rows)", "called twice"),
@@ -200,8 +200,11 @@ def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([{"n": 1}], 'gave 1 row for a batch of 3; it must give one for each row, in the same order. With rows="any"'),
-        ({"n": [1, 2]}, "gave 2 rows for a batch of 3"),
+        (
+            [{"n": 1}],
+            'returned 1 row for a batch of 3; it must return one for each row, in the same order. With rows="any"',
+        ),
+        ({"n": [1, 2]}, "returned 2 rows for a batch of 3"),
         ({"n": [1, 2, 3], "m": [1]}, "unequal length: {'n': 3, 'm': 1}"),
         (None, "returned a NoneType; it must return a list of dicts, a dict of columns or a table"),
         (5, "returned a int"),
@@ -395,7 +398,7 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     ]
     strict = data_set().map_batches(pairs, batch_format="numpy").map(picky, fn_kwargs={"at": -1})
     assert [
-        (each.final, "gave 4 rows for a batch of 5" in each.error)
+        (each.final, "returned 4 rows for a batch of 5" in each.error)
         for each in Ran(tmp_path / "c", strict, batch_size=5).outcomes
     ] == [(True, True)] * 2
 

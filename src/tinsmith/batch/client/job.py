@@ -92,8 +92,8 @@ class CommittedRows:
         status = self._client.status(self._job_id)
         if status["status"] != "SUCCEEDED":
             raise NotFoundError(
-                f"the parts of bulk job {self._job_id} were deleted: a job that resumed it has succeeded, or it ended "
-                "longer ago than parts are kept (TINSMITH_BATCH_RETENTION_DAYS)"
+                f"the parts of bulk job {self._job_id} were deleted: a job that resumed it has succeeded, or their "
+                "retention (TINSMITH_BATCH_RETENTION_DAYS) has ended"
             ) from None
         published = OutputInfo.from_dict(status["outputs"][self._output])
         if self.writer.in_store:
@@ -101,7 +101,7 @@ class CommittedRows:
             if not store.exists(key) or store.head(key).etag != published.etag:
                 raise NotFoundError(
                     f"the output {published.path} of bulk job {self._job_id} was deleted or replaced after it was "
-                    "published, and its parts were deleted then"
+                    "published, and its parts no longer exist; submit the job again"
                 ) from None
         return self.writer.read_published(published)
 
@@ -157,7 +157,7 @@ def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter
 
 def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
     if not writer.in_store:
-        raise UserError(f"the output is {info.path}, which is not a file: read it there")
+        raise UserError(f"the parts of the job were deleted, and its output {info.path} is not a file; read it there")
     base = info.path.rstrip("/")
     store, root = open_store(base)
     if store.exists(root):
@@ -174,10 +174,12 @@ def _check_name(writer: OutputWriter, target: str) -> None:
     """Bytes are copied as they are, so the target must be compressed, or a directory, if and only if the output is."""
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
-        raise UserError(f"the output {writer.path} is {kind}, and {target!r} is not")
+        raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
     for packing in PACKED:
         if writer.path.endswith(packing) != target.endswith(packing):
-            raise UserError(f"the output {writer.path} and {target!r} must both end in {packing}, or neither")
+            raise UserError(
+                f"the target is {target!r}; it and the output {writer.path} must both end in {packing}, or neither"
+            )
 
 
 class JobFailedError(RuntimeError):
@@ -204,11 +206,11 @@ class Progress:
     seconds_left: float | None
     workers: int = 0
     retried: int = 0
-    """Batches that are tried again now."""
+    """Batches whose current attempt is a retry."""
 
     def __str__(self) -> str:
         workers = f", {self.workers} worker{'s' * (self.workers != 1)}" if self.status == "RUNNING" else ""
-        retried = f", {self.retried} tried again" if self.retried else ""
+        retried = f", {self.retried} retried" if self.retried else ""
         return (
             f"{self.status}, {self.rows_per_second:.0f} rows/s, {self.tokens_per_second:.0f} tokens/s, "
             f"{self.rows_failed} failed{retried}{workers}"

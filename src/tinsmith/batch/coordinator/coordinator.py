@@ -174,7 +174,7 @@ class _Slots:
             try:
                 await self.runs[job_id].serve(slot, partial(self._should_yield, job_id, slot))
             except Exception as error:
-                log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
+                log.error("a worker slot failed on a bulk job", job_id=job_id, exc_info=error)
                 await asyncio.sleep(POLL_S)
             finally:
                 self._share.give_back(job_id, slot)
@@ -304,8 +304,8 @@ class Coordinator:
         pool = self._specs.get(job.batch_pool_name)
         if pool is None:
             raise UserError(
-                f"there is no pool {job.batch_pool_name!r}; there are {self.pool_names()}. Use {DEFAULT_POOL!r}, or "
-                "name it in the server's TINSMITH_BATCH_POOLS"
+                f"there is no pool {job.batch_pool_name!r}; the pools are {self.pool_names()}. Use {DEFAULT_POOL!r} "
+                "or add the pool to the server's TINSMITH_BATCH_POOLS"
             )
         most_workers(pool, job)
 
@@ -316,9 +316,9 @@ class Coordinator:
         """Until the server ends. Raises NotFoundError, UserError."""
         spec = self._specs.get(name)
         if spec is None:
-            raise NotFoundError(f"there is no pool {name!r}; there are {self.pool_names()}")
+            raise NotFoundError(f"there is no pool {name!r}; the pools are {self.pool_names()}")
         if spec.rented:
-            raise UserError(f"SkyPilot has the machines of the pool {name!r}; change num_nodes of its task")
+            raise UserError(f"SkyPilot manages the machines of pool {name!r}; change num_nodes of its task")
         self._specs[name] = resized = spec.resized(workers)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
@@ -419,21 +419,21 @@ class Coordinator:
         except UserError as error:
             return str(error)
         code = "" if self._settings.batch_user_code else permissions.code_of(spec)
-        return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
+        return code and f"this server does not run users' code (TINSMITH_BATCH_USER_CODE=false), and {code}"
 
     async def _fail(self, job_id: int, why: str) -> None:
         """Fail a job that is not run; one that is being cancelled becomes CANCELLED."""
         if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why):
             await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "CANCELLED")
         self._troubles.pop(job_id, None)
-        log.error("a bulk job is not run", job_id=job_id, error=why)
+        log.error("a bulk job cannot run", job_id=job_id, error=why)
 
     async def _trouble(self, job_id: int, error: Exception) -> None:
         """Pause the job, or fail it after too many errors."""
         trouble = self._troubles.setdefault(job_id, _Trouble())
         trouble.count += not is_transient(error)
         trouble.until = time.monotonic() + min(POLL_S * 2 ** max(trouble.count - 1, 0), MAX_PAUSE_S)
-        log.error("a bulk job stopped and will be taken again", job_id=job_id, exc_info=error)
+        log.error("a bulk job stopped and will be acquired again", job_id=job_id, exc_info=error)
         if trouble.count >= MAX_TROUBLES:
             try:
                 if await self._acquire(job_id):

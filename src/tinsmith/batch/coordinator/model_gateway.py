@@ -103,14 +103,14 @@ class ModelGateway:
         """Raises TinsmithError, which fails the row."""
         handler = self._handlers.get(question.verb)
         if handler is None:
-            raise NotSupportedError(f"operations cannot ask for {show(question.verb)}; known: {sorted(self._handlers)}")
+            raise NotSupportedError(f"verb is {show(question.verb)}; it must be one of {sorted(self._handlers)}")
         while True:
             try:
                 return await handler(question)
             except TooManyRequestsError as error:
                 await asyncio.sleep(error.retry_after_s)
             except SQLAlchemyError as error:
-                log.warning("a question of a bulk job waits for the database", error=repr(error))
+                log.warning("a model request of a bulk job waits for the database", error=repr(error))
                 await asyncio.sleep(DATABASE_PAUSE_S)
 
     async def ended(self, job_id: int, tenant_id: str, status: str) -> None:
@@ -193,7 +193,9 @@ class ModelGateway:
         if not isinstance(request, dict):
             raise UserError(f"request is {show(request)}; it must be an object")
         if not 0 < len(question.key) <= MAX_KEY:
-            raise UserError(f"the key {show(question.key)} has {len(question.key)} characters; use 1 to {MAX_KEY}")
+            raise UserError(
+                f"key is {show(question.key)}; it must have 1 to {MAX_KEY} characters, not {len(question.key)}"
+            )
         shape, path = self._resolve(question.tenant_id, question.payload.get("model"))
         session = self._sampling_session(session_id, question.tenant_id, shape, path)
         body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
@@ -323,7 +325,7 @@ class RequestRouter:
         except TinsmithError as error:
             return {"refused": str(error)}
         except (KeyError, TypeError, ValueError) as error:
-            return {"refused": str(UserError(f"the question is not valid: {error!r}"))}
+            return {"refused": str(UserError(f"the model request is not valid: {error!r}"))}
         except Exception as error:
-            log.error("a question of a bulk job could not be answered", job_id=self.job_id, exc_info=error)
-            return {"refused": f"the server could not answer: {type(error).__name__}: {error}"}
+            log.error("a model request of a bulk job failed", job_id=self.job_id, exc_info=error)
+            return {"refused": f"the server failed on a model request: {type(error).__name__}: {error}"}

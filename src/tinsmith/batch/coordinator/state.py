@@ -745,7 +745,7 @@ def _resumable(
     wanted = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)
     old = connection.execute(wanted.with_for_update()).one_or_none()
     if old is None:
-        raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
+        raise NotFoundError(f"resume_from is {spec.resume_from}, but there is no such bulk job")
     chain = connection.execute(sa.select(JOBS).where(_is_of_root(old.root_job_id or old.job_id))).all()
     cannot = f"bulk job {old.job_id} cannot be resumed"
     for other in chain:
@@ -754,14 +754,13 @@ def _resumable(
             raise UserError(f"{cannot}: job {other.job_id} {what}")
     for other in chain:
         if other.cleaned or other.spec.get("purge"):
-            raise UserError(f"{cannot}: the parts of job {other.job_id} were deleted")
+            raise UserError(f"{cannot}: the parts of job {other.job_id} were deleted; submit a new job")
     for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
         if old.spec.get(name) != getattr(spec, name):
-            raise UserError(f"bulk job {old.job_id} has another {name} than the one that resumes it")
+            raise UserError(f"{cannot}: its {name} differs; give the same, or submit a new job")
     before, after = old.spec["batch_output_formats"], spec.batch_output_formats
     if len(before) != len(after):
-        count = len(after)
-        raise UserError(f"bulk job {old.job_id} has {len(before)} outputs, and the one that resumes it has {count}")
+        raise UserError(f"{cannot}: it has {len(before)} outputs and the new job has {len(after)}; give as many")
     part_formats = dict(old.spec.get("part_formats") or {})
     for index, (written, new) in enumerate(zip(before, after, strict=True)):
         if written != new:

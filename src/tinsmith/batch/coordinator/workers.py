@@ -282,7 +282,7 @@ class WorkerSet:
                 last = error
             except OperationError as error:
                 raise FailedError(error.trace) from error
-        raise FailedError(f"no worker could be used: {last}") from last
+        raise FailedError(f"no worker is usable: {last}") from last
 
     async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
         worker_id, name = _new_id(self._job_id), self._pool.spec.name

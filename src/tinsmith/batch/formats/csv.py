@@ -45,7 +45,8 @@ class CsvReader(LinesReader):
                     continue
                 if header is None or len(values) != len(header):
                     raise ValueError(
-                        f"line {lines.line_num} of {self.path} has {len(values)} values, its header {len(header or ())}"
+                        f"line {lines.line_num} of {self.path} has {len(values)} values, its header has "
+                        f"{len(header or ())}"
                     )
                 yield orjson.dumps(dict(zip(header, values, strict=True)))
 

@@ -62,7 +62,9 @@ class IndexedFile(NamedTuple):
         # Offsets of one version applied to the bytes of another would give wrong rows. The check is free on a disk; in
         # a bucket it would be one more request for each batch.
         if self.data == self.location and isinstance(store, LocalStore) and store.head(key).etag != self.etag:
-            raise InputChangedError(f"the input {self.location} was changed while the job ran; resume it to see how")
+            raise InputChangedError(
+                f"the input {self.location} was changed while the job ran; resume the job to see the change"
+            )
         return store.get_range(key, start, end)
 
 
@@ -159,11 +161,11 @@ class ItemsReader(InputReader):
     def __post_init__(self) -> None:
         for index, row in enumerate(self.items):
             if not isinstance(row, dict):
-                raise ValueError(f"row {index} is a {type(row).__name__}; a row is an object")
+                raise ValueError(f"row {index} is a {type(row).__name__}; it must be a dict")
         size = len(encode(self.items))
         if size > MAX_ITEMS_BYTES:
             raise ValueError(
-                f"the rows are {size} bytes; more than {MAX_ITEMS_BYTES} belong in a file (batch.read_json)"
+                f"the rows have {size} bytes; the maximum is {MAX_ITEMS_BYTES}. Put them in a file (batch.read_json)"
             )
 
     def __len__(self) -> int:
@@ -310,11 +312,9 @@ class TextWriter(LinesWriter):
     def line(self, row: Row) -> bytes:
         text = selected(row, self.column)[self.column]
         if not isinstance(text, str):
-            raise TypeError(f"column {self.column!r} is a {type(text).__name__}; a text file takes text")
+            raise TypeError(f"column {self.column!r} is a {type(text).__name__}; it must be a str in a text file")
         if "\n" in text or "\r" in text:
-            raise ValueError(
-                f"column {self.column!r} has a line break, which a file of lines cannot hold; use JsonWriter"
-            )
+            raise ValueError(f"column {self.column!r} has a line break, which a text file cannot store; use JsonWriter")
         return text.encode()
 
     def row(self, line: bytes) -> Row:

@@ -83,7 +83,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
         for found in sorted(store.list(key))
     ]
     if count and not files:
-        raise UserError(f"{type(writer).__name__} wrote nothing below its path, though it was given {count} rows")
+        raise UserError(f"{type(writer).__name__} wrote nothing below its path for {count} rows")
     return publishing.publish_directory(writer.path.rstrip("/") + "/", files, count, staging, if_exists)
 
 

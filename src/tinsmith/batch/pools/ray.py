@@ -105,7 +105,7 @@ class Driver:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Read the process's messages to its end, after which all its workers are gone."""
         assert process.stdout is not None
-        why = "the process that speaks to Ray has ended"
+        why = "the Ray driver process has ended"
         try:
             async for line in process.stdout:
                 message = json.loads(line)
@@ -118,7 +118,7 @@ class Driver:
                 else:
                     self._lost(message["gone"], message["why"])
         except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
-            why = f"the process that speaks to Ray said what cannot be understood: {error!r}"
+            why = f"the Ray driver process sent an invalid message: {error!r}"
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         finally:

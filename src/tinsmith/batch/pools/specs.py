@@ -82,8 +82,8 @@ def most_workers(pool: PoolSpec, job: JobSpec) -> int:
         has = shared.get(name, float(pool.devices_per_worker) if name == "num_gpus" else 0.0)
         if amount and amount > has:
             raise UserError(
-                f"each worker needs {name} = {amount:.15g}, and a worker of the pool {pool.name!r} can have at most "
-                f"{has:.15g}; ask for less, or use another pool"
+                f"each worker needs {name} = {amount:.15g}, but a worker of pool {pool.name!r} can have at most "
+                f"{has:.15g}; request less, or use another pool"
             )
         if amount and name in shared:
             most = min(most, int(has / amount))
@@ -159,7 +159,7 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
     spec, data = _read_pool(name, path)
     if not spec.rented:
         raise SettingsError(
-            f"resources.infra is {spec.infra!r}; SkyPilot's are such as aws/us-east-1 or kubernetes/CONTEXT"
+            f"resources.infra is {spec.infra!r}; it must be SkyPilot's, such as aws/us-east-1 or kubernetes/CONTEXT"
         )
     resources = {key: value for key, value in data["resources"].items() if key != "infra"}
     there = {"pool": {"workers": spec.workers}, "resources": {k: v for k, v in resources.items() if k != "cpus"}}
@@ -187,15 +187,15 @@ def pool_from(name: str, data: object) -> PoolSpec:
     """Raises UserError that names the key. The keys for scaling by queue length are accepted without effect, since a
     pool starts a worker for the first batch and ends it after the last one."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
-        raise UserError("it has no 'pool' with 'workers'")
+        raise UserError("pool is missing; give pool.workers")
     if unknown := sorted(set(data) - {"name", "pool", "resources", "setup"}):
-        raise UserError(f"it has {unknown}, which is not supported; there are name, pool, resources and setup")
+        raise UserError(f"{unknown} is not supported; the keys are name, pool, resources and setup")
     pool: Mapping[str, Any] = data["pool"]
     if unknown := sorted(set(pool) - POOL_KEYS):
-        raise UserError(f"pool has {unknown}, which is not supported; it has {sorted(POOL_KEYS)}")
+        raise UserError(f"pool has {unknown}, which is not supported; its keys are {sorted(POOL_KEYS)}")
     resources = data.get("resources") or {}
     if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus"}:
-        raise UserError(f"resources is {resources!r}; it has accelerators, infra and cpus")
+        raise UserError(f"resources is {resources!r}; its keys are accelerators, infra and cpus")
     infra = resources.get("infra", LOCAL)
     if not _is_infra(infra):
         raise UserError(
@@ -204,7 +204,7 @@ def pool_from(name: str, data: object) -> PoolSpec:
         )
     cpus = resources.get("cpus", 1.0)
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
-        raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
+        raise UserError(f"resources.cpus is {cpus!r}; it must be a number, 0 or more")
     if "cpus" in resources and infra == LOCAL:
         raise UserError("resources.cpus is for pools on Ray or SkyPilot; workers on this machine share all of its CPUs")
     setup = data.get("setup") or ""

@@ -235,7 +235,7 @@ class _OfRows(_Function):
             return self._over(row, result)
         if isinstance(result, Iterable) and not isinstance(result, Mapping | str | bytes):
             return list(result)
-        return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must give a list of rows")
+        return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must return a list of rows")
 
 
 class _OfBatches(_Function):
@@ -252,9 +252,9 @@ class _OfBatches(_Function):
         if len(results) != len(rows):
             if self._merge:
                 raise ProgramError(
-                    f"the function gave {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
-                    f"{len(rows)}; map(batched=True) puts each result over the columns of its row, so there must be "
-                    'one for each. map_batches with rows="any" takes any number of rows'
+                    f"the function returned {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
+                    f"{len(rows)}; map(batched=True) merges each result into its row, so return one for each "
+                    'row. map_batches with rows="any" takes any number of rows'
                 )
             if not self._many:
                 raise wrong_number(len(results), len(rows))

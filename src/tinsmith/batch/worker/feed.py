@@ -115,7 +115,7 @@ def rows_in(result: object, many: bool) -> list[Row]:
         raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
     for row in result or ():
         if not isinstance(row, dict):
-            raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold objects")
+            raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold dicts")
     return result or []
 
 
@@ -456,8 +456,8 @@ class Feed:
 
 def wrong_number(results: int, rows: int) -> ProgramError:
     return ProgramError(
-        f"the function gave {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must give one for "
-        'each row, in the same order. With rows="any" (in the shell: --rows any) a batch may give any number of rows'
+        f"the function returned {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must return "
+        'one for each row, in the same order. With rows="any" (in the shell: --rows any) it may return any number'
     )
 
 

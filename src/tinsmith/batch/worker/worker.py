@@ -149,7 +149,7 @@ class Worker:
             for each in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
-            raise CallRefusedError(400, f"assignments has {len(attempts)}; it must have from 1 to {MAX_GROUP}")
+            raise CallRefusedError(400, f"assignments has {len(attempts)} items; it must have from 1 to {MAX_GROUP}")
         if self._num_groups >= MAX_IN_FLIGHT:
             raise CallRefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
         self._num_groups += 1
