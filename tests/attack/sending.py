@@ -8,7 +8,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 PIECE_BYTES = 64 << 10
 
 
@@ -80,7 +80,7 @@ def send(address: tuple[str, int], request: Request, timeout_s: float) -> Answer
         except OSError:
             pass  # closed by the server before all of it was sent; the answer may be there
         size = 0
-        while size < MOST_BYTES:
+        while size < MAX_BYTES:
             connection.settimeout(max(0.01, until - time.monotonic()))
             try:
                 piece = connection.recv(PIECE_BYTES)

@@ -21,7 +21,16 @@ from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
-from tinsmith.batch.worker.children import MAP, READ, Attempt, AttemptQueue, Lost, MapperProcess, Marker, marker_file
+from tinsmith.batch.worker.children import (
+    MAP,
+    READ,
+    Attempt,
+    AttemptQueue,
+    LostAttempt,
+    MapperProcess,
+    Marker,
+    marker_file,
+)
 from tinsmith.db.database import Database
 
 ROWS = 5000
@@ -117,24 +126,24 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
 # What a death of a batch leads to.
 
 
-def attempt(jobs: BatchJobs, job_id: int, lost: Lost) -> list[tuple[int, int, str, int, int]]:
+def attempt(jobs: BatchJobs, job_id: int, lost: LostAttempt) -> list[tuple[int, int, str, int, int]]:
     """The first batch that is due comes to that; then all batches: rows, status, retries."""
-    claim = jobs.turn(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
-    jobs.turn(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
+    claim = jobs.settle_and_claim(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
+    jobs.settle_and_claim(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
     names = ("start_idx", "end_idx", "status", "retry_count", "infra_retries")
     return [tuple(state[name] for name in names) for state in jobs.get_batch_states(job_id)]
 
 
-def died(row: int | None = None) -> Lost:
-    return Lost("MapperKilled", "killed", infra=False, died=True, row=row)
+def died(row: int | None = None) -> LostAttempt:
+    return LostAttempt("MapperKilled", "killed", infra=False, died=True, row=row)
 
 
 def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, doubling, fn_kwargs={"kinds": {}})
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     jobs.save_batch_states(job_id, "token", [0], 8)
-    lost_worker = Lost("WorkerLostError", "gone", infra=True)
-    raised = Lost("ValueError", "odd", infra=False)
+    lost_worker = LostAttempt("WorkerLostError", "gone", infra=True)
+    raised = LostAttempt("ValueError", "odd", infra=False)
     assert attempt(jobs, job_id, died()) == [(0, 7, "PENDING", 0, 1)], "the first time, no retry is spent"
     assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
     parts = [(0, 2), (3, 3), (4, 7)]

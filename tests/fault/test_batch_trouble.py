@@ -68,7 +68,7 @@ async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]
     async def until(done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
-            assert time.monotonic() < deadline, jobs.listing("local", 9, 0)
+            assert time.monotonic() < deadline, jobs.page("local", 9, 0)
             await asyncio.sleep(0.02)
 
     coordinator.start()
@@ -145,7 +145,7 @@ class Failing:
 class Worker:
     """In place of a worker's process: it has done everything as soon as it is asked."""
 
-    useless = False
+    unusable = False
     infra_failures = 0
 
     def __init__(
@@ -184,8 +184,8 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PHASES = (
     "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure", "turn",
-    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "note_cleaned", "release",
-    "intend_worker", "note_worker", "forget_worker",
+    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
+    "record_launch", "record_worker", "forget_worker",
 )  # fmt: skip
 """What a coordinator asks of the database on the way of a job."""
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
@@ -197,7 +197,7 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Each once; the job is then done as if they had not been."""
-    monkeypatch.setattr(coordinators, "MAX_TROUBLES", 99)
+    monkeypatch.setattr(coordinators, "MAX_FAILURES", 99)
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(worker_sets, "MAX_OPERATION_TRIES", 9)
     phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
@@ -256,14 +256,14 @@ def test_a_rate_limit_outlives_the_coordinator(
 
 
 STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
-    "noting the intent": lambda jobs: (jobs, "intend_worker"),
+    "noting the intent": lambda jobs: (jobs, "record_launch"),
     "making the directory of logs": lambda _: (Path, "mkdir"),
     "making the worker's directory": lambda _: (tempfile, "mkdtemp"),
     "opening its log": lambda _: (JobLogs, "path"),
     "starting its process": lambda _: (asyncio, "create_subprocess_exec"),
     "hearing where it listens": lambda _: (asyncio.StreamReader, "readline"),
     "configuring it": lambda _: (RemoteWorker, "call"),
-    "noting its address": lambda jobs: (jobs, "note_worker"),
+    "noting its address": lambda jobs: (jobs, "record_worker"),
 }
 """The steps of starting a worker, each by the function that takes it."""
 

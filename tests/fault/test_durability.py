@@ -15,7 +15,7 @@ from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.db.schema import BODIES, MODELS, SAMPLERS
 from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.quarantine import MAX_DEATHS
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
+from tinsmith.engine.snapshots import MAX_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
 from tinsmith.storage.directories import MANIFEST
@@ -78,11 +78,11 @@ def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(
     model = bench.model()
     bench.engine._snapshots._share = 0.0  # steps that are worth nothing beside a snapshot
     taken: list[object] = []
-    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MOST_OPTIM_STEPS + 1):
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MAX_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
         bench.turns()
         taken.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
-    marks = [SNAPSHOT_OPTIM_STEPS + rounds * MOST_OPTIM_STEPS for rounds in range(3)]
+    marks = [SNAPSHOT_OPTIM_STEPS + rounds * MAX_OPTIM_STEPS for rounds in range(3)]
     assert list(dict.fromkeys(taken)) == [None, *marks], "the first costs nothing that was known before"
     bench.restart()
     bench.engine._snapshots._share = 0.0

@@ -19,7 +19,7 @@ from support.raw_client import RawClient, connect
 
 OF_EACH_KIND = 250
 FEW = 10  # connections that the server may have opened itself meanwhile
-MOST_MIB = 48  # a connection takes some 25 KiB, the half of a body 20 more; what is not read is one answer for all
+MAX_MIB = 48  # a connection takes some 25 KiB, the half of a body 20 more; what is not read is one answer for all
 IMPATIENCE_S = 2.0
 IMPATIENT = f"from tinsmith.api import connections\nconnections.HEAD_S = connections.SILENCE_S = {IMPATIENCE_S}"
 LINE = b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -108,7 +108,7 @@ def test_a_thousand_half_open_connections_cost_little_and_end(server: LiveServer
         assert open_files(server) <= files + FEW, "each was closed by the server"
     assert statistics.median(beside) < IMPATIENCE_S / 2, "nobody waits until they are closed"
     assert most["files"] > files + 2 * OF_EACH_KIND, "they were there meanwhile"
-    assert most["mib"] < memory_mib + MOST_MIB
+    assert most["mib"] < memory_mib + MAX_MIB
     for connection in connections:
         connection.close()
     client.http.close()

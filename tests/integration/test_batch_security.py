@@ -153,7 +153,7 @@ def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_
             answer = harness.post("batch/jobs", job(**CODE[code]), key)
             assert answer.status_code == status, (settings, answer.text)
             assert words in answer.text
-            assert harness.services.batch_jobs.listing(key.removeprefix("tml-"), 9, 0)[1] == (
+            assert harness.services.batch_jobs.page(key.removeprefix("tml-"), 9, 0)[1] == (
                 1 if status == 200 and not settings.get("local") else 0
             )
         finally:

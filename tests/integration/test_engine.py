@@ -15,7 +15,7 @@ from tinsmith.db.database import now
 from tinsmith.db.schema import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
 from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.versions import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
+from tinsmith.engine.versions import MAX_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import parse_path
@@ -539,7 +539,7 @@ def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) 
     assert not list((bench.directory / "versions").glob("*"))
     bench.engine.turn(2 * QUIET_S)  # idle for a moment
     assert len(list((bench.directory / "versions").glob("*"))) == 3
-    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MOST_VERSIONS_IN_MEMORY + 3):
+    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MAX_VERSIONS_IN_MEMORY + 3):
         bench.publish(model, number + 1, number)
     bench.turns(200)
     assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY

@@ -13,7 +13,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.model_gateway import ModelGateway, Question, RequestRouter
+from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
 from tinsmith.batch.types import Assignment
@@ -33,10 +33,10 @@ def question(
     model: str = BASE,
     tenant_id: str = "alice",
     **changes: Any,  # noqa: ANN401
-) -> Question:
+) -> RowRequest:
     payload = {"model": model, "request": {**REQUEST, **changes.pop("request", {})}}
     fields = {"job_id": 5, "job_name": "", "key": "0", **changes}
-    return Question(tenant_id=tenant_id, verb=verb, row_idx=row_idx, payload=payload, **fields)
+    return RowRequest(tenant_id=tenant_id, verb=verb, row_idx=row_idx, payload=payload, **fields)
 
 
 async def pending(harness: Harness, count: int) -> list[str]:

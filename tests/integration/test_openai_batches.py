@@ -17,7 +17,7 @@ from support.http_harness import ALICE, BOB, Harness
 from support.live import LiveServer, free_port, serving
 from tinsmith.auth.keys import Keys
 from tinsmith.batch.openai import rows
-from tinsmith.batch.openai.reconciler import Reconciler, in_turns
+from tinsmith.batch.openai.reconciler import Reconciler, round_robin
 from tinsmith.batch.openai.rows import Batch, check
 from tinsmith.db.database import Database
 
@@ -397,7 +397,7 @@ def test_tenants_take_turns(harness: Harness) -> None:
 
     mine = [made(ALICE) for _ in range(3)]
     theirs = made(BOB)
-    assert list(in_turns([*mine, theirs])) == [mine[0], theirs, mine[1], mine[2]]
+    assert list(round_robin([*mine, theirs])) == [mine[0], theirs, mine[1], mine[2]]
 
 
 def test_a_directory_of_a_batch_that_ended_is_swept(harness: Harness) -> None:

@@ -233,7 +233,7 @@ def test_an_expired_file_is_not_there_and_is_swept(files: Files) -> None:
     kept, gone = (files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, 60) for _ in range(2))
     with files._db.write() as connection:
         connection.execute(UPLOADS.update().where(UPLOADS.c.file_id == gone.file_id).values(expires_at=1.0))
-    found, more = files.listing("t", 10, after=None, ascending=False, purpose=None)
+    found, more = files.page("t", 10, after=None, ascending=False, purpose=None)
     assert ([each.file_id for each in found], more) == ([kept.file_id], False)
     assert files.sweep_expired() == [gone.file_id]
     assert files.sweep_expired() == []
@@ -265,4 +265,4 @@ def test_bytes_that_were_cut_short_are_no_file(files: Files) -> None:
 def test_a_file_made_twice_under_one_id_is_one_file(files: Files) -> None:
     for _ in range(2):
         made = files.add("t", files.store("file-1", [b"x"]), "a.jsonl", BATCH, None)
-    assert files.listing("t", 10, after=None, ascending=False, purpose=None) == ([made], False)
+    assert files.page("t", 10, after=None, ascending=False, purpose=None) == ([made], False)

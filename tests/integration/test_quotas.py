@@ -516,7 +516,7 @@ def model(model_id: str) -> NewModel:
 def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
     database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas_module, "MOST_TENANTS", 10)
+    monkeypatch.setattr(quotas_module, "MAX_TENANTS", 10)
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
     quotas.admit(new(0, "debtor", num_tokens=6000))
     with pytest.raises(TooManyRequestsError):

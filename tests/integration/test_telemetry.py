@@ -23,7 +23,7 @@ from tinsmith.db.statements import execute
 from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
+from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleRecorder
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
@@ -256,7 +256,7 @@ def test_a_point_has_the_lengths_and_the_entropy_of_what_was_trained_on(bench: B
 
 def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Bench) -> None:
     records = Records(bench.db, 9)
-    keeper, recorder = SampleKeeper(records), Recorder(BASE, records)
+    keeper, recorder = SampleRecorder(records), Recorder(BASE, records)
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
     begun = keeper.begin(pending("sample", None), session, asked)
@@ -318,7 +318,7 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "MOST_POINTS", 20)
+    monkeypatch.setattr(telemetry, "MAX_POINTS", 20)
     monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
     monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
@@ -356,12 +356,12 @@ def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
-    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MOST_NAMED_MODELS + 5)]
+    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MAX_NAMED_MODELS + 5)]
     recorder.record_duration(Step(passes=tuple(many)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
     (shares,) = step.shares.values()
-    assert len(shares) <= telemetry.MOST_NAMED_MODELS + 1
+    assert len(shares) <= telemetry.MAX_NAMED_MODELS + 1
     assert sum(shares.values()) == step.num_tokens == 3 * len(many)
 
 
@@ -383,7 +383,7 @@ def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None
 
 
 def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 1000))
+    keeper = SampleRecorder(Records(bench.db, 1000))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
 
@@ -396,15 +396,15 @@ def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: B
 
 
 def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 0))
+    keeper = SampleRecorder(Records(bench.db, 0))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
     assert keeper.begin(pending("sample", None), session, asked) is None
-    assert SampleKeeper(None).begin(pending("sample", None), session, asked) is None
+    assert SampleRecorder(None).begin(pending("sample", None), session, asked) is None
 
 
 def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, 9))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
     prompt = np.arange(10_000, dtype=np.int32)
     begun = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
@@ -425,7 +425,7 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
 def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
-    keeper = SampleKeeper(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, 9))
     for number in range(1000):
         assert keeper._allowed(f"tenant-{number}")
         moment[0] += 1.0

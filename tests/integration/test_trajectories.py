@@ -15,7 +15,7 @@ from tinker.types._pydantic_types.datum import Datum
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.store.exchanges import KEPT_S, Exchange, merged
+from tinsmith.store.exchanges import RETENTION_S, Exchange, merged
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 
 _TOKENS = st.integers(0, 2)
@@ -127,7 +127,7 @@ def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch)
     assert harness.services.exchanges.sweep() == 0
     from tinsmith.store import exchanges
 
-    later = exchanges.now() + KEPT_S + 1
+    later = exchanges.now() + RETENTION_S + 1
     monkeypatch.setattr(exchanges, "now", lambda: later)
     assert harness.services.exchanges.sweep() == 1
 

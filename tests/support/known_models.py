@@ -14,7 +14,7 @@ from typing import cast
 from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
-from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, needs_of
+from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, needs_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
 FACTS = Path(__file__).parents[2] / "src" / "tinsmith" / "plan" / "known_models.json"
@@ -100,9 +100,9 @@ def render() -> str:
     lines = []
     for known in KNOWN:
         model = known.model
-        needs = needs_of(model, Wanted(1, DEVICE_BYTES), Degrees())
+        needs = needs_of(model, Workload(1, DEVICE_BYTES), Degrees())
         per_token = memory.key_value_bytes(model, dtype="bfloat16") / 1024
-        plans = [_in_short(choose(model, Wanted(devices, DEVICE_BYTES))) for devices in (1, 8)]
+        plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [
             known.name,
             billions(model.num_parameters).removesuffix(" B"),

@@ -462,9 +462,9 @@ def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: di
         for slot in range(slots):
             job = held.get(slot)
             if job is not None and fair.should_yield(job, slot, [other for other in present if other != job]):
-                fair.give_back(held.pop(slot), slot)
+                fair.release(held.pop(slot), slot)
             if slot not in held and (chosen := fair.choose(present)) is not None:
-                fair.hold(chosen, slot)
+                fair.acquire(chosen, slot)
                 held[slot] = chosen
         for job in held.values():
             worked[job] += 0.05

@@ -15,8 +15,8 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.history import (
     KEPT_POINTS,
     KEPT_STEPS,
-    MOST_NAMES,
-    MOST_POINTS,
+    MAX_NAMES,
+    MAX_POINTS,
     Curves,
     KeptSamples,
     KeptSequence,
@@ -60,8 +60,8 @@ def test_without_a_step_the_newest_optimizer_step_is_meant(db: Database) -> None
 
 def test_a_step_has_a_bounded_number_of_metrics(db: Database) -> None:
     curves = Curves(db)
-    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MOST_NAMES)})
-    with pytest.raises(UserError, match=f"step 0 would have {MOST_NAMES + 1} metrics"):
+    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MAX_NAMES)})
+    with pytest.raises(UserError, match=f"step 0 would have {MAX_NAMES + 1} metrics"):
         curves.log(RUN, 0, {"one": 1.0, "n0": 2.0})
     assert logged(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
 
@@ -77,12 +77,12 @@ def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -
     rows = [
         {"model_id": run, "source": "client", "step": 10 * step, "metrics": {"a": step}, "recorded_at": float(step)}
         for run in (RUN, OTHER)
-        for step in range(MOST_POINTS)
+        for step in range(MAX_POINTS)
     ]
     with db.write() as connection:
         connection.execute(CURVE_POINTS.insert(), rows)
     record(db, RUN, 5, loss=1.0)
-    last = 10 * MOST_POINTS
+    last = 10 * MAX_POINTS
     assert Curves(db).log(RUN, last, {"a": 1.0}) == last
     found = logged(db)
     steps = sorted(found)
@@ -91,7 +91,7 @@ def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -
     assert all(found[step] == {"a": step / 10} for step in steps[:-1])
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert max(gaps) <= 40 and steps[0] <= 40, "no stretch of the run is lost"
-    assert len(logged(db, OTHER)) == MOST_POINTS
+    assert len(logged(db, OTHER)) == MAX_POINTS
     assert [point.step for point in Curves(db).points(RUN) if point.source == "server"] == [5]
 
 

@@ -13,7 +13,7 @@ from tinsmith.runtime.malloc import importing
 
 SCRIPT = """
 from pathlib import Path
-from tinsmith.runtime.malloc import give_back
+from tinsmith.runtime.malloc import trim
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -23,7 +23,7 @@ blocks = [b"x" * 60_000 for _ in range(2000)]
 last = blocks[-1]  # nothing below it can go by itself
 del blocks
 kept = resident()
-assert give_back()
+assert trim()
 print(kept - resident(), len(last))
 """
 

@@ -132,7 +132,7 @@ class SnapshotWriter:
 SNAPSHOT_OPTIM_STEPS = 16
 """Fewest optimizer steps between snapshots."""
 
-MOST_OPTIM_STEPS = 64
+MAX_OPTIM_STEPS = 64
 """Most optimizer steps between snapshots, which bounds what a restart replays."""
 
 SNAPSHOT_SHARE = 0.005
@@ -249,7 +249,7 @@ class Snapshots:
             self._take(model_id, entry)
 
     def _is_due(self, entry: _Resident) -> bool:
-        if entry.steps >= MOST_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
+        if entry.steps >= MAX_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
             return True
         return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 

@@ -16,7 +16,7 @@ from tinsmith.api.openai.files import Expiry, page, page_limit
 from tinsmith.api.openai.generation import answer
 from tinsmith.api.openapi import FLAG, TEXT, fields, integer, ref
 from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, operation
-from tinsmith.batch.coordinator.model_gateway import Question
+from tinsmith.batch.coordinator.model_gateway import RowRequest
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.errors import RequestError, UserError
@@ -80,7 +80,7 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     return shown(made)
 
 
-async def answer_request(services: Services, question: Question) -> dict[str, object]:
+async def answer_request(services: Services, question: RowRequest) -> dict[str, object]:
     """Serve one line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
     url, body = question.payload.get("url"), question.payload.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
@@ -117,7 +117,7 @@ def batch(call: Call) -> JsonObject:
 )
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, LISTED)
-    found, more = call.services.openai_batches.listing(call.tenant_id, limit, call.query.get("after"))
+    found, more = call.services.openai_batches.page(call.tenant_id, limit, call.query.get("after"))
     return page([shown(each) for each in found], more)
 
 

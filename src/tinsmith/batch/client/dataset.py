@@ -22,7 +22,7 @@ from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_form
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, identity_of, packed
@@ -281,7 +281,7 @@ class Dataset:
 
     def _check_same(self, stored: Status, status: Status, outputs: list[OutputWriter]) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
-        given = sent(self.reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
+        given = request_form(self.reader.of_job([str(request_form(writer)["path"]) for writer in outputs]))
         mine = {
             "function": identity_of(self._payload()),
             "input": {name: given[name] for name in ("format", "path")},
@@ -339,16 +339,16 @@ class Dataset:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store:
                 check_output(writer.path, if_exists)
-        formats = [sent(writer) for writer in outputs]
+        formats = [request_form(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": sent(self.reader.of_job([str(each["path"]) for each in formats])),
+            "batch_input_format": request_form(self.reader.of_job([str(each["path"]) for each in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
-            "batch_error_format": sent(errors) if errors is not None else None,
+            "batch_error_format": request_form(errors) if errors is not None else None,
             "batch_activate_env": options.get("activate_env"),
             "directory": os.getcwd(),
         }
@@ -364,7 +364,7 @@ class Dataset:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest job with exactly these outputs, among the last page of jobs."""
-    wanted = [sent(writer) for writer in outputs]
+    wanted = [request_form(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
             return Job(job["job_id"], client)

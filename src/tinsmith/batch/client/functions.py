@@ -216,7 +216,7 @@ class Mapper:
     is_class: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def made(self) -> Callable[..., Any]:
+    def instance(self) -> Callable[..., Any]:
         """The callable for rows or batches."""
         return self.call(**self.kwargs) if self.is_class else partial(self.call, **self.kwargs)
 

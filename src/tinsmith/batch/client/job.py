@@ -23,7 +23,7 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
-from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, sent, writer_of_part
+from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, request_form, writer_of_part
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.utility import delete_staging
 from tinsmith.errors import NotFoundError, UserError
@@ -307,10 +307,10 @@ class Job:
         many other outputs as it has, it writes these instead; completed batches are converted, not computed again."""
         outputs = None
         if output is not None:
-            outputs = [sent(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
+            outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [sent(in_format(registry.writer_from_dict(each), format)) for each in old]
+            outputs = [request_form(in_format(registry.writer_from_dict(each), format)) for each in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
@@ -322,7 +322,7 @@ class Job:
 
     def logs(self) -> Iterator[Row]:
         """What the function has printed so far, by worker: `text`, and the batch for which it was printed."""
-        yield from (line for line in followed(self._client, self.job_id, to_its_end=False) if line["worker_id"])
+        yield from (line for line in follow_logs(self._client, self.job_id, until_end=False) if line["worker_id"])
 
     def batches(self) -> list[Status]:
         """All batches, in the order of their rows."""
@@ -422,10 +422,10 @@ def progress_of(status: Status) -> Progress:
     )
 
 
-def followed(client: Client, job_id: int, to_its_end: bool) -> Iterator[Row]:
+def follow_logs(client: Client, job_id: int, until_end: bool) -> Iterator[Row]:
     """The events of a job and what its function prints: {at, worker_id, batch_idx, attempt_id, stream, text}.
 
-    Events of the job have no worker. Yields what is there now or, with `to_its_end`, all until the job has ended.
+    Events of the job have no worker. Yields what is there now or, with `until_end`, all until the job has ended.
     """
     read: dict[str, int] = {}
     shown = 0
@@ -442,7 +442,7 @@ def followed(client: Client, job_id: int, to_its_end: bool) -> Iterator[Row]:
                 read[worker_id] = page["after"]
         if ended:
             yield moments[-1]
-        if ended or not to_its_end:
+        if ended or not until_end:
             return
         time.sleep(POLL_S)
 

@@ -43,7 +43,7 @@ from tinsmith.types import ModelShape, Sample
 from tinsmith.wire.fields import show, validate
 from tinsmith.wire.sampling import SampleRequest, sample_of
 
-MAX_ANSWERED = 512
+MAX_CONCURRENT_REQUESTS = 512
 """Questions of one worker that are answered at a time."""
 HEARTBEAT_S = 15.0
 DATABASE_PAUSE_S = 1.0
@@ -56,7 +56,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RowRequest:
     """A request of one row to the service, named by (job_id, row_idx, key, verb, payload)."""
 
     job_id: int
@@ -68,7 +68,7 @@ class Question:
     payload: Message
 
 
-Handler = Callable[[Question], Awaitable[Message]]
+Handler = Callable[[RowRequest], Awaitable[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class ModelGateway:
         """Answer `RowService.ask(verb, ...)` by this handler. A TinsmithError that it raises fails the row."""
         self._handlers[verb] = handler
 
-    async def answer(self, question: Question) -> Message:
+    async def answer(self, question: RowRequest) -> Message:
         """Raises TinsmithError, which fails the row."""
         handler = self._handlers.get(question.verb)
         if handler is None:
@@ -130,11 +130,11 @@ class ModelGateway:
 
     # Verbs.
 
-    async def _model(self, question: Question) -> Message:
+    async def _model(self, question: RowRequest) -> Message:
         shape, _ = await asyncio.to_thread(self._resolve, question.tenant_id, question.payload.get("model"))
         return {"shape": asdict(shape)}
 
-    async def _sample(self, question: Question) -> Message:
+    async def _sample(self, question: RowRequest) -> Message:
         job = self._jobs.setdefault(question.job_id, _JobSession())
         while True:
             session_id = job.session_id
@@ -162,7 +162,7 @@ class ModelGateway:
             if job.session_id == session_id:
                 job.session_id = None
 
-    async def _session_of(self, job: _JobSession, question: Question) -> str:
+    async def _session_of(self, job: _JobSession, question: RowRequest) -> str:
         """The job's session, alive."""
         async with job.lock:
             if job.session_id is None:
@@ -173,7 +173,7 @@ class ModelGateway:
                 await asyncio.to_thread(self.sessions.heartbeat, question.tenant_id, job.session_id)
             return job.session_id
 
-    def _open(self, question: Question) -> str:
+    def _open(self, question: RowRequest) -> str:
         """The newest session of the job that is alive, or a new one."""
         new = NewSession(tags=("bulk-job",), display_name=question.job_name or f"bulk job {question.job_id}")
         for number in count(1):
@@ -187,7 +187,7 @@ class ModelGateway:
                 continue
         raise AssertionError
 
-    def _submit(self, session_id: str, question: Question) -> str:
+    def _submit(self, session_id: str, question: RowRequest) -> str:
         """Stores the request unless it is stored already. Raises UserError if it is not valid."""
         request = question.payload.get("request")
         if not isinstance(request, dict):
@@ -231,7 +231,7 @@ class ModelGateway:
             else:
                 number += 1
 
-    async def _outcome(self, job: _JobSession, question: Question, session_id: str, request_id: str) -> bytes:
+    async def _outcome(self, job: _JobSession, question: RowRequest, session_id: str, request_id: str) -> bytes:
         """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
         with self.waiters.watch(request_id) as woken:
             while (found := await asyncio.to_thread(self._found, question.tenant_id, session_id, request_id)) is None:
@@ -284,7 +284,7 @@ class RequestRouter:
         The next call of that function, perhaps without questions, raises what `send` raised.
         """
         ready: asyncio.Queue[Message] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_ANSWERED)
+        room = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(ask: Message) -> None:
@@ -317,7 +317,7 @@ class RequestRouter:
 
     async def _answer(self, ask: Message) -> Message:
         try:
-            question = Question(
+            question = RowRequest(
                 self.job_id, self.tenant_id, self.job_name, str(ask["verb"]), int(ask.get("row_idx", -1)),
                 str(ask.get("key", "")), dict(ask["payload"]),
             )  # fmt: skip

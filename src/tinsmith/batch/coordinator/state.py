@@ -41,7 +41,7 @@ from tinsmith.batch.types import (
     RowRange,
     staging_of,
 )
-from tinsmith.batch.worker.children import Lost
+from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
@@ -137,7 +137,7 @@ class Claim:
         return RowRange(self.start_idx, self.end_idx)
 
 
-Settled = tuple[Claim, AttemptOutcome | Lost]
+Settled = tuple[Claim, AttemptOutcome | LostAttempt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return job
 
-    def listing(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
+    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
         """A page of the tenant's jobs, newest first, and the number of all."""
         mine = JOBS.c.tenant_id == tenant_id
         query = sa.select(*_JOB_COLUMNS).where(mine).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
@@ -468,7 +468,7 @@ class BatchJobs:
                 connection.execute(OUTPUTS.insert(), {**row, **output.to_dict()})
         return True
 
-    def turn(
+    def settle_and_claim(
         self,
         job_id: int,
         token: str,
@@ -511,7 +511,7 @@ class BatchJobs:
 
     # Workers.
 
-    def intend_worker(self, pool: str, worker_id: str, job_id: int, token: str, kind: str) -> None:
+    def record_launch(self, pool: str, worker_id: str, job_id: int, token: str, kind: str) -> None:
         """Record a worker before its process is started, so that an abandoned one can be found."""
         at = now()
         row = {"pool": pool, "worker_id": worker_id, "job_id": job_id, "owner_token": token, "kind": kind}
@@ -520,7 +520,7 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(WORKERS.insert(), {**row, **times})
 
-    def note_worker(self, worker_id: str, address: str, where: str) -> None:
+    def record_worker(self, worker_id: str, address: str, where: str) -> None:
         """The worker is ready."""
         values = {"state": "ready", "address": address, "pid_or_actor": where, "last_seen_at": now()}
         with self._db.write() as connection:
@@ -549,7 +549,7 @@ class BatchJobs:
         root = query.scalar_subquery()
         return self._db.scalars(sa.select(JOBS.c.job_id).where(_is_of_root(root)).order_by(JOBS.c.job_id))
 
-    def note_cleaned(self, job_ids: Sequence[int]) -> None:
+    def record_cleaned(self, job_ids: Sequence[int]) -> None:
         with self._db.write() as connection:
             connection.execute(JOBS.update().where(JOBS.c.job_id.in_(job_ids)).values(cleaned=True))
 
@@ -628,9 +628,9 @@ class _Attempts:
         self.counts: Counter[str] = Counter()
         self.failed = False
 
-    def settle(self, claim: Claim, outcome: AttemptOutcome | Lost) -> bool:
+    def settle(self, claim: Claim, outcome: AttemptOutcome | LostAttempt) -> bool:
         """False if the batch is no longer this attempt's."""
-        return self._lose(claim, outcome) if isinstance(outcome, Lost) else self._complete(claim, outcome)
+        return self._lose(claim, outcome) if isinstance(outcome, LostAttempt) else self._complete(claim, outcome)
 
     def _held(self, claim: Claim) -> dict[str, object]:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
@@ -666,7 +666,7 @@ class _Attempts:
             self._connection.execute(self._db.insert_once(ROW_ERRORS), rows)
         return True
 
-    def _lose(self, claim: Claim, lost: Lost) -> bool:
+    def _lose(self, claim: Claim, lost: LostAttempt) -> bool:
         """Decide what follows a lost attempt: retry the batch, split it, record its only row as failed, or fail it.
 
         A batch that raised is tried `max_retries` times more, with back-off. A part of a split batch has one retry, at

@@ -81,7 +81,7 @@ class LinesReader(InputReader):
 
     def files(self) -> list[IndexedFile]:
         if self._files is None:
-            self._files = self.opened(locations(self.path), lambda location: _indexed(location, self.unroll))
+            self._files = self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
         return self._files
 
     def unroll(self, location: str) -> Iterator[bytes] | None:

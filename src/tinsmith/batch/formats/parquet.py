@@ -50,7 +50,7 @@ class ParquetReader(InputReader):
             import pyarrow.parquet
 
             found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-            files = self.opened(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
+            files = self.open_files(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
             self._rows = [file.metadata.row_group(group).num_rows for file, group in self._groups]
         return self._groups

@@ -107,7 +107,7 @@ class InputReader(ABC):
             if last >= first:
                 yield number, first, last
 
-    def opened(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
+    def open_files(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
         """The files at these locations. Raises FileNotFoundError if there are none, or one is missing."""
         try:
             if found:
@@ -352,7 +352,7 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     return kind(base + ending, **keeps)  # type: ignore[call-arg]
 
 
-def sent(one: InputReader | OutputWriter) -> dict[str, Any]:
+def request_form(one: InputReader | OutputWriter) -> dict[str, Any]:
     """Its dictionary with an absolute path, since workers have another working directory."""
     data = one.to_dict()
     if one.in_store and "://" not in one.path:

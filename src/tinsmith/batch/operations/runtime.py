@@ -119,7 +119,7 @@ def _resolve(future: asyncio.Future[Message], answer: Message | None, error: Exc
         future.set_result(answer)
 
 
-class RowQuestions:
+class ChannelRowService:
     """The `RowService` of one row in one step."""
 
     def __init__(self, channel: Channel, assignment: Assignment, row_idx: int, step: int) -> None:
@@ -210,7 +210,7 @@ async def _row(
     tokens_in = tokens_out = 0
     made: Row | Exception = row
     for number, step in enumerate(steps, first_step):
-        service = RowQuestions(channel, assignment, index, number)
+        service = ChannelRowService(channel, assignment, index, number)
         try:
             made = await step.answer(made, service)
         except ClosedError:

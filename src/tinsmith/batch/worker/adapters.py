@@ -157,7 +157,7 @@ class _Function:
     def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed) -> None:
         options = mapper.options
         self._kind = mapper.kind
-        self._call = mapper.made()
+        self._call = mapper.instance()
         self._is_async = mapper.is_async
         self._spec = spec
         self._feed = feed
