@@ -1,4 +1,4 @@
-"""A base model on two ranks against one process: every loss, every degree, and what ranks must agree upon.
+"""A base model on two ranks against one process: every loss, every degree, and the agreement of the ranks.
 
 One group of two processes serves the whole module. Four ranks, families and deaths: test_rank_matrix.py.
 """
@@ -100,7 +100,7 @@ def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, man
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
     shape: ModelShape, group: Group, oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if this machine had two devices: the plan's choice, through the settings, to ranks that train."""
+    """The test simulates two devices: the planner chooses degrees, and ranks started through the settings train."""
     worlds: list[int] = []
 
     def started(world: int, **_options: object) -> Group:
@@ -120,7 +120,7 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
 
 
 def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
-    """A rank without sequences, and adapters that are below each other's layers: no rank waits for another."""
+    """No rank waits for another if one has no sequences, or if ranks have adapters of different layers."""
     rng = np.random.default_rng(1)
     for model in range(len(SPECS)):
         agree_on(one, many, [pass_of(rng, model, [7])])
@@ -288,7 +288,7 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
     monkeypatch.setattr(trainer, "_run_one", run)
     rng = np.random.default_rng(4)
     agree_on(one, many, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
-    # What does not fit alone on rank 0 is refused on all.
+    # A sequence that does not fit on rank 0 is refused on all ranks.
     outcomes = run_to_end(many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])]))
     assert isinstance(outcomes[0], UserError) and "does not fit" in str(outcomes[0])
     assert isinstance(outcomes[1], PassResult)
@@ -352,7 +352,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 
 def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost) -> None:
-    """An adapter that one rank alone has changed is found at the next step, rather than served."""
+    """If one rank alone changes an adapter, the next step detects it."""
     backend = load(shape, group, DEGREES["dp2"])
     run_to_end(backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])]))
     trained = own(backend)._models["m0"]

@@ -1,6 +1,5 @@
-"""Bulk jobs on nodes of a Ray cluster that are lost, and `tinsmith up --ray local` from the first process to the last.
-
-Minutes: `make test-ray`. Coordinators are in this process, or in one of their own that is killed."""
+"""Bulk jobs on nodes of a Ray cluster that are lost, and `tinsmith up --ray local` from start to end. Run by `make
+test-ray`; it takes minutes. Coordinators run in this process, or in a separate one that is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings
 
-# Waiting is for slow machines only.
+# Only slow machines need this long.
 PATIENCE_S = 180.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -193,7 +192,7 @@ def database_of(data_dir: Path) -> Iterator[Database]:
 
 
 def engines(data_dir: Path) -> list[int]:
-    """The processes that hold a lease, once there is a database."""
+    """The processes that hold a lease; none before the database exists."""
     with contextlib.suppress(OperationalError), database_of(data_dir) as database, database.read() as connection:
         held = sa.select(ENGINES.c.pid).where(ENGINES.c.lease_expires_at > now(), ENGINES.c.state == "ready")
         return list(connection.scalars(held))
@@ -201,7 +200,7 @@ def engines(data_dir: Path) -> list[int]:
 
 
 def add_work(data_dir: Path, tokens: int) -> None:
-    """A request of a run that no engine has; it waits until the test settles it."""
+    """Add a request of a run without an engine; it stays pending until the test settles it."""
     row = {"request_id": "r", "tenant_id": "t", "session_id": "s", "base_model": "tinsmith/nano", "kind": "forward"}
     more = {"state": "pending", "num_tokens": tokens, "created_at": now(), "model_id": "m", "seq_id": 5}
     with database_of(data_dir) as database, database.write() as connection:

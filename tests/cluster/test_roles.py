@@ -38,7 +38,7 @@ def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
 
 @pytest.fixture
 def client(cluster: Cluster, processes: dict[str, LiveServer]) -> Iterator[RawClient]:
-    cluster.await_ready("one", "two")  # whoever died in the test before
+    cluster.await_ready("one", "two")  # processes that an earlier test killed
     made = connect(processes["server"])
     yield made
     made.http.close()

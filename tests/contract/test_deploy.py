@@ -1,4 +1,4 @@
-"""The files of deploy/: each is read by a tool that knows its format, and names only what this version has."""
+"""The files of deploy/: each is valid for the tool that reads it, and names only things that exist in this version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
 KUBE_FILES = sorted(path for path in (DEPLOY / "kubernetes").rglob("*.yaml"))
 PAGES = {"container": "howto/containers.md", "grafana": "metrics.md"}
-"""The page of a folder of deploy/, where it has another name than the folder."""
+"""The pages of folders of deploy/ that have another name than the folder."""
 
 RAY_CLUSTER: dict[str, Any] = {
     "type": "object",
@@ -80,7 +80,7 @@ RAY_CLUSTER: dict[str, Any] = {
     },
     "$defs": {"params": {"type": "object", "additionalProperties": {"type": "string"}}},
 }
-"""What of KubeRay's RayCluster is used here; the pods in it are Kubernetes' own."""
+"""The fields of KubeRay's RayCluster that are used here; its pods are Kubernetes' own."""
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_a_patch_makes_a_manifest_of_the_one_that_it_patches(name: str) -> None:
 
 
 def merged(value: object, patch: object) -> object:
-    """As Kustomize does it, as far as it is used here: lists of containers go by their names."""
+    """Merge as Kustomize does, as far as it is used here: lists of containers are merged by name."""
     if isinstance(value, dict) and isinstance(patch, dict):
         return {key: merged(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
     if isinstance(value, list) and isinstance(patch, list):
@@ -227,14 +227,14 @@ def test_the_ray_cluster_is_one() -> None:
 
 
 def test_the_task_is_one() -> None:
-    """SkyPilot itself reads it in `make lint-deploy`."""
+    """`make lint-deploy` validates it with SkyPilot itself."""
     (task,) = documents(DEPLOY / "skypilot/tinsmith.yaml")
     assert set(task) <= {"name", "resources", "workdir", "envs", "secrets", "setup", "run"}
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-# What they name.
+# Names in the files.
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -274,7 +274,7 @@ def test_every_command_that_is_named_exists() -> None:
 
 
 def commands() -> Iterator[Sequence[str]]:
-    """What follows `tinsmith` in scripts, and what is handed to a container whose entry point it is."""
+    """The arguments of `tinsmith` in scripts, and those of containers whose entry point it is."""
     for path, text in texts():
         yield from (shlex.split(line, comments=True) for line in re.findall(r"/bin/tinsmith ([a-z].*)$", text, re.M))
         if path.suffix == ".yaml":

@@ -1,6 +1,5 @@
-"""Every method of the SDK that no other test has a reason to call, and its awaitable twin, against a live server.
-
-What the operations compute is shown elsewhere; here each method reaches its endpoint and gives back what it should.
+"""Every method of the SDK that no other test calls, and its async twin, against a live server. Other tests check what
+the operations compute; here each method reaches its endpoint and returns the right type.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TOKENS = [40, 41, 42, 43, 44]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 ADAM = types.AdamParams(learning_rate=1e-3)
 
-# The awaitable twins, and whatever they replaced, warn that they will go.
+# The async twins, and the methods that they replaced, warn of their deprecation.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning"),
@@ -256,7 +255,7 @@ def test_a_new_model_takes_a_state_the_old_way(
 def test_a_sampler_does_everything(
     fake_service: tinker.ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A sampling client asks for a tokenizer by the base model's name, which a directory of that name answers.
+    # A sampling client loads a tokenizer by the base model's name, so a directory of that name is provided.
     (tmp_path / NANO).parent.mkdir()
     (tmp_path / NANO).symlink_to(nano.path(), target_is_directory=True)
     monkeypatch.chdir(tmp_path)

@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
-    """Runs `tinsmith batch ...` in a directory with mappers and rows; gives its exit status, output and errors."""
+    """Run `tinsmith batch ...` in a directory with mappers and rows; return its exit status, output and errors."""
     (tmp_path / "mappers.py").write_text(MAPPERS)
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"t{index}"}) + "\n" for index in range(ROWS)))
 
@@ -69,7 +69,7 @@ def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
 
 
 def heed_interrupts() -> None:
-    """Background processes of a shell ignore interrupts."""
+    """Handle interrupts, which background processes of a shell ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -186,7 +186,7 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
 
 
 def held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: ANN401
-    """A job that has done two batches at least, and is not done before `hold` is deleted."""
+    """A job that has completed at least two batches, and does not end before `hold` is deleted."""
     hold.touch()
     kwargs = json.dumps({"hold": str(hold)})
     code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
@@ -317,7 +317,7 @@ def test_a_model_is_asked_and_a_file_may_hold_operations(run: Any, tmp_path: Pat
 
 @batch.remote_function
 def blocked(blocker: str) -> None:
-    """Makes publishing fail once everything is done."""
+    """Make publishing fail after all batches are done."""
     from pathlib import Path
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""Tokens in and out of a live server by OpenAI's own client and by vLLM's endpoints: what a training loop needs."""
+"""Token ids in prompts and answers, as a training loop needs them, through OpenAI's own client and vLLM's endpoints."""
 
 from __future__ import annotations
 

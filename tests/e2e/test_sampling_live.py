@@ -1,4 +1,4 @@
-"""Sampling's extras through the real SDK and the embedded model: what a cookbook's checks and a user's script see."""
+"""Optional results of sampling through the real SDK and the embedded model."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_seed_gives_its_tokens_in_any_company_and_none_gives_others(base: tink
 
 
 def test_what_truncation_and_greed_do_to_logprobs(base: tinker.SamplingClient) -> None:
-    """The token is chosen among what is left; its logprob is that of the whole distribution."""
+    """The token is drawn from the truncated distribution; its logprob is that of the full distribution."""
     likeliest = ask(base, temperature=0, topk_sample_logprobs=3).sequences[0]
     assert likeliest.topk_logprobs is not None
     assert likeliest.tokens[0] == likeliest.topk_logprobs[0][0][0]

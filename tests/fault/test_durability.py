@@ -1,4 +1,4 @@
-"""The engine restores its models after any end: with a real database and the fake backend, step by step."""
+"""The engine restores its models after any crash: a real database and the fake backend, step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def train_for(bench: Bench, model: str, steps: int, first_seq_id: int = 1) -> int:
-    """Passes and optimizer steps; returns the next seq_id."""
+    """Run passes and optimizer steps; return the next seq_id."""
     for index in range(steps):
         bench.train(model, first_seq_id + 2 * index)
         bench.step(model, first_seq_id + 2 * index + 1, rate=0.5 ** (first_seq_id + index))
@@ -76,7 +76,7 @@ def test_a_client_that_accumulates_for_ever_has_a_bounded_log(bench: Bench, monk
 
 def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(bench: Bench) -> None:
     model = bench.model()
-    bench.engine._snapshots._share = 0.0  # steps that are worth nothing beside a snapshot
+    bench.engine._snapshots._share = 0.0  # steps whose replay is cheaper than a snapshot
     taken: list[object] = []
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MAX_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
@@ -134,7 +134,7 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
     may_write.set()
     bench.engine.flush()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == SNAPSHOT_OPTIM_STEPS, "as of its capture"
-    for seq_id in (1, 2):  # the first turn learns what the last snapshot has cost
+    for seq_id in (1, 2):  # the first turn measures the cost of the last snapshot
         bench.forward(model, 3 * SNAPSHOT_OPTIM_STEPS + seq_id)
         bench.turns()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == 3 * SNAPSHOT_OPTIM_STEPS
@@ -272,7 +272,7 @@ def test_a_replay_does_not_load_what_has_overwritten_what_was_loaded(bench: Benc
     train_for(bench, model, 1)
     saved(bench, model, 3)
     path = f"tinker://{model}/weights/one"
-    bench.backend.breaks["save"] = FULL  # so that no snapshot stands for the load
+    bench.backend.breaks["save"] = FULL  # so that no snapshot covers the load
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
     bench.turns()
     bench.backend.breaks.clear()
@@ -441,7 +441,7 @@ def test_versions_that_have_files_leave_memory_without_being_written_again(bench
     assert {path.name for path in (bench.directory / "versions").iterdir()} == files
 
 
-# Models beyond the room for them.
+# More models than memory holds.
 
 
 def with_room_for(bench: Bench, models: int) -> None:
@@ -503,7 +503,7 @@ def test_models_stay_in_memory_as_long_as_they_cannot_be_written(bench: Bench) -
     assert len(bench.backend._models) == 3
 
 
-# Whose fault.
+# Attribution of crashes.
 
 
 def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> None:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.smoke
 
 SPEC = LoraSpec(4, seed=1)
 WEIGHTS, CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
-MAX_MEMORY_KIB = 256 * 1024  # that a refusal may add; what the files claim is far above it
+MAX_MEMORY_KIB = 256 * 1024  # that a refusal may allocate; the files claim far more
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 class Bomb:
-    """Unpickling it leaves a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

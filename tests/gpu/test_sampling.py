@@ -140,7 +140,7 @@ def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: Model
         sampler.step()
     versions["d"].flat_P.fill_(float("nan"))
     versions["d"].refresh()
-    with torch.no_grad():  # the token of rows that pad
+    with torch.no_grad():  # the token of padding rows
         sampler._base.model.get_input_embeddings().weight[0] = float("nan")
     found = finish(sampler)
     for i, sample in enumerate(samples):

@@ -1,4 +1,4 @@
-"""Training on the device against training on the CPU: every loss, optimizer and kind of model, alone and in company."""
+"""Training on the device against training on the CPU: every loss, optimizer and kind of model, alone and batched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_loss_has_the_values_and_gradients_of_the_cpu(shape: ModelShape) -
     oracle = Reference(str(shape.path)) if shape.name != "tiny/gpt_oss" else None
     for number, loss_fn in enumerate(OUR_LOSSES):
         if oracle is None and loss_fn != "cross_entropy":
-            continue  # what its reference cannot merge, the families' test trains
+            continue  # the families' test trains models that the reference cannot merge
         model_id = f"m{number}"
         data = [sft(rng, n) if loss_fn == "cross_entropy" or oracle is None else rl(rng, n, oracle) for n in (9, 1, 33)]
         found = []

@@ -1,4 +1,4 @@
-"""Data sets and jobs, from the client's side, against a live server; and what is refused before anything is sent."""
+"""The client's data sets and jobs against a live server, and arguments that the client refuses."""
 
 from __future__ import annotations
 

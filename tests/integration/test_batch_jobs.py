@@ -1,4 +1,4 @@
-"""Bulk jobs from the client to the output, on live servers: what is killed, cancelled, resumed and shared."""
+"""Bulk jobs from the client to the output on live servers: kills, cancellation, resumption and shared pools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def broken() -> None:
 
 @batch.remote_function
 def suicidal(marker: str, victim: str) -> None:
-    """Once, in the middle: kill the worker, or its own process."""
+    """In the middle of a job, kill the worker or its own process once."""
     import os
     import signal
     from pathlib import Path
@@ -186,7 +186,7 @@ def too_few() -> None:
 
 
 def test_a_batch_with_too_few_results_fails_the_job_at_once(client: Client, tmp_path: Path) -> None:
-    job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # with the usual pauses between tries: 14 s
+    job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # the default backoff takes 14 s
     with pytest.raises(JobFailedError, match=r'returned 1 row for a batch of 5; .* With rows="any"'):
         job.wait()
     (state,) = job.batches()
@@ -238,7 +238,7 @@ def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(clie
     for python, says in expected.items():
         assert says in interpreter_problem(python)
     assert interpreter_problem(sys.executable) == ""
-    job = start(client, tmp_path, double, python=str(bare))  # with the usual pauses between tries
+    job = start(client, tmp_path, double, python=str(bare))  # with the default backoff
     with pytest.raises(JobFailedError, match=re.escape(f"setup_failed: {bare} {expected[str(bare)]}")):
         job.wait()
     assert {state["attempt_id"] for state in job.batches()} <= {0, 1} and not list(job.errors())
@@ -252,7 +252,7 @@ def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_p
     assert (tmp_path / "died").exists()
     assert lines(tmp_path / "out.jsonl") == doubled(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
-    # What a mapper had in hand its worker gives to the next mapper; what a worker had is attempted again.
+    # A worker gives a dead mapper's batches to the next mapper; a dead worker's batches are attempted again.
     assert sum(state["attempt_id"] for state in job.batches()) - 25 >= (victim == "worker")
     until(lambda: not alive(int((tmp_path / "died").read_text())))
 

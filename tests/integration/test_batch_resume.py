@@ -1,4 +1,4 @@
-"""Jobs that are resumed: of which input, with which function, into which format; and what is read while they end."""
+"""Resumed jobs: changed inputs, functions and formats; and readers while a job ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_rows(path: Path, texts: list[str]) -> None:
 
 
 def careful(row: dict[str, Any], gate: str) -> dict[str, Any]:
-    """Fails for one row, until the gate is there."""
+    """Fails for one row until the gate file exists."""
     from pathlib import Path
 
     if row["text"] == "bad" and not Path(gate).exists():
@@ -59,7 +59,7 @@ def careful(row: dict[str, Any], gate: str) -> dict[str, Any]:
 
 
 def stopped(client: Client, directory: Path, source: str, **options: Any) -> Job:  # noqa: ANN401
-    """A job that has failed in its second batch of two rows, and would succeed now."""
+    """A job whose second batch of two rows has failed, and which would succeed now."""
     given: dict[str, Any] = {"output": batch.JsonWriter(f"{directory}/out.jsonl"), "batch_size": 2, "limits": QUICK}
     kwargs = {"gate": f"{directory}/gate"}
     data = batch.read_json(source)
@@ -195,7 +195,7 @@ def temporary_directories(path: Path) -> list[str]:
 
 @batch.remote_function
 def held(gate: str) -> None:
-    """The batch of row 4 waits for the gate."""
+    """A job whose batch of row 4 waits for the gate."""
     import time
     from pathlib import Path
 
@@ -208,7 +208,7 @@ def held(gate: str) -> None:
 
 
 class Racing(Client):
-    """Something happens after the first status that it is told."""
+    """A client that calls a function after it received the first status."""
 
     def __init__(self, url: str, then: Callable[[], None]) -> None:
         super().__init__(url, API_KEY)
@@ -315,7 +315,8 @@ def test_types_go_together_by_rules_that_are_written_down(one: object, other: ob
 
 @batch.remote_function
 def mixed(gate: str) -> None:
-    """Numbers and texts in one column. The batch of row 2 waits for the gate, and is read before anything is there."""
+    """Numbers and strings in one column. The batch of row 2 waits for the gate, so that it is read before it has
+    results."""
     import time
     from pathlib import Path
 
@@ -354,7 +355,7 @@ def test_a_row_whose_types_do_not_go_with_the_others_fails_when_it_comes(
 
 @batch.remote_function
 def counted(log: str, blocker: str) -> None:
-    """Notes each batch that it does, and puts a file where the output is to be."""
+    """Records each batch, and creates a file at the output's path."""
     from pathlib import Path
 
     from tinsmith import batch

@@ -1,4 +1,4 @@
-"""Rollouts with a service that answers from a list: how conversations go, end, and become datums."""
+"""Rollouts with a scripted service: the course and end of conversations, and their datums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 
 
 class Letters:
-    """A tokenizer of one token a character, and a template that says who speaks with one more."""
+    """A tokenizer with one token per character, and a chat template with one token per role."""
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         marks = {"user": 1, "assistant": 2}
@@ -28,7 +28,7 @@ class Letters:
 
 
 class Scripted:
-    """Answers in the order of rollouts and turns; remembers what it was asked."""
+    """Answers in the order of rollouts and turns; records the requests."""
 
     row_idx = 4
 
@@ -124,7 +124,7 @@ def test_datums_hold_every_sampled_token_once() -> None:
 
 
 def test_seeds_stay_what_they_are() -> None:
-    """Whoever wrote results down by their seeds finds them again."""
+    """Recorded results stay reproducible by their seeds."""
     assert batch.row_seed(0, 0) == 8000154919901005727
     assert batch.row_seed(1, 2, 3, 4) == 2930429999423258495
     drawn = {

@@ -1,4 +1,4 @@
-"""Code of `sky.batch` by changing one import: the two examples of its users, in our words, with their own names."""
+"""Code for `sky.batch` runs after changing one import: two examples, rewritten with the original names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tables as inputs and outputs of bulk jobs, on SQLite and Postgres: in order, whole or absent, once, and discreet."""
+"""Tables as inputs and outputs of bulk jobs, on SQLite and Postgres: ordered, atomic, exactly once, without leaked
+passwords."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:
 
 
 def make(url: str, count: int, spacing: int = 3) -> list[Row]:
-    """A table whose keys have gaps, and whose rows do not lie in their order."""
+    """Create a table whose keys have gaps and whose rows are stored in another order."""
     rows = [{"id": index * spacing - 50, "name": f"r{index}"} for index in range(count)]
     execute(url, "CREATE TABLE items (id BIGINT PRIMARY KEY, name TEXT)")
     execute(url, "INSERT INTO items VALUES (:id, :name)", rows=rows[::-1])

@@ -26,7 +26,7 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 
 def run(*flags: str) -> Result:
-    output.width = 200  # its width is otherwise that of the terminal in which the first test imported it
+    output.width = 200  # otherwise the width is that of the terminal of the first import
     return CliRunner().invoke(app, ["bench", "--key", API_KEY, "--runs", "2", *flags])
 
 
@@ -71,8 +71,8 @@ def test_json_bodies_of_earlier_sdks_do_the_same_work(fake_server: LiveServer) -
 
 
 class OtherMake(http.server.BaseHTTPRequestHandler):
-    """A server as an earlier SDK knew them: a key of its own, JSON alone, bare results after short polls, no health
-    check, no sampling sessions, and 500 where an operation failed. Its optimizer is broken.
+    """A server of an earlier SDK's protocol: its own key, only JSON, bare results after short polls, no health check,
+    no sampling sessions, and 500 for failed operations. Its optimizer is broken.
     """
 
     protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""Directories in a bucket: the promises of those on a disk (test_storage.py), through a cache that may be lost."""
+"""Directories in a bucket keep the guarantees of local ones (test_storage.py), with a cache that may be lost."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_bucket_that_does_not_answer_is_not_taken_for_damage(
 
 
 def room(count: int) -> int:
-    """Bytes in which so many of the directories of `fill` fit."""
+    """The bytes of this many directories of `fill`."""
     return count * 300
 
 

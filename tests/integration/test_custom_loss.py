@@ -1,6 +1,4 @@
-"""Custom losses: the tables, what is refused, the interpreter against the client's own autograd, and both ways
-through the SDK.
-"""
+"""Custom losses: tables, refusals, the interpreter against the client's autograd, and both paths through the SDK."""
 
 from __future__ import annotations
 
@@ -208,7 +206,7 @@ def test_a_loss_that_writes_to_its_inputs_changes_neither_the_request_nor_the_re
     assert weights.tolist() == [1, 1, 1]
 
 
-# What is refused.
+# Refusals.
 
 
 GOOD = request(trace(*LOSSES["sequence_ratio"]))
@@ -365,7 +363,7 @@ def cross_entropy(model_id: str, data: list[Datum]) -> Pass:
 def gradients(
     backend: TorchBackend, *passes: Pass
 ) -> tuple[list[PassResult | UserError], dict[str, torch.Tensor | None]]:
-    """What a step returns, and each model's gradient of it; adapters are fresh and warm."""
+    """Return a step's results and each model's gradient, with fresh and trained adapters."""
     models = sorted({pass_.model_id for pass_ in passes})
     for number, model_id in enumerate(models):
         backend.create_model(model_id, LoraSpec(4, seed=number))

@@ -1,4 +1,4 @@
-"""The engine turn by turn, over a real database and the fake backend; no process, no socket but its mailbox."""
+"""The engine turn by turn, with a real database and the fake backend, without processes or sockets except its mailbox."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_refused_number_counts_as_used(bench: Bench) -> None:
 
 def test_a_refused_number_whose_row_was_committed_late_is_found_by_the_gap(bench: Bench) -> None:
     model = bench.model()
-    with bench.db.write() as connection:  # an arrival that is taken and not yet to be seen
+    with bench.db.write() as connection:  # an arrival number that was allocated and is not yet visible
         reserved = connection.scalar(sa.select(sa.func.max(FUTURES.c.arrival))) + 1
         connection.execute(FUTURES.insert(), {"request_id": "x", "kind": "sample", "state": "done"} | UNNAMED)
     after = bench.forward(model, 2)
@@ -160,7 +160,7 @@ def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> No
     assert bench.outcome(single, "bob") is not None
 
 
-# Whose fault.
+# Attribution of crashes.
 
 
 def test_a_request_that_breaks_a_packed_step_fails_alone(bench: Bench) -> None:
@@ -626,6 +626,6 @@ def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkey
     assert not bench.engine._queues.lanes
     third = bench.step(model, 3)
     bench.turns()
-    bench.engine._arrivals.fetch_late()  # finds what is refused
+    bench.engine._arrivals.fetch_late()  # finds the refused requests
     bench.turns()
     assert bench.optimizer_step(third) == 2 and bench.outcome(refused) is not None
