@@ -205,7 +205,7 @@ def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> Non
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_operators_have_a_sampler_sleep_and_wake_over_http(cluster: Cluster, client: RawClient, kind: str) -> None:
-    """Follows the engines' documented contract: sleep releases the device once no sample runs, wake-up takes it back."""
+    """Sleep releases the device once no sample runs, and wake-up takes it back, as the engines' documentation says."""
     fake = external_engines.Engine(vocab_size=512, context=2048)
     release, resume = {
         "vllm": ("/sleep?level=1", "/wake_up?tags=kv_cache"),

@@ -82,7 +82,7 @@ def test_two_outputs_in_one_directory(place: tuple[BatchJobs, str], tmp_path: Pa
 
 
 def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
-    """The output was complete and recorded before the first part was deleted; it is not published again from the rest."""
+    """The output was recorded before the first part was deleted; it is not published again from the rest."""
     jobs, url = place
     job_id = submit(jobs, tmp_path, double)
     process = start_process(Place(url, str(tmp_path), job_id), "batch.recorded")

@@ -1,4 +1,4 @@
-"""The engine turn by turn, with a real database and the fake backend, without processes or sockets except its mailbox."""
+"""The engine turn by turn, with a real database and the fake backend, but without other processes."""
 
 from __future__ import annotations
 

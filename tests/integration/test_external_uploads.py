@@ -1,4 +1,4 @@
-"""Uploads by signed links (SDK 0.39): start, PUT, finish; what is checked, what expires, and what is swept.
+"""Uploads by signed links (SDK 0.39): start, PUT, finish; checks, expiry and sweeps.
 
 The tests send the requests that SDK 0.39 sends; the installed SDK is tested in `contract/test_sdk_surface.py`.
 """
@@ -60,7 +60,7 @@ def finish(harness: Harness, started: dict[str, Any], key: str = ALICE) -> Respo
 
 
 def kept(harness: Harness) -> list[Path]:
-    """The bytes that wait for a finish."""
+    """The bytes of uploads that are not finished."""
     root = harness.services.files.path("x")
     assert root is not None
     return sorted(root.parent.glob("upload-*"))

@@ -1,4 +1,4 @@
-"""The mirror of the Hugging Face hub, asked by hand and by the hub's own client, transformers and PEFT."""
+"""The mirror of the Hugging Face hub, through plain requests, the hub's client, transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def serve(harness: Harness, **changes: object) -> None:
-    """The embedded model beside bases that are names only."""
+    """A server of the embedded model and of base models that are only names."""
     settings = harness.services.settings.model_copy(update=changes)
     bases = Bases((read_shape(NANO, nano.path()), *SHAPES))
     harness.app.state.services = replace(harness.services, bases=bases, settings=settings)

@@ -1,4 +1,4 @@
-"""What operations are told by the service: whose samples they are, that the same question is one, what ends them."""
+"""Requests of operations to the service: the owner of samples, idempotency, and cancellation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def question(
 
 
 async def pending(harness: Harness, count: int) -> list[str]:
-    """The ids of the samples that wait, once they are so many."""
+    """Wait until this many samples are pending; return their ids."""
     kinds: list[str] = []
     for _ in range(500):
         kinds = [request_id for request_id, kind in harness.kinds().items() if kind == "sample"]
@@ -161,7 +161,7 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
         closed = sessions.get("alice", "bulk-job-5-1")
         assert (closed.state, closed.finish_type) == ("finished", "interrupted")
         assert closed.closed_at is not None
-        await answers.ended(77, "alice", "SUCCEEDED")  # one that never asked
+        await answers.ended(77, "alice", "SUCCEEDED")  # a job without requests
 
     asyncio.run(work())
 
@@ -188,7 +188,7 @@ def test_a_quota_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
-    """Or its rows would wait for as long as a batch may take."""
+    """Otherwise its rows would wait for the batch's whole time limit."""
 
     async def lost(_answers: list[dict[str, Any]]) -> None:
         raise ConnectionError("the worker has gone")
@@ -250,7 +250,7 @@ def test_a_channel_that_closes_gives_up_what_is_open() -> None:
 
 
 def test_a_function_is_no_operation() -> None:
-    """So whatever its process says, it is not answered."""
+    """The server does not answer requests of its process."""
 
     def shout(row: dict[str, Any]) -> dict[str, Any]:
         return {"text": row["text"].upper()}

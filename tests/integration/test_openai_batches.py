@@ -1,4 +1,4 @@
-"""OpenAI's batches through the real `openai` client: every status, both files, what is refused, what a kill leaves."""
+"""OpenAI's batches through the real `openai` client: every status, both files, refusals, and kills."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def wait_for_some(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
 
 
 def assert_whole(client: openai.OpenAI, ended: openai.types.Batch, total: int, code: str) -> None:
-    """Every request has one line, in one of the two files, in a batch of which a part was done."""
+    """Every request of a partly completed batch has exactly one line, in one of the two files."""
     done, rest = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
     assert done and rest
     names = Counter(line["custom_id"] for line in [*done, *rest])

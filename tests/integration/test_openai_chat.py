@@ -1,4 +1,4 @@
-"""Prompts as transformers makes them, text as the tokenizer decodes it, calls as models write them."""
+"""Prompts match transformers', text matches the tokenizer's, and tool calls are parsed as models write them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_model_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> No
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Pieces with a mark for a space, and single bytes for what is not among them."""
+    """A SentencePiece-like tokenizer: pieces with a space mark, and byte fallback."""
     pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
     inner = Tokenizer(
         models.BPE(
@@ -176,7 +176,7 @@ def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[s
     if first is None:
         assert streamed == written and choice.stopped_by is None
     else:
-        # A token may complete two stops at once: what is cut begins no later than the first of them.
+        # A token may complete two stops at once: the text is cut at the first of them.
         assert written.startswith(streamed) and len(streamed) <= first + max(map(len, stops))
         assert not any(stop in streamed for stop in stops)
 
@@ -226,7 +226,7 @@ Said = tuple[str, str, list[str], str | None]
 
 
 def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
-    """What an answer says: its thought, its text, its calls and the stop that ended it."""
+    """An answer's reasoning, text, tool calls and stop reason."""
     choice = Choice(plan, TEXT, 0)
     thought = text = ""
     for token in TEXT.encode(written, special=False):

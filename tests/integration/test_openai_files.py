@@ -1,4 +1,4 @@
-"""Files through the real `openai` client: uploads, lists, downloads; what is refused; what bounds them."""
+"""Files through the real `openai` client: uploads, lists, downloads, refusals and limits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_lists_come_in_pages_newest_first(client: openai.OpenAI) -> None:
     assert [each.id for each in client.files.list(after=made[3], order="asc").data] == made[4:]
     oldest = client.files.list(order="asc").data
     assert [each.id for each in oldest][-5:] == made
-    outputs = client.files.list(purpose="batch_output", after=made[2]).data  # others' batches may have made some
+    outputs = client.files.list(
+        purpose="batch_output", after=made[2]
+    ).data  # batches of other tests may have added some
     assert {each.purpose for each in outputs} <= {"batch_output"} and not {each.id for each in outputs} & set(made)
     assert made[2] in [each.id for each in client.files.list(purpose="batch")]
 

@@ -1,4 +1,4 @@
-"""Answers without HTTP, partials that are lost or wrong, and the sessions that stand behind them."""
+"""Answers without HTTP, lost or wrong partials, and implicit sessions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def result(*texts: str) -> SampleResult:
 
 
 async def pending(harness: Harness, count: int = 1) -> list[str]:
-    """The samples that an engine would find, as soon as there are so many."""
+    """Wait until this many samples are pending; return them."""
     for _ in range(200):
         rows = [row for row in incoming(harness.services.futures._db, nano.MODEL_NAME) if row.state == "pending"]
         if len(rows) >= count:
@@ -227,7 +227,7 @@ def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
 def stream(
     harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
 ) -> list[News]:
-    """The news of a stream whose engine tells these partials and settles with this result."""
+    """The events of a stream whose engine sends these partials and settles with this result."""
 
     async def collect(services: Services) -> list[News]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
@@ -309,7 +309,7 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
     asyncio.run(scenario())
 
 
-# Standing sessions.
+# Implicit sessions.
 
 
 def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens a step has, given what tokens cost and who is there; and what an engine makes of it."""
+"""The number of tokens of a step, from their cost and the active tenants; and an engine that follows it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_step_beside_waiting_samples_has_half_of_the_bound(bench: Bench, monke
 
 
 class _Long:
-    """A backend's run_passes with parts, between which something else happens."""
+    """A backend whose run_passes has several parts, with other work between them."""
 
     def __init__(self, bench: Bench, meanwhile: Callable[[int], None]) -> None:
         self._run = bench.backend.run_passes
@@ -247,7 +247,7 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
 
 
 class _SlowSampler:
-    """A sampler whose steps take as long as they have tenants' sequences, and never end a request."""
+    """A sampler whose step time grows with its tenants' sequences, and which never ends a request."""
 
     runs_by_itself = False
     inference_server = None

@@ -1,4 +1,4 @@
-"""Requests that end the engine's process: they are found among the others, and in the end they are not tried again."""
+"""Requests that kill the engine's process are isolated from the others, and finally fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_STARTS = 12
 
 
 class DeathError(BaseException):
-    """The end of the process, as far as the engine's code can tell."""
+    """Simulates the death of the process."""
 
 
 def pending(request_id: str) -> Pending:
@@ -183,7 +183,7 @@ def test_groups_keep_the_order_and_never_mix(sizes: list[int]) -> None:
 
 
 class DeadlyBackend(FlakyBackend):
-    """Dies of a pass or a sample that holds the token POISON, and of any optim_step of the models named in `deadly`."""
+    """Dies on a pass or a sample with the token POISON, and on any optim_step of the models in `deadly`."""
 
     deadly: frozenset[str] = frozenset()
 
@@ -200,7 +200,7 @@ class DeadlyBackend(FlakyBackend):
 
 
 class DeadlySampler:
-    """Dies in the step after a sample with the token POISON came in; otherwise the sampler it is put around."""
+    """Dies in the step after a sample with the token POISON was submitted; otherwise delegates to a sampler."""
 
     def __init__(self, inner: object) -> None:
         self._inner = inner
@@ -231,7 +231,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def work(bench: Bench) -> int:
-    """Start engines until one has done everything; returns how many died."""
+    """Start engines until one has done all work; return the number of deaths."""
     for deaths in range(MOST_STARTS):
         try:
             bench.turns(300)
@@ -311,7 +311,7 @@ def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench:
 
 
 def poison_sample(bench: Bench, seq_id: int) -> str:
-    """The request is rewritten where it is stored."""
+    """Rewrite the stored request so that it contains POISON."""
     request_id = bench.sample(SAMPLER, seq_id)
     body = json.loads(bench.futures.bodies([request_id])[request_id])
     body["prompt"]["chunks"][0]["tokens"] = [1, POISON]
@@ -366,7 +366,7 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
         model, other = bench.model(), bench.model("t:train:0")
         guilty, innocent = bench.train(model, 1, (1, POISON)), bench.train(other, 1)
         with bench.db.write() as connection:
-            connection.execute(MODELS.update().values(engine_id=None))  # the bench's own engine is done with them
+            connection.execute(MODELS.update().values(engine_id=None))  # the bench's engine has settled them
         (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
         seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00"}
@@ -386,7 +386,7 @@ MODEL_CONFIG = {"architectures": ["Tiny"], "vocab_size": 50, "max_position_embed
 
 
 def run_engine(bench: Bench, spec: str, awaited: str) -> int:
-    """One engine until it dies, or has settled a request and is told to stop; returns its exit status."""
+    """Run one engine until it dies, or settles a request and is stopped; return its exit status."""
     process = subprocess.Popen([sys.executable, "-c", KILLER], stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write(spec)

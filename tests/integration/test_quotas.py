@@ -1,4 +1,4 @@
-"""Quotas: what is refused, with which words, what never is; and that refusing stores nothing."""
+"""Quotas: refusals and their messages, requests that are never refused, and that refusals store nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def new(number: int, tenant_id: str = "alice", body: bytes = b"12345", num_token
 
 
 def harness_with(directory: Path, **limits: int) -> Harness:
-    """A harness in which ten seconds pass between any two looks at the clock, so that each request is counted anew."""
+    """A harness whose clock advances ten seconds per reading, so that each request is counted anew."""
     made = make_harness(directory, limits=QuotaLimits(**limits))
     made.services.quotas._clock = itertools.count(0, 10).__next__
     return made
@@ -262,7 +262,7 @@ def test_a_refused_operation_stores_nothing_and_its_retry_is_taken(tmp_path: Pat
 
 
 def test_what_a_models_queue_waits_for_is_taken_however_full_it_is(tmp_path: Path) -> None:
-    """Otherwise numbers that overtook it would hold the places that it needs."""
+    """Otherwise later seq_ids that arrived first would occupy the quota that it needs."""
     harness = harness_with(tmp_path, queued_requests=2)
     try:
         model_id = harness.model()
@@ -487,7 +487,7 @@ def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp
 
 
 def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, database_kind: str) -> None:
-    """The one that came first has not committed when the second one counts."""
+    """The first creation has not committed when the second one counts."""
     url = fresh_url(tmp_path, database_kind)
     one, two = Database(url), Database(url)
     counted: list[int] = []
@@ -497,7 +497,7 @@ def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, dat
         def admit_first(loaded: int) -> None:
             counted.append(loaded)
             second.append(pool.submit(Models(two).create, model("s:train:1"), counted.append))
-            wait(second, timeout=0.3)  # it may not go on before this transaction has ended
+            wait(second, timeout=0.3)  # it must not continue before this transaction ends
 
         Models(one).create(model("s:train:0"), admit_first)
         second[0].result(timeout=60)
@@ -510,7 +510,7 @@ def model(model_id: str) -> NewModel:
     return NewModel(model_id, "s", "alice", BASE, LoraSpec(4))
 
 
-# What is remembered of tenants.
+# Cached state of tenants.
 
 
 def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(

@@ -1,4 +1,4 @@
-"""Recorded sequences: what a sample leaves behind, what spans may claim of it, and for how long."""
+"""Recorded sequences: the record of a sample, the spans that may refer to it, and their expiry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def sampled(length: int, offset: int = 0, sequence_id: str = ONE) -> Span:
     return Span(True, sequence_id, offset, length)
 
 
-# Four tokens of prompt and two of the three sampled ones go in; three of prompt and three sampled are predicted.
+# The input has four prompt tokens and two of the three sampled ones; the targets are three prompt tokens and three
+# sampled.
 SPANS = DatumSpans((prompt(4), sampled(2)), (prompt(3, 1), sampled(3)))
 ADVANTAGES = (0.0, 0.0, 0.0, 1.0, -1.0, 1.0)
 
@@ -56,7 +57,7 @@ def pass_of(advantages: tuple[float, ...] = ADVANTAGES, *, forward_only: bool = 
 
 
 def admit(db: Database, spans: DatumSpans, advantages: tuple[float, ...] = ADVANTAGES, **changes: bool) -> None:
-    """The second datum is the one in question."""
+    """Admit a pass whose second datum has these spans."""
     Sequences(db).admit("s", pass_of(advantages, **changes), [SPANS, spans])
 
 
@@ -139,7 +140,7 @@ def test_a_pass_costs_one_query_and_writes_once_an_hour(db: Database) -> None:
 
 
 def rollout(service: tinker.ServiceClient, *, record: bool) -> tuple[tinker.TrainingClient, tinker.Datum]:
-    """A model, and a datum made of what its sampler said."""
+    """A model, and a datum of its sampler's answer."""
     model = service.create_lora_training_client("tinsmith/nano", rank=4).result()
     path = model.save_weights_for_sampler("one").result().path
     sampler = service.create_sampling_client(model_path=path, record_stability_info=record).result()

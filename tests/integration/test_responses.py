@@ -1,4 +1,4 @@
-"""Requests for responses as chats, answers as items, and what is stored of them."""
+"""The responses API: requests as chats, answers as items, and stored responses."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def seen(harness: Harness, response_id: str, method: str = "GET", path: str = ""
 
 
 def test_a_response_in_the_background_is_polled_and_gone_on_from(harness: Harness) -> None:
-    """Its answer is made of its durable sample, by whichever server is asked first; there is no task to lose."""
+    """The first server that is asked creates the answer from the durable sample; no background task can be lost."""
     made = in_background(harness, instructions="be brief")
     assert made["status"] == "queued" and seen(harness, made["id"])["status"] == "in_progress"
     early = {"model": nano.MODEL_NAME, "input": "so", "previous_response_id": made["id"]}

@@ -1,4 +1,4 @@
-"""What a tenant can read about itself: its sessions by search, projects, usage, audit log, traces."""
+"""A tenant's own data: search of sessions, projects, usage, audit log, traces."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 class Wire(httpx.BaseTransport):
-    """Leads to the harness, unless it is cut."""
+    """A transport to the harness that can be cut."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness

@@ -1,4 +1,4 @@
-"""What an engine records of its work, and that it is what happened: on a bench engine, with the fake backend."""
+"""An engine's records of its work are correct; with a bench engine and the fake backend."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ def test_a_prompt_without_weight_is_no_part_of_the_loss_per_token() -> None:
     second = arrays_of(weights=[0, 0.5, 2, 0.5])
     assert token_weight(pass_of("cross_entropy", first)) == 2
     assert token_weight(pass_of("cross_entropy", first, second)) == 5
-    # Two targets at each of three positions, each with its share.
+    # Two targets at each of three positions, each with its weight.
     two = {"target_tokens": np.zeros((3, 2), np.int64), "weights": np.array([[0, 0], [0.25, 0.75], [1, 0]], np.float32)}
     assert token_weight(pass_of("cross_entropy", two)) == 2
     sparse = SparseRows(np.array([0.5, 1.0], np.float32), np.array([0, 0, 1, 2]), np.array([0, 1]), (3, 2))
     assert token_weight(pass_of("cross_entropy", two | {"weights": sparse})) == 1.5
     without = {"target_tokens": np.zeros(4, np.int64)}
     assert token_weight(pass_of("cross_entropy", without)) == 4, "weights that are left out are 1"
-    # What forward_backward_custom of the SDK sends: a gradient, whose sum is 0.
+    # As the SDK's forward_backward_custom sends: a gradient with sum 0.
     assert token_weight(pass_of("cross_entropy", arrays_of(weights=[0, 1.5, -1.5]))) == 3
 
 
@@ -203,7 +203,7 @@ def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> N
 
 
 def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_server: LiveServer) -> None:
-    """By hand, from the logprobs that the client got."""
+    """Compared with the mean of the logprobs that the client received."""
     weights, advantages = np.array([0, 0, 0, 1, 2], np.float32), np.array([0, 0, 1, -1, 0], np.float32)
     tokens, old = [40, 41, 42, 43, 44, 45], np.array([0, 0, -1, -2, -1], np.float32)
     targets = {"target_tokens": np.array(tokens[1:])}
@@ -284,7 +284,7 @@ LARGE = Image("chunks[1]", bytes(2 << 20), "png", 3, 1, 1, 1, b"")
 
 
 class NoDatabase:
-    """Of an engine whose reads fail."""
+    """A database whose reads fail."""
 
     def known(self, _model_id: str) -> tuple[int, int]:
         raise OperationalError("", None, Exception())

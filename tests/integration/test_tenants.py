@@ -1,4 +1,4 @@
-"""Keys and tokens: whom they name, from when on, until when; and that nothing of a key is kept."""
+"""Keys and tokens: their tenants, validity and expiry; keys are not stored."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_quotas_of_a_later_key_are_added_to_the_tenants_own(keys: Keys, database
         assert connection.scalar(sa.select(TENANTS.c.quotas)) == {"models": 3, "queued_bytes": 2}
 
 
-# Who is asking.
+# Authentication.
 
 
 def test_only_known_keys_are_taken_and_each_names_its_tenant(tenants: StoredTenants, keys: Keys) -> None:
@@ -305,7 +305,7 @@ def test_a_token_opens_what_its_key_opens(harness: Harness) -> None:
 
 
 def test_a_bad_token_is_told_from_a_bad_key(harness: Harness) -> None:
-    """Only at the first does the SDK exchange its key again."""
+    """The SDK exchanges its key again only after the error of a bad token."""
     answers = {key: harness.get("sessions", key) for key in ("eyJx", "tml-x")}
     assert [answer.status_code for answer in answers.values()] == [401, 401]
     assert 'error="invalid_token"' in answers["eyJx"].headers["WWW-Authenticate"]

@@ -1,4 +1,4 @@
-"""Captured exchanges: how they are merged, whose they are, and that they are the SDK's data."""
+"""Captured exchanges: merging, tenants, and conversion to the SDK's datums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_every_sampled_token_is_in_one_trajectory_and_nothing_is_invented(
     found = merged(exchanges)
     assert sum(sum(each.sampled) for each in found) == sum(len(answer) for _, answer in made)
     assert sum(each.num_exchanges for each in found) == len(made)
-    # By definition: each exchange continues the longest trajectory that its prompt begins with, or none.
+    # The definition: each exchange continues the longest trajectory that is a prefix of its prompt, or starts a new
+    # one.
     plain: list[list[int]] = []
     for prompt, answer in made:
         fits = [number for number, tokens in enumerate(plain) if prompt[: len(tokens)] == tokens]

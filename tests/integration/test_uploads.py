@@ -1,4 +1,4 @@
-"""Uploading adapters: what is checked before anything is a checkpoint, and what is left of what is refused."""
+"""Uploads of adapters: the checks before a checkpoint is created, and the deletion of refused files."""
 
 from __future__ import annotations
 

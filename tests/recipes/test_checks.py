@@ -1,4 +1,4 @@
-"""The checks of the recipes fail when what they hold is not so."""
+"""The checks of the recipes fail for wrong outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of the table runs to its end, and did what its checks say."""
+"""Every row of the table runs to its end and passes its checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_evaluators_agree_and_a_benchmark_is_graded(recipe_server: LiveServer, w
 
 
 def _leave_only_the_first_checkpoint(log_path: Path) -> None:
-    """As if the run had died after its first checkpoint: its last one says that there is nothing left to do."""
+    """Simulate a run that died after its first checkpoint, since the last one would leave nothing to do."""
     if not log_path.exists():
         pytest.skip(f"continues the row {log_path.name}, which was not selected")
     checkpoints = log_path / "checkpoints.jsonl"
