@@ -1,6 +1,5 @@
-"""Well-known models: their configurations, what their publishers say of their size, and docs/plan.md made from both.
-
-`src/tinsmith/plan/known_models.json` has the facts: of each configuration, what a count needs.
+"""Well-known models: their configurations, their published sizes, and docs/plan.md, which is rendered from both.
+`src/tinsmith/plan/known_models.json` has the fields of each configuration that the planner needs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """`published` in billions; `active` likewise, of mixtures."""
+    """`published` parameters and, for mixtures, `active` ones, both in billions."""
 
     name: str
     published: float

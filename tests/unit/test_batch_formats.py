@@ -1,4 +1,4 @@
-"""Readers and writers: every format there and back, odd files, odd values, and the bounds of memory and of work."""
+"""Readers and writers: round trips of every format, unusual files and values, and bounds of memory and work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 def written(
     writer: OutputWriter, rows: Sequence[dict[str, Any] | None], tmp_path: Path, batch_size: int = 3
 ) -> OutputInfo:
-    """Publishes rows as a job of this batch size would."""
+    """Publish rows as a job with this batch size would."""
     parts = [
         writer.write_part(
             rows[start : start + batch_size], RowRange(start, min(start + batch_size, len(rows)) - 1), base
@@ -102,7 +102,7 @@ def test_a_batch_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(LocalStore, "get_ranges", counted)
-    monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not go through the file again
+    monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not index the file again
     reader = batch.JsonReader(str(path))
     for start in (0, 50_000, 99_990):
         reader.download_batch(start, start + 9, "")
@@ -304,7 +304,7 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
         batch.OpenAIBatchWriter("o.jsonl").check({"custom_id": "a"})
 
 
-# Custom formats: a reader, and a writer of the older form, as users write them.
+# Custom formats: a reader, and a writer with the older methods.
 
 
 @registry.INPUT_READER_REGISTRY.type_register(name="range")

@@ -1,4 +1,4 @@
-"""Functions that travel to workers: which are accepted, and that those run there."""
+"""Functions that are sent to workers: which are accepted, and that these run there."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def module_of(text: str, tmp_path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("case", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["case"] = module  # where the source of its classes is looked for
+    sys.modules["case"] = module  # where inspect looks for the source of its classes
     spec.loader.exec_module(module)
     return module
 

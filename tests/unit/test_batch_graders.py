@@ -1,4 +1,4 @@
-"""Graders beside plain references: tables, counting by hand, every subset."""
+"""Graders against plain references: tables, manual counts, all subsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinsmith.batch.operations import graders, patterns, payload_of, steps_of
 from tinsmith.batch.operations.base import RowService, check_template, render
 from tinsmith.errors import NotSupportedError, UserError
 
-ROW_ONLY: Any = None  # a grade by a rule asks the service nothing
+ROW_ONLY: Any = None  # a grade by a rule does not call the service
 
 
 def graded(text: str, reference: object = None, **fields: Any) -> float:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""What a mapper meets on a worker: every kind of function, every way to go wrong, each batch reported once."""
+"""Mappers on a worker: every kind of function and error, with one report for each batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS: Rows = [{"n": index} for index in range(10)]
 
 
 class Ran:
-    """A job run in this process: what was reported, and the rows that came out of it."""
+    """A job run in this process: its reports and output rows."""
 
     def __init__(
         self,

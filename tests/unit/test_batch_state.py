@@ -1,4 +1,4 @@
-"""Bulk jobs as rows: who may write, what counts, what is tried again."""
+"""Bulk jobs as rows: fencing, counts and retries."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: Batc
 
 
 def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
-    """Neither when its coordinator lets go of it, nor when that was killed before it could."""
+    """Neither after its coordinator released it, nor after the coordinator was killed."""
     released, killed, runs = (owned(jobs, rows=1) for _ in range(3))
     for job in (released, killed, runs):
         jobs.record_launch("local", f"w{job.job_id}", job.job_id, "one", "local")
@@ -195,7 +195,7 @@ def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
 def test_the_time_of_workers_is_counted_however_they_end(
     jobs: BatchJobs, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a coordinator that died are counted until it last wrote."""
+    """The time of a dead coordinator's workers is counted until its last write."""
     job, clock = owned(jobs), [time.time()]
     monkeypatch.setattr(state, "now", lambda: clock[0])
     for name in ("ends", "is released", "is left"):
@@ -314,7 +314,7 @@ def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
 
 
 class Broken(list[int]):
-    """The first rows of batches that can be told up to the second chunk."""
+    """The first rows of batches; iteration fails in the second chunk."""
 
     def __getitem__(self, wanted: object) -> object:
         if isinstance(wanted, slice) and wanted.start >= INSERT_CHUNK:

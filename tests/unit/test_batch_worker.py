@@ -76,7 +76,7 @@ class Connection:
         return data
 
     def rest(self) -> bytes:
-        """All that comes, until the other side ends the connection."""
+        """Read until the peer closes the connection."""
         with self.socket, contextlib.suppress(ConnectionResetError):
             return b"".join(iter(lambda: self.socket.recv(65536), b""))
         return b""
@@ -149,7 +149,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     address = json.loads(process.stdout.readline())["address"]
     assert address.startswith("tcp://127.0.0.1:")
     yield Worker(int(address.rpartition(":")[2]), process, spec_of(tmp_path, 0), tmp_path / "parts")
-    process.stdin.close()  # as if the process that started it had ended
+    process.stdin.close()  # as if its parent process had ended
     assert process.wait(5) == 0
     process.stdout.close()
 
@@ -254,7 +254,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_a_frame_that_is_not_allowed_is_refused_before_its_body(
     port: int, token: str, data: bytes, status: int
 ) -> None:
-    """The refusal comes, and the connection ends, before any byte of a body is sent."""
+    """The refusal arrives and the connection is closed before any byte of a body is sent."""
     connection = Connection(port, token)
     connection.send(data)
     kind, why = connection.frame()
@@ -448,7 +448,7 @@ def test_a_pool_that_cannot_be_is_refused_by_name(data: object, words: str) -> N
 
 
 def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: dict[int, float]) -> dict[int, float]:
-    """Slot-seconds of each job, batches of 0.05 s, on a clock of its own."""
+    """Slot-seconds of each job with batches of 0.05 s, in simulated time."""
     now = 0.0
     fair = FairShare(lambda: now, 0.2)
     held: dict[int, int] = {}
@@ -546,7 +546,7 @@ def test_on_a_cluster_a_worker_reserves_what_the_job_needs_or_else_what_the_pool
 
 
 def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
-    """Their output goes to the log of the worker that they become. Those that no job needs end with the pool."""
+    """Their output goes to the log of their later worker. Unused ones end with the pool."""
 
     @batch.remote_function
     def tell() -> None:

@@ -1,4 +1,4 @@
-"""What the torch backend gives away to be written, and what it does when memory runs out."""
+"""Captures of the torch backend, which are written later, and its behaviour when memory runs out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def step(backend: TorchBackend, model_id: str, params: OptimParams) -> dict[str,
 
 
 def state(backend: TorchBackend, model_id: str) -> list[torch.Tensor | None]:
-    """Everything that training changes, copied."""
+    """A copy of all state that training changes."""
     trained = backend._models[model_id]
     tensors = (trained.adapter.flat_P, trained.adapter.compute_P, trained.gradient_P, trained.step)
     return [None if tensor is None else tensor.clone() for tensor in (*tensors, *(trained.moments or ()))]
@@ -156,7 +156,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
 
 
 def limit_tokens(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception, *, late: bool = False) -> list[int]:
-    """As if no more than `most` tokens fitted; returns the sizes that were tried. `late` fails after the backward."""
+    """Simulate memory for `most` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
     run_one = Trainer._run_one
 

@@ -1,4 +1,4 @@
-"""Fused layers give what the modules give, adapters included, and refuse what they do not know."""
+"""Fused layers equal the modules, with adapters, and refuse unknown modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = [3, 17, 1, 20, 2]
 
 
 def other(config: PreTrainedConfig, directory: Path) -> ModelShape:
-    """A model that tests/support/tiny_models.py has no name for."""
+    """A model that is not in tests/support/tiny_models.py."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def adapter(
 
 
 def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states by way of the modules, and of the fused layers."""
+    """Hidden states of the modules and of the fused layers."""
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
     given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))

@@ -1,4 +1,4 @@
-"""Fused layers in training give the modules' hidden states and gradients."""
+"""Fused layers in training have the modules' hidden states and gradients."""
 
 from __future__ import annotations
 

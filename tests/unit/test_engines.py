@@ -1,4 +1,4 @@
-"""Seats and their leases: one engine at a time may write from a seat, and one that was thought dead may not."""
+"""Seats and their leases: one engine at a time may write from a seat; one whose lease expired may not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def taken(engines: Engines, lease_s: float = LONG_S, index: int = 0) -> Lease:
 
 
 def freed(engines: Engines, db: Database) -> list[str]:
-    """Whoever another engine, one of the next seat, finds to be dead."""
+    """The engines whose runs another engine frees because they are dead."""
     return Ownership(db, BASE, engines.id_of(Seat(BASE, index=9))).free_lapsed()
 
 

@@ -1,4 +1,5 @@
-"""Which sampler has which sample, on both databases: what each sees, what moves when one is gone, where cancels go."""
+"""Assignment of samples to samplers, on both databases: visibility, reassignment after a death, and routing of
+cancellations."""
 
 from __future__ import annotations
 

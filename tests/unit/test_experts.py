@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def made(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExperts, nn.Module]:
-    """Ours, and the module of transformers that it stands in for."""
+    """Our module, and that of transformers that it replaces."""
     torch.manual_seed(0)
     if kind == "concatenated":
         config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)

@@ -1,4 +1,4 @@
-"""What every backend and its sampler promise the engine, asked of the fake and of the real one on a tiny model."""
+"""The contract of backends and samplers, for the fake and for the real one with a tiny model."""
 
 from __future__ import annotations
 

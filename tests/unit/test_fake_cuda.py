@@ -1,7 +1,6 @@
-"""The branches for CUDA on a device without numbers: shapes, dtypes, devices, and how often the host waits.
-
-What a card computes is proven by tests/gpu alone. Here a step goes through every line of ours that it would go through
-there, gradients included, and whatever would make the host wait is an error but for one read at its end.
+"""The branches for CUDA on a simulated device: shapes, dtypes, devices, and waits of the host. Only tests/gpu checks
+values. Steps run the same lines of our code as on a GPU, with gradients, and any wait of the host is an error, except
+for one read at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The durable queue: once only, settled once, all of a step or nothing."""
+"""The durable queue: idempotent submission, single settlement, atomic steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_request_sent_by_many_at_once_is_stored_once(futures: Futures, db: Dat
 
 def test_the_first_body_of_a_number_counts(futures: Futures) -> None:
     futures.submit(new(1, body=b"first"))
-    for other in (b"second", b"other"):  # the one of another length, the other of the same
+    for other in (b"second", b"other"):  # one of another length, one of the same
         with pytest.raises(SeqIdTakenError, match=r"seq_id 1 of model .* belongs to another request"):
             futures.submit(new(1, body=other))
     futures.submit(new(1, body=b"first"))

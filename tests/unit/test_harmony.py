@@ -43,7 +43,7 @@ def chat(text: Text, **more: Any) -> GenerationPlan:  # noqa: ANN401  JSON
 
 
 def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tuple[TextPiece, HarmonyChoice]:
-    """The joined pieces of an answer that is read at once, or piece by piece."""
+    """The joined pieces of an answer that is parsed whole, or piece by piece."""
     choice = new_choice(plan, text, 0)
     assert isinstance(choice, HarmonyChoice)
     joined = TextPiece()

@@ -1,4 +1,4 @@
-"""Points of curves: what is logged, what is merged, what remains of many. The same of recent steps and samples."""
+"""Points of curves, recent steps and samples: logging, merging, thinning and retention."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Databas
     first = keep(db, 1, most=9, prompt=[1, 2], answer=[3, 4])
     second = keep(db, 2, most=9, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
     other = keep(db, 3, most=9, prompt=[1, 2, 9], answer=[9])
-    # The end of the second answer is written in another way in the third prompt.
+    # The third prompt tokenizes the end of the second answer differently.
     third = keep(db, 4, most=9, prompt=[1, 2, 3, 4, 5, 6, 8, 8], answer=[9])
     keep(db, 5, "bob", most=9, prompt=[1, 2], answer=[3, 4])
 

@@ -1,4 +1,4 @@
-"""The janitor: who is closed, what is told to unload, which files go."""
+"""The janitor: sessions it closes, models it unloads, files it deletes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _request(
     scored: int | None = 0,
     scope: str = "",
 ) -> Request:
-    """`scored` counts the prompt's last tokens whose logprobs are wanted; None: of all."""
+    """`scored` is the number of last prompt tokens with logprobs; None means all."""
     params = SamplingParams(max_tokens=max_new)
     last_n = min(scored, len(prompt) - 1) if scored else None
     wants = scored is None or (last_n is not None and last_n > 0)
@@ -113,7 +113,7 @@ class _Shadow:
         for position in range(stop):
             held = self.slots[sequence.blocks[position // BLOCK], position % BLOCK]
             assert held == tokens[: position + 2]
-        # A mask does not hide a stale NaN: what is allocated and not yet written must be zero.
+        # A mask does not hide a stale NaN, so allocated slots that are not yet written must be zero.
         for position in range(stop, len(sequence.blocks) * BLOCK):
             assert not self.slots.get((sequence.blocks[position // BLOCK], position % BLOCK))
 
@@ -524,7 +524,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
     new_k, new_v = (
         torch.cat([x[start:] for x, (start, _) in zip(full, sizes, strict=True)]) for full in (full_k, full_v)
     )
-    for _ in range(2):  # a second layer of the same step finds the masks made
+    for _ in range(2):  # a second layer of the same step reuses the masks
         out_THD = plan.attend(3, q_THD, new_k, new_v, scale=0.3, window=window, softcap=softcap)
 
     row = 0

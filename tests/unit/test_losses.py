@@ -100,7 +100,7 @@ def test_good_passes_are_admitted() -> None:
     for name in LOSSES.keys() - {"cross_entropy", "custom"}:
         check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)
     check_pass(pass_of(policy()), SHAPE)  # cross_entropy without weights: every target counts once
-    # A datum may carry inputs of other losses, whatever they hold.
+    # A datum may carry inputs of other losses, with any content.
     check_pass(pass_of(policy(weights=np.array([np.nan], F32)), loss_fn="dro"), SHAPE)
 
 

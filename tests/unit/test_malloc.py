@@ -1,4 +1,4 @@
-"""What was freed goes back to the system."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_nothing_is_looked_for_while_modules_are_imported() -> None:
         assert not gc.isenabled()
         with importing():
             pass
-        assert not gc.isenabled()  # the inner one leaves it as it was
+        assert not gc.isenabled()  # the inner one does not change it
         raise ImportError
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""Whose run and whose request it is: claims that nobody else gets, rows that nobody else sees, who gets new ones."""
+"""Owners of runs and requests: exclusive claims, visibility, and assignment of new runs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
         mine = Database(database_url)
         ownership = Ownership(mine, BASE, name)
         got: set[str] = set()
-        for _ in range(5):  # what another was claiming at that moment is free or its own at the next look
+        for _ in range(5):  # a row that another engine was claiming is free or owned at the next poll
             got |= ownership.claim(order)
         claimed[name] = got
         mine.close()
@@ -147,7 +147,7 @@ def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
     assert all(fewer[run] == engine for run, engine in chosen.items() if engine != "c")
 
 
-# Who gets new work.
+# Assignment of new work.
 
 
 def made_ready(engines: Engines, index: int) -> str:

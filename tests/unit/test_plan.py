@@ -1,4 +1,4 @@
-"""The plan counts the numbers of transformers' models and predicts measured memory; its choices have reasons."""
+"""The plan counts parameters as transformers' models do and predicts measured memory; its choices have reasons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, 
 
 GPU = 80 * 10**9
 REFUSED = {"gemma4_text", "mimo_v2_flash"}
-"""Their layers have heads of different sizes."""
+"""Models whose layers have different head sizes."""
 
 MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
 
@@ -54,7 +54,7 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
     assert model.num_parameters == counted_by_transformers(dict(one.config))
     assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
     if one.active is not None:
-        # What OpenAI publishes leaves out the embeddings.
+        # OpenAI's published sizes omit the embeddings.
         left_out = model.embedding_numbers if model.model_type == "gpt_oss" else 0
         assert (model.num_active - left_out) / 1e9 == pytest.approx(one.active, rel=0.02)
     else:
@@ -164,7 +164,7 @@ def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
 
 @pytest.mark.extended
 def test_measured_peaks_are_within_the_factor() -> None:
-    # Memory that was freed goes back at once, so that the resident set is what is held.
+    # Freed memory is returned at once, so that the resident set is the allocated memory.
     at_once = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     words, environment = [sys.executable, str(MEASURED)], {**os.environ, **at_once}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -192,7 +192,7 @@ def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed()
 
 
 def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
-    # Of 28 query and 4 key heads, no tensor parallel of 3 and 6 does.
+    # 28 query and 4 key heads cannot be divided by 3 or 6.
     model = known("Qwen2.5-7B")
     plan = choose(model, Workload(3, 16 * 10**9, rank=8, context=2048))
     assert plan.degrees == Degrees(3, 1, shard_base=True)

@@ -1,4 +1,4 @@
-"""What a sample says about its prompt, against transformers in float64, and that it pays only for what it asks."""
+"""Prompt logprobs against transformers in float64, and that only requested rows are computed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def base(bases: dict[str, BaseModel]) -> BaseModel:
 
 
 def _ids(rng: np.random.Generator, num_rows: int, width: int) -> np.ndarray:
-    """Ids of which about half ask for nothing, but one at least for something."""
+    """Target ids, about half of them empty, at least one not."""
     ids = np.where(rng.random((num_rows, width)) < 0.5, -1, rng.integers(0, 256, (num_rows, width)))
     ids[-1, 0] = 5
     return ids
 
 
 def _csr(ids_TK: np.ndarray, *, listed_nothings: int = 0) -> SparseRows:
-    """The cells that name a token, and the first `listed_nothings` of the others."""
+    """The cells with a token, and the first `listed_nothings` of the empty ones."""
     nothings = np.flatnonzero(ids_TK.ravel() < 0)[:listed_nothings]
     listed = ids_TK >= 0
     listed.ravel()[nothings] = True
@@ -87,7 +87,7 @@ def _check_targets(found: object, ids_TK: np.ndarray, logprobs_TV: torch.Tensor)
 
 
 def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.Tensor, logprobs_TV: torch.Tensor):
-    """Each draw is where its uniform falls in the reference's cumulative distribution, within rounding."""
+    """Each draw matches its uniform in the reference's cumulative distribution, within rounding."""
     assert found is not None
     num_rows, k = found.token_ids_Tk.shape
     assert (found.token_ids_Tk.dtype, found.logprobs_Tk.dtype) == (np.int64, np.float32)

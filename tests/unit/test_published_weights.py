@@ -1,4 +1,4 @@
-"""A published version and its model have the same weights until the model's change; then the version has them alone."""
+"""A published version shares its model's weights until the model changes; then only the version has them."""
 
 from __future__ import annotations
 

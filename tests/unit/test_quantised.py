@@ -1,4 +1,4 @@
-"""A base in fewer bits, against the same model with its weights replaced by what the bits stand for."""
+"""A quantised base model, against the same model with dequantised weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backend_of(shape: ModelShape, **options: str) -> TorchBackend:
 
 
 def dequantised(shape: ModelShape, backend: TorchBackend, directory: Path) -> ModelShape:
-    """transformers' own model with the weights that the codes stand for, as a directory."""
+    """A directory of transformers' model with the dequantised weights."""
     model = AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.float32)
     for name, linear in backend.base.targets.items():
         model.get_submodule(name).weight = torch.nn.Parameter(linear.weight.detach().clone())
@@ -59,7 +59,7 @@ def data(seed: int = 0) -> tuple[Datum, ...]:
 
 
 def trained(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], torch.Tensor, torch.Tensor]:
-    """Logprobs of the first step, its gradient, and the weights after the last."""
+    """Logprobs and gradient of the first step, and the weights after the last."""
     logprobs: list[np.ndarray] = []
     gradient = torch.empty(0)
     for step in range(steps):

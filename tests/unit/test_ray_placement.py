@@ -1,6 +1,5 @@
-"""What keeps processes on a cluster, without a cluster: the shell of one, and the controller of all.
-
-With Ray: test_ray.py."""
+"""The supervision of processes on a cluster, without Ray: the shell of one process, and the controller. test_ray.py
+uses Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tinsmith.db.schema import BATCH_JOBS, FUTURES
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load, portable
 
-# Waiting is for slow machines only.
+# Only slow machines need this long.
 PATIENCE_S = 60.0
 
 
@@ -159,7 +158,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
 
 @dataclass
 class FakeCluster:
-    """Shells that do what they are told when `settle` is called."""
+    """Shells that execute their commands when `settle` is called."""
 
     found: dict[str, RayProcess] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)

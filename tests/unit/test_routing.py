@@ -1,4 +1,4 @@
-"""Which sampler a sample goes to: affinity, stability, and the bound on what one of them is given."""
+"""The choice of a sampler: prefix affinity, stability, and the bound on its load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes there should be: the rule, whatever waits and whenever it is looked at."""
+"""The autoscaling rule, for any queue depths and times of measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ looks = st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 1e7)), min_size=1, m
 
 
 def play(rule: Rule, steps: list[tuple[float, float]], before: Past | None = None) -> list[tuple[float, int]]:
-    """(time, count) after each step of (seconds since the last one, how much waits)."""
+    """(time, count) after each step of (seconds since the last one, queue depth)."""
     past = {"engine": before} if before else {}
     now, counts = 0.0, []
     for seconds, waiting in steps:

@@ -1,4 +1,4 @@
-"""What is seen of a model before it is served; test_families.py has whole models that are refused."""
+"""Checks of a model before it is served; test_families.py has whole models that are refused."""
 
 from __future__ import annotations
 

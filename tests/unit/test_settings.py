@@ -1,4 +1,4 @@
-"""Settings: where they come from, and what is refused."""
+"""Settings: their sources and validation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_bad_value_is_refused_with_its_name(name: str, value: object) -> None:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *words: str) -> Settings:
-    """What `tinsmith serve` with these words would run with."""
+    """The settings of `tinsmith serve` with these arguments."""
     found: list[Settings] = []
     monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_given: found.append(settings))
     result = CliRunner().invoke(cli.app, ("serve", *words))

@@ -1,4 +1,4 @@
-"""What ranks tell each other survives the way, and nothing else gets through; sequences are shared out evenly."""
+"""Messages between ranks are encoded without loss, other types are refused, and sequences are distributed evenly."""
 
 from __future__ import annotations
 

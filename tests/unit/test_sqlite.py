@@ -1,4 +1,4 @@
-"""SQLite's connection pool: a connection carries nothing from one transaction into the next."""
+"""SQLite's connection pool: a connection keeps no state between transactions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_aft
     with lite.read() as connection:
         assert NAMES.first(connection, {}) == ("meanwhile",)
         assert connection.scalar(count) == 1
-    # A reader that had not let go would keep the log from being emptied.
+    # An open reader would prevent the truncation of the log.
     with sqlite3.connect(lite.url.removeprefix("sqlite:///")) as other:
         assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 

@@ -84,7 +84,7 @@ def test_a_claim_excludes_other_processes_until_its_own_is_killed(tmp_path: Path
         assert claim(path, wait=False) is None
         holder.kill()
         holder.wait()
-        mine = claim(path, wait=True)  # the kernel let go of it
+        mine = claim(path, wait=True)  # the kernel released it
         assert mine is not None
         late = subprocess.run(command, input=b"", stdout=subprocess.PIPE, check=True)
         assert late.stdout == b"no"

@@ -1,4 +1,4 @@
-"""How many threads a forward of so many tokens gets: by the size of the model and of the batch."""
+"""The number of threads of a forward pass, by the size of the model and the batch."""
 
 from __future__ import annotations
 

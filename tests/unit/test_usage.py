@@ -1,4 +1,4 @@
-"""Usage: counted once, wherever the rows are; in the hour in which it happened; of what was done only."""
+"""Usage is counted once, before and after roll-ups, in its hour, and only for completed work."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ REQUESTS = st.lists(
         st.sampled_from(["done", "done", "failed", "refused", "pending"]),
         st.integers(0, 2**31 - 1),
         st.integers(0, 3 * HOUR_S - 1),
-        st.booleans(),  # a roll-up comes after it
+        st.booleans(),  # a roll-up follows
     ),
     max_size=12,
 )

@@ -1,4 +1,4 @@
-"""What a dedicated sampler has of versions: budget, use, turns, and what never comes."""
+"""A dedicated sampler's cached versions: budget, use, fairness, and missing versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 100
 
 
 class VersionFetcher:
-    """Brings what was asked for when the test says so."""
+    """Completes fetches when the test says so."""
 
     def __init__(self) -> None:
         self.asked: deque[str] = deque()
@@ -43,7 +43,7 @@ class VersionFetcher:
 
 
 class Sampler:
-    """A stock, and which versions are in memory because of it."""
+    """A loader, and the versions that it keeps in memory."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.fetcher = VersionFetcher()

@@ -1,4 +1,4 @@
-"""Wake-ups: they arrive, they may be lost without an error, and waiters look when told."""
+"""Wake-ups arrive or are lost without an error; waiters poll when woken."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_sent_to_a_group_goes_to_all_of_its_members_and_to_nobody_else(s
     sender.wake("engine-a.two", ["two"])
     assert [member.drain() for member in members] == [{"all"}, {"all"}, {"all", "two"}]
     assert [other.drain() for other in others] == [set()] * 3
-    time.sleep(0.2)  # what is in the directory is remembered by now
+    time.sleep(0.2)  # the directory listing is cached by now
     sender.wake("engine-a", ["again"])
     late = Mailbox(sockets, "engine-a.late")
     members.pop().close()
@@ -106,7 +106,7 @@ def test_sockets_lie_where_only_their_user_can_enter(sockets: Path) -> None:
 def test_a_directory_that_others_made_before_is_refused(
     sockets: Path, level: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever owns it could replace what is in it."""
+    """Its owner could replace the sockets in it."""
     (sockets / level).parent.mkdir(exist_ok=True)
     if how == "a link":
         (sockets / "elsewhere").mkdir()
