@@ -36,7 +36,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def test_whatever_dies_nothing_is_lost_and_nothing_is_done_twice(tmp_path: Path) -> None:
+def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path) -> None:
     say(f"\nseed {SEED}, {SECONDS:g} s")
     with kept(tmp_path / "undisturbed", "--deterministic", **SETTINGS) as server:
         jobs = BulkJobs(server, tmp_path / "undisturbed-jobs")

@@ -194,7 +194,7 @@ def test_no_broken_request_breaks_a_server(server: KeptServer, document: dict) -
     assert "Traceback" not in server.log()
 
 
-def test_what_was_stored_of_broken_requests_failed_by_its_own_fault(server: KeptServer) -> None:
+def test_stored_broken_requests_failed_as_user_errors(server: KeptServer) -> None:
     """After the last test: no accepted request made an engine fail."""
     failed = server.rows(
         f"SELECT request_id, category, error FROM futures WHERE tenant_id = '{ATTACKER}' "

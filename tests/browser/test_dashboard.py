@@ -296,7 +296,7 @@ def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, brows
 
 
 @pytest.mark.parametrize("how", ["null", "missing", "empty"])
-def test_what_an_answer_lacks_is_shown_as_a_dash(alice: Site, browser: Browser, how: str) -> None:
+def test_missing_values_are_shown_as_a_dash(alice: Site, browser: Browser, how: str) -> None:
     script = {"source": SPOILED % how}
     added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
     try:
@@ -337,7 +337,7 @@ def modules(browser: Browser, names: str, body: str, *arguments: object) -> obje
     return browser.driver.execute_async_script(script, *arguments)
 
 
-def test_an_axis_has_a_range_and_round_numbers_whatever_the_values_are(browser: Browser) -> None:
+def test_an_axis_has_a_range_and_round_numbers_for_any_values(browser: Browser) -> None:
     browser.open("overview", "Overview")
     series = numbers_of_all_kinds()
     body = """
@@ -391,7 +391,7 @@ def test_steps_have_whole_numbers_wherever_a_run_begins(browser: Browser) -> Non
         assert ticks == sorted(set(ticks))
 
 
-def test_every_curve_is_drawn_whatever_its_values_are(browser: Browser) -> None:
+def test_curves_of_any_values_are_drawn(browser: Browser) -> None:
     browser.open("overview", "Overview")
     series = [[0.0], *numbers_of_all_kinds()[:40]]
     body = """
@@ -483,7 +483,7 @@ def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
 
 
 @pytest.mark.smoke
-def test_curves_grow_while_somebody_looks(alice: Site, browser: Browser) -> None:
+def test_curves_grow_on_an_open_page(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
 
     def latest(title: str) -> str:
@@ -554,7 +554,7 @@ def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) ->
         alice.http.put(f"dashboard/runs/{alice.run}", json={"name": "", "tags": []}).raise_for_status()
 
 
-def test_what_a_tenant_wrote_is_shown_as_text(alice: Site, browser: Browser) -> None:
+def test_a_tenants_strings_are_shown_as_text(alice: Site, browser: Browser) -> None:
     browser.open("runs", "Runs")
     link = browser.until(lambda: [one for one in browser.all("tbody a") if one.text == STRANGE_NAME], "the name")
     link[0].click()
@@ -621,7 +621,7 @@ def test_the_overview_counts(alice: Site, browser: Browser) -> None:
     browser.until(lambda: browser.text("h1") == "Checkpoints", "the page")
 
 
-def test_the_queue_shows_what_was_packed(browser: Browser) -> None:
+def test_the_queue_shows_packed_steps(browser: Browser) -> None:
     browser.open("queue", "Queue and packing")
     browser.until(lambda: "tokens on average" in browser.text("main"), "the sizes")
     assert browser.all("svg.bars rect.s1")
@@ -729,7 +729,7 @@ def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, brows
     assert httpx.get(link).headers["content-type"] == "application/x-tar"
 
 
-def test_models_are_asked_side_by_side_token_by_token(alice: Site, browser: Browser) -> None:
+def test_models_are_sampled_side_by_side_as_streams(alice: Site, browser: Browser) -> None:
     browser.open("playground", "Playground")
     fields = browser.until(lambda: browser.all("input[id^=model]"), "the models")
     models = [field.get_attribute("value") for field in fields]
@@ -753,7 +753,7 @@ def test_models_are_asked_side_by_side_token_by_token(alice: Site, browser: Brow
     assert len(browser.all(".column")) == 3
 
 
-def test_what_cannot_be_sampled_says_why(browser: Browser) -> None:
+def test_a_refused_sample_shows_the_reason(browser: Browser) -> None:
     browser.open("playground", "Playground")
     field = browser.until(lambda: browser.one("#model1"), "the field")
     field.clear()
@@ -778,7 +778,7 @@ def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browse
     assert browser.all(".turn.sampled .token.p0, .turn.sampled .token.p1")
 
 
-def test_bulk_jobs_show_how_far_they_are_what_failed_and_end_when_told(alice: Site, browser: Browser) -> None:
+def test_bulk_jobs_show_progress_and_failures_and_can_be_cancelled(alice: Site, browser: Browser) -> None:
     running = alice.long_job()
     browser.open("jobs", "Bulk jobs")
     browser.until(lambda: len(rows(browser)) == 2, "the jobs")
@@ -879,7 +879,7 @@ def test_a_server_that_is_away_is_waited_for(browser: Browser) -> None:
     assert all("ERR_INTERNET_DISCONNECTED" in complaint for complaint in browser.complaints())
 
 
-def test_what_is_not_there_is_said(browser: Browser) -> None:
+def test_missing_objects_are_reported(browser: Browser) -> None:
     browser.open("runs/no:train:0", "Not found")
     assert "unknown" in browser.text("main")
     browser.open("nothing", "Overview")

@@ -192,7 +192,7 @@ def test_an_inflight_version_is_sampled_by_its_engine_which_alone_knows_the_newe
         assert executors(cluster, [request_id]) == [None]
 
 
-def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> None:
+def test_an_unknown_version_fails_as_in_an_engine(client: RawClient) -> None:
     run = Run(client)
     path = run.save("gone")
     body = {"session_id": run.session_id, "sampling_session_seq_id": 91, "model_path": path}

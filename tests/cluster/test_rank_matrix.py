@@ -206,7 +206,7 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
 
 
 @pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL"])
-def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_path: Path, degree: str) -> None:
+def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Path, degree: str) -> None:
     settings = {degree: "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     with serving(tmp_path, settings=settings) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:

@@ -170,7 +170,7 @@ def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: Torch
     agree_on(one, many, passes)
 
 
-def test_tokens_are_told_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
+def test_tokens_are_streamed_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
     (sample,) = (sample for sample in samples() if sample.stream)
     publish(many)
     many.sampler.partials()
@@ -197,7 +197,7 @@ def test_a_cancelled_sample_is_gone_from_its_ranks(one: TorchBackend, many: Shar
     assert finish(many).keys() == {sample.request_id for sample in base_only[1:]}
 
 
-def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+def test_refusals_equal_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
     rng = np.random.default_rng(3)
     for backend in (one, many):
         with pytest.raises(UserError, match="rank is 0"):
@@ -213,7 +213,7 @@ def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: S
         assert isinstance(outcomes[0], UserError) and isinstance(outcomes[1], PassResult)
 
 
-def test_a_checkpoint_has_the_same_bytes_and_goes_on_anywhere(
+def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     one: TorchBackend, many: ShardedBackend, tmp_path: Path
 ) -> None:
     train_alike(one, many, 2, seed=7)
@@ -316,7 +316,7 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(
+def test_indivisible_degrees_are_refused_by_name(
     tmp_path: Path,
     group: Group,
     arch: str,

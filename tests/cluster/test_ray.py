@@ -137,7 +137,7 @@ def test_a_node_that_is_lost_costs_a_run_nothing_but_time(fleet: Fleet) -> None:
     assert fleet.node_of("engine-0").node_id != lost.node_id
 
 
-def test_a_controller_that_dies_is_started_again_and_adopts_what_runs(fleet: Fleet) -> None:
+def test_a_dead_controller_is_restarted_and_adopts_running_processes(fleet: Fleet) -> None:
     import ray
 
     from tinsmith.cluster.ray.cluster import report
@@ -190,7 +190,7 @@ def test_no_secret_is_in_a_command_line_an_environment_or_a_log(fleet: Fleet) ->
 
 
 @pytest.mark.slow
-def test_new_settings_replace_what_runs_and_what_is_too_much_goes(fleet: Fleet) -> None:
+def test_new_settings_replace_processes_and_remove_surplus_ones(fleet: Fleet) -> None:
     before = fleet.running("engine-0", "batch-worker-0")
     fleet.up("--engines", "1", "--model", f"local/other={nano.path()}")
     after = fleet.running("engine-0")

@@ -123,7 +123,7 @@ def test_a_node_that_is_lost_changes_nothing_in_the_output(nodes: Nodes, jobs: B
         wait_until_gone(pid)
 
 
-def test_slots_without_room_hold_nobody_up(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
+def test_slots_without_resources_do_not_block_others(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, slow_double, fn_kwargs={"directory": str(tmp_path)}, batch_pool_name="ray", rows=20)
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 9), jobs, job_id))
     assert written(tmp_path) == expected(20)
@@ -157,7 +157,7 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
     assert sum(state["attempt_id"] == 1 for state in jobs.get_batch_states(job_id)) >= done
 
 
-def test_a_setup_that_fails_fails_the_job_with_what_it_said(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
+def test_a_failing_setup_fails_the_job_with_its_output(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     pool = tmp_path / "pool.yaml"
     pool.write_text("pool: {workers: 2}\nresources: {infra: ray, cpus: 0.5}\nsetup: echo no such driver; exit 7\n")
     given = {"data_dir": tmp_path, "backend": "fake", "ray_address": nodes.address, "batch_pools": (f"mine={pool}",)}

@@ -100,7 +100,7 @@ def test_a_container_file_is_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_container_holds_what_it_copies_and_runs_as_nobody_special(kind: str) -> None:
+def test_a_container_has_its_files_and_an_unprivileged_user(kind: str) -> None:
     text = (DEPLOY / f"container/Dockerfile.{kind}").read_text()
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*)$", text, re.M):
@@ -147,7 +147,7 @@ def volumes_of(service: dict[str, Any]) -> list[str]:
     return [volume.partition(":")[0] for volume in service.get("volumes", ())]
 
 
-def test_the_example_of_the_environment_has_everything_that_the_compose_file_asks_for() -> None:
+def test_the_example_environment_has_all_variables_of_the_compose_file() -> None:
     asked = set(re.findall(r"(?<!\$)\$\{([A-Z_]+)", (DEPLOY / "compose/compose.yaml").read_text()))
     given = set(re.findall(r"^([A-Z_]+)=", (DEPLOY / "compose/env.example").read_text(), re.M))
     assert asked == given

@@ -189,7 +189,7 @@ def test_metrics_are_copied_into_wandb(
 
 
 @pytest.mark.extended
-def test_the_notebook_runs_and_what_it_teaches_is_learned(nano_server: LiveServer, tmp_path: Path) -> None:
+def test_the_notebook_runs_and_its_model_learns(nano_server: LiveServer, tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="no nbformat")
     nbclient = pytest.importorskip("nbclient", reason="no nbclient")
     for name in ("ipykernel", "matplotlib"):
@@ -228,7 +228,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_matches_the_code() -> None:
     for name, page in script("write-reference").PAGES.items():
         assert (DOCS / "reference" / name).read_text() == page(), "run scripts/write-reference"
 
@@ -287,7 +287,7 @@ class Loaded(HTMLParser):
             self.addresses.append(found.get("href") or "")
 
 
-def test_a_reader_of_the_site_asks_nobody_else(site: Path) -> None:
+def test_the_site_loads_no_external_resources(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:

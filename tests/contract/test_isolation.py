@@ -316,7 +316,7 @@ def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Ha
         assert answer("sampler-0-unknown", ALICE).status_code == 404
 
 
-def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
+def test_a_pool_shows_only_the_callers_jobs(harness: Harness) -> None:
     run = SimpleNamespace(job=SimpleNamespace(tenant_id="alice", pool="local"))
     harness.services.coordinator._runs[4711] = run  # type: ignore[assignment]
     for key, jobs in ((ALICE, [4711]), (BOB, [])):
@@ -335,9 +335,7 @@ def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
         ("copy_weights", {"source_path": "{weights}", "model_seq_id": 7}),
     ],
 )
-def test_anothers_checkpoint_opens_in_ones_own_session_only_when_published(
-    harness: Harness, path: str, body: dict[str, object]
-) -> None:
+def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: str, body: dict[str, object]) -> None:
     things = things_of(harness)
     filled = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
     filled |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
@@ -395,7 +393,7 @@ def without_ids(text: str, things: Things) -> str:
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
-def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Harness, method: str, path: str) -> None:
+def test_foreign_and_missing_objects_have_the_same_answer(harness: Harness, method: str, path: str) -> None:
     """A foreign object and a missing one have the same status, body and headers."""
     theirs = things_of(harness)
     nobodys = nothing_like(theirs)

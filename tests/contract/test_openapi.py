@@ -106,7 +106,7 @@ def test_it_names_the_routes_and_nothing_else() -> None:
     assert len(OPERATIONS) == len(served)
 
 
-def test_every_operation_says_what_it_does_and_what_it_shows() -> None:
+def test_every_operation_has_a_summary_and_declares_its_ids() -> None:
     """An operation that takes ids declares them, or has them in its path; one that is opened by a link needs no key."""
     handlers = {id(route.endpoint) for route in API}
     assert handlers == {id(operation.endpoint) for operation in OPERATIONS}, "a route without a declaration"

@@ -300,7 +300,7 @@ def test_a_sampler_is_handed_on(fake_service: tinker.ServiceClient) -> None:
 
 @pytest.mark.extended
 @pytest.mark.covers("POST /telemetry", "POST /session_heartbeat")
-def test_what_a_client_sends_every_ten_seconds_is_taken(
+def test_a_clients_periodic_requests_are_accepted(
     fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch, witness: Witness
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
@@ -380,7 +380,7 @@ def both(client: object, method: str, *arguments: object) -> tuple[object, objec
     "POST /sessions/search",
     "POST /weights_info",
 )
-def test_what_there_is_can_be_read(rest: tinker.RestClient, run: Run) -> None:
+def test_objects_can_be_read(rest: tinker.RestClient, run: Run) -> None:
     for found in both(rest, "get_training_run", run.run_id):
         assert (found.training_run_id, found.base_model) == (run.run_id, NANO)
     for found in both(rest, "get_training_run_by_tinker_path", run.sampler):
@@ -427,7 +427,7 @@ def test_what_there_is_can_be_read(rest: tinker.RestClient, run: Run) -> None:
     "GET /sessions/{session_id}/trace_export",
     "POST /copy_weights",
 )
-def test_what_there_is_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
+def test_objects_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
     def checkpoint() -> types.Checkpoint:
         listed = rest.list_checkpoints(run.run_id).result().checkpoints
         return next(each for each in listed if each.tinker_path == run.training)
@@ -457,7 +457,7 @@ def test_what_there_is_can_be_changed(rest: tinker.RestClient, run: Run) -> None
     "RestClient.delete_checkpoint_from_tinker_path_async",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
 )
-def test_what_there_is_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingClient) -> None:
+def test_objects_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingClient) -> None:
     paths = [model.save_state(name).result().path for name in ("a", "b", "c", "d")]
 
     async def drive() -> None:
@@ -488,7 +488,7 @@ def test_what_there_is_can_be_deleted(rest: tinker.RestClient, model: tinker.Tra
     "GET /billing/usage/events",
     "GET /billing/usage/checkpoints/current",
 )
-def test_what_was_done_and_used_can_be_read(rest: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
+def test_activity_and_usage_can_be_read(rest: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = (hour, hour + timedelta(hours=2))
     for client in (rest, admin):

@@ -482,7 +482,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         {"num_samples": "\u00e4\n\u4e00"},
     ],
 )
-def test_a_message_repeats_little_of_what_was_sent(change: dict[str, object]) -> None:
+def test_a_message_truncates_the_sent_value(change: dict[str, object]) -> None:
     with pytest.raises(UserError) as refusal:
         sampling.read_sample(sample_body(**change), "r", None)
     assert len(str(refusal.value)) < 500

@@ -165,7 +165,7 @@ def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed: Keyed) -
 
 
 @pytest.mark.smoke
-def test_two_tenants_share_nothing_but_what_is_published(keyed: Keyed) -> None:
+def test_two_tenants_share_only_published_objects(keyed: Keyed) -> None:
     with keyed.service(keyed.alice) as hers, keyed.service(keyed.bob) as his:
         model = train_once(hers)
         path = model.save_state("shared").result().path
@@ -278,7 +278,7 @@ def test_a_quota_given_with_a_key_counts_at_once(keyed: Keyed) -> None:
         (("revoke", "999"), "key 999 does not exist"),
     ],
 )
-def test_what_a_command_got_wrong_is_one_line(keyed: Keyed, arguments: tuple[str, ...], words: str) -> None:
+def test_a_commands_user_error_is_one_line(keyed: Keyed, arguments: tuple[str, ...], words: str) -> None:
     ended = keys_command(keyed.server.data_dir, *arguments, status=2)
     assert len(ended.stderr.splitlines()) == 1 and words in ended.stderr, ended.stderr
     assert ended.stdout == ""

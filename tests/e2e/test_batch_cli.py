@@ -219,7 +219,7 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
     assert code == 2 and "has succeeded" in err
 
 
-def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_cancelled_jobs_parts_are_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     hold = tmp_path / "hold"
     job = held_job(run, server, hold)
     assert "cancel it before" in run("purge", int(job), "--yes")[2]
@@ -244,7 +244,7 @@ def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, t
     assert code == 2 and "were deleted" in err
 
 
-def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+def test_interrupting_the_client_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     client = Client(server.url, API_KEY)
     before = {job["job_id"] for job in client.jobs()}
     waiting = command(server, tmp_path, *DOUBLE, "--fn-kwargs", '{"pause_s": 2}')
@@ -278,7 +278,7 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
         (("logs", 999_999), "there is no bulk job 999999"),
     ],
 )
-def test_what_is_refused_is_said_in_a_line(
+def test_a_refusal_is_one_line(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
 ) -> None:
     """Run a command in this process, which gives the same result."""
@@ -369,7 +369,7 @@ def test_pools_are_listed(run: Any) -> None:  # noqa: ANN401
     assert json.loads(run("pools", "--json")[1])[0]["name"] == "local"
 
 
-def test_lines_are_tagged_and_what_goes_past_is_kept(tmp_path: Path) -> None:
+def test_lines_are_tagged_and_direct_output_is_kept(tmp_path: Path) -> None:
     at_work = Assignment(4, 0, 9, 2, ())
     logs = JobLogs(tmp_path)
     with logs.path("7-ab").open("w") as file:

@@ -86,7 +86,7 @@ def answered_batch(client: openai.OpenAI) -> str:
     return found.output_file_id
 
 
-def test_what_one_machine_wrote_another_goes_on_with(bucket: Bucket, tmp_path: Path) -> None:
+def test_another_machine_continues_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
     with server_on(bucket, tmp_path, "one") as one:
         with tinker.ServiceClient(base_url=one.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client(BASE, rank=4).result()

@@ -123,7 +123,7 @@ def test_a_merged_model_computes_the_same_alone(trained: Trained, tmp_path: Path
 
 
 @pytest.mark.smoke
-def test_what_is_pushed_goes_on_training_where_it_stopped(trained: Trained, tmp_path: Path) -> None:
+def test_a_pushed_checkpoint_resumes_training(trained: Trained, tmp_path: Path) -> None:
     trained.cli("pull", trained.state, tmp_path / "state")
     pushed = trained.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)
     assert pushed["tinker_path"].endswith("/weights/again") and pushed["lora_rank"] == 4
@@ -216,7 +216,7 @@ def test_the_commands_of_a_page_on_moving_run_as_they_stand(trained: Trained, tm
         close(logprobs(client), trained.scored)
 
 
-def test_what_cannot_be_sent_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
+def test_an_invalid_push_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", use_dora=True)
     said = trained.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
     assert "sets 'use_dora'" in said and len(said.splitlines()) == 1

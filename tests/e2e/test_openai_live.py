@@ -249,7 +249,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "chat template"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     place: Place, more: dict[str, Any], param: str | None, words: str | None
 ) -> None:
     if words is None:

@@ -120,7 +120,7 @@ def test_a_model_is_trained_and_sampled_with_images(
     np.testing.assert_allclose(found, first.logprobs, atol=1e-4)
 
 
-def test_what_cannot_be_taken_is_refused_by_name(service: tinker.ServiceClient) -> None:
+def test_unsupported_images_are_refused_by_name(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=NAME).result()
     model = service.create_lora_training_client(NAME, rank=2).result()
     for chunk, said in (

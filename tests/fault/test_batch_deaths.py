@@ -225,7 +225,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     made.mapper.close(0)
 
 
-def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(running: Running) -> None:
+def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Running) -> None:
     running.feed(0)
     running.until(True)
     running.marker.unlink()
@@ -244,13 +244,13 @@ def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(runn
     assert running.settled()[0] == 2
 
 
-def test_what_a_child_may_have_stored_is_stored_elsewhere_by_the_next_one() -> None:
+def test_the_next_child_stores_parts_under_other_names() -> None:
     given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
     assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 
 @pytest.mark.smoke
-def test_a_marker_is_seen_by_whoever_maps_the_same_file() -> None:
+def test_a_marker_is_shared_by_mappings_of_one_file() -> None:
     with marker_file() as file:
         written, seen = Marker(file.fileno()), Marker(file.fileno())
     assert seen.starting and seen.busy() == {}

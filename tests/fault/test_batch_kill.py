@@ -137,9 +137,7 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
         return cost_of(jobs, place.job_id, directory, killed=bool(killed))
 
 
-def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_kill_at_any_step_leaves_the_output_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "hit", hit_or_kill)
     costs: dict[tuple[str, str], Future[Cost]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -189,7 +187,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
         time.sleep(0.02)
 
 
-def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path: Path, database_kind: str) -> None:
+def test_a_server_that_lost_its_lease_changes_nothing(tmp_path: Path, database_kind: str) -> None:
     """Two servers share a database. The first hangs during a batch for longer than its lease, and the second completes
     the job. Then the first server's worker finishes its batch, and the first server continues."""
     directory = tmp_path / "one"
@@ -251,7 +249,7 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
         assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"
 
 
-def test_a_coordinator_that_is_told_to_stop_stops_whatever_it_has_just_heard(tmp_path: Path) -> None:
+def test_a_coordinator_stops_at_any_moment(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, backend="fake", batch_workers=2)
     url = new_database(tmp_path / "database")
 

@@ -242,9 +242,7 @@ def test_a_full_disk_is_not_tried_at_every_step(bench: Bench) -> None:
     assert state(bench) == before
 
 
-def test_what_is_unloaded_while_its_snapshot_is_written_leaves_no_file(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_unloaded_during_a_snapshot_leaves_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     may_write = threading.Event()
     write = bench.engine._snapshots._directories.write
@@ -267,7 +265,7 @@ def test_what_is_unloaded_while_its_snapshot_is_written_leaves_no_file(
 # Loads.
 
 
-def test_a_replay_does_not_load_what_has_overwritten_what_was_loaded(bench: Bench) -> None:
+def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
     model = bench.model()
     train_for(bench, model, 1)
     saved(bench, model, 3)
@@ -535,7 +533,7 @@ def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "optim_step"])
-def test_what_does_not_fit_even_alone_is_the_users_to_make_smaller(bench: Bench, kind: str) -> None:
+def test_a_model_that_cannot_fit_alone_is_a_user_error(bench: Bench, kind: str) -> None:
     model, other = bench.model(), bench.model("t:train:0")
     method = "run_passes" if kind == "forward_backward" else "optim_step"
     inner = getattr(bench.backend, method)
@@ -555,7 +553,7 @@ def test_what_does_not_fit_even_alone_is_the_users_to_make_smaller(bench: Bench,
     assert fine is not None and fine.error is None
 
 
-def test_the_server_is_told_before_anything_is_tidied_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_woken_before_cleanup(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     saved(bench, model, 1)
     order: list[str] = []
@@ -601,7 +599,7 @@ def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ev
     assert outcome is not None and outcome.error is None
 
 
-def test_no_directory_that_somebody_needs_is_swept(bench: Bench) -> None:
+def test_directories_in_use_are_not_swept(bench: Bench) -> None:
     model = bench.model()
     bench.publish(model, 1, 0)
     train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS, 2)

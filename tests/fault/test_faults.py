@@ -54,7 +54,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 @only_sqlite
-def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(tmp_path: Path) -> None:
+def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> None:
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=0.5)
     with held(tmp_path / "tinsmith.db"):
@@ -110,9 +110,7 @@ class ThreadedWriter:
 
 
 @only_sqlite
-def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_without_a_time_limit_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.db.sqlite.MAX_BUSY_TIMEOUT_S", 0.1)
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
@@ -180,7 +178,7 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
 
 
 @pytest.mark.smoke
-def test_a_clock_set_forward_expires_nobody_who_is_still_there(
+def test_a_clock_set_forward_expires_no_active_session(
     db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,
@@ -203,7 +201,7 @@ def test_a_clock_set_forward_expires_nobody_who_is_still_there(
     assert len(unloads(db)) == 1, "who says nothing for the timeout that follows is gone"
 
 
-def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
+def test_a_clock_set_back_delays_no_expiry(
     db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,

@@ -109,7 +109,7 @@ def test_a_gradient_that_is_sent_ten_times_is_added_once(server: LiveServer, cli
     assert norms[0] == norms[1] > 0
 
 
-def test_whatever_is_sent_ten_times_happens_once(server: LiveServer, client: RawClient) -> None:
+def test_a_request_sent_ten_times_runs_once(server: LiveServer, client: RawClient) -> None:
     session = client.session()
     bodies = {
         "create_model": {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}},
@@ -132,7 +132,7 @@ def test_whatever_is_sent_ten_times_happens_once(server: LiveServer, client: Raw
 
 
 @pytest.mark.smoke
-def test_what_arrives_out_of_order_takes_effect_in_order(client: RawClient) -> None:
+def test_requests_out_of_order_run_in_order(client: RawClient) -> None:
     model = client.model()
     started = time.monotonic()
     last = client.step(model, 3)
@@ -151,7 +151,7 @@ def test_a_gap_is_given_up_and_what_waited_behind_it_runs(client: RawClient) -> 
     assert "arrived after" in client.error(client.step(model, 2))
 
 
-def test_a_number_at_the_end_of_the_world_harms_nobody(server: LiveServer, client: RawClient) -> None:
+def test_a_huge_seq_id_affects_no_other_model(server: LiveServer, client: RawClient) -> None:
     engine = engine_of(server)
     model = client.model()
     assert client.steps_taken(client.step(model, 2**62)) == 1

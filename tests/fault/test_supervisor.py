@@ -85,7 +85,7 @@ def test_requests_are_taken_while_the_engine_is_down(server: LiveServer, client:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_told_to_stop_answers_its_polls_and_leaves_nobody(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_stopping_server_answers_its_polls_and_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         client = connect(server)
         request_id = client.step(client.model(), 2)  # waits for its predecessor

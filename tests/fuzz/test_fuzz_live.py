@@ -117,7 +117,7 @@ def peak_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
-def test_what_is_small_on_the_wire_stays_bearable_in_memory(server: LiveServer, client: RawClient) -> None:
+def test_small_bodies_need_bounded_memory(server: LiveServer, client: RawClient) -> None:
     """Ten megabytes of brackets or of empty messages would need hundreds of megabytes as objects."""
     before = resident_bytes(server.process.pid)
     brackets = b'{"a":[' + b",".join([b"[]"] * (3 * MIB)) + b"]}"

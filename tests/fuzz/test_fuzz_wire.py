@@ -308,7 +308,7 @@ def test_random_bytes_are_no_json_or_an_object(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"0x1", b'"\\ud800"', b"\xff"])
-def test_what_json_has_no_word_for_is_no_number(number: bytes) -> None:
+def test_non_finite_json_numbers_are_refused(number: bytes) -> None:
     with pytest.raises(UserError):
         read_step(fields.read_object(b'{"model_id":"m","adam_params":{"learning_rate":' + number + b"}}"))
 

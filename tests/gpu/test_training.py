@@ -144,7 +144,7 @@ def test_a_tenant_that_is_not_finite_does_not_reach_its_neighbours(shape: ModelS
     assert isinstance(outcomes[1], NonFiniteGradientError) and isinstance(outcomes[0], dict)
 
 
-def test_what_is_saved_comes_back_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None:
+def test_saved_state_loads_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None:
     rng = np.random.default_rng(9)
     backend = TorchBackend(qwen, device=DEVICE, dtype="float32")
     spec = LoraSpec(6, seed=1)

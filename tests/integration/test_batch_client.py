@@ -129,7 +129,7 @@ def test_a_job_that_no_worker_can_run_is_refused_when_it_is_submitted(client: Cl
             data.map(lambda row: row, output=output, client=client, **{needs: said[0]})
 
 
-def test_a_job_has_as_many_workers_as_it_asks_for_and_says_what_they_do(client: Client, tmp_path: Path) -> None:
+def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tmp_path: Path) -> None:
     @batch.remote_function
     def held(gate: str) -> None:
         import os
@@ -235,7 +235,7 @@ def test_a_cancelled_job_streams_what_it_has_and_is_resumed(client: Client, tmp_
     assert len(again.batches()) == 4
 
 
-def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_path: Path) -> None:
+def test_a_refusal_of_the_server_is_an_error_with_its_message(client: Client, tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
     with pytest.raises(RuntimeError, match=r"no pool 'nowhere'.*'local'") as refusal:
         data.map(shout, "nowhere", output=output, client=client)
@@ -247,7 +247,7 @@ def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:this data set was mapped")
-def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_by_the_client(tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
 
     def nothing() -> None: ...
@@ -290,7 +290,7 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
             call()
 
 
-def test_a_data_set_says_what_it_is(tmp_path: Path) -> None:
+def test_a_data_set_has_a_path_format_and_repr(tmp_path: Path) -> None:
     data = batch.Dataset(f"{tmp_path}/in.csv.gz")
     assert (data.path, data.input_format) == (f"{tmp_path}/in.csv.gz", "csv")
     assert "CsvReader" in repr(data)

@@ -58,7 +58,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_a_file_holds_is_what_comes_out(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+def test_every_record_of_a_file_is_in_the_output(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
     """Blank lines are skipped, and the last record needs no line end."""
     texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
     lines = [json.dumps({"text": text}) for text in texts]

@@ -245,7 +245,7 @@ def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(clie
 
 
 @pytest.mark.parametrize("victim", ["worker", "mapper"])
-def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_path: Path, victim: str) -> None:
+def test_a_killed_workers_batches_are_retried(client: Client, tmp_path: Path, victim: str) -> None:
     options = {"marker": str(tmp_path / "died"), "victim": victim}
     job = start(client, tmp_path, suicidal, fn_kwargs=options)
     job.wait()
@@ -337,7 +337,7 @@ def test_an_output_that_exists_is_refused_without_a_question(client: Client, tmp
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
 
 
-def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_count(
+def test_a_silent_worker_is_lost_and_its_late_results_are_rejected(
     server: LiveServer, client: Client, tmp_path: Path
 ) -> None:
     job = start(client, tmp_path, slow, rows=60, limits={**QUICK, "heartbeat_timeout_s": 1.5})

@@ -92,7 +92,7 @@ def asked(
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", ["base", "adapter"])
-def test_a_sample_is_what_the_sdk_gets(
+def test_a_sample_equals_the_sdks(
     kind: str, batch_size: int, service: tinker.ServiceClient, client: Client, tmp_path: Path, adapter: str
 ) -> None:
     path = adapter if kind == "adapter" else None
@@ -197,7 +197,7 @@ def by_hand(
     return made
 
 
-def test_a_rollout_is_what_one_does_by_hand(
+def test_a_rollout_equals_a_manual_conversation(
     service: tinker.ServiceClient,
     client: Client,
     tmp_path: Path,

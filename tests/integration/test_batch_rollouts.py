@@ -95,7 +95,7 @@ def test_how_a_conversation_ends() -> None:
     assert (made["reward"], made["turns"][-1]["reward"]) == (1.0, 1.0)
 
 
-def test_what_a_model_grades_has_questions_of_its_own() -> None:
+def test_a_model_grade_has_its_own_requests() -> None:
     grade = batch.Grade(by="model", model="m", template="{output}?", scores={"good": 1, "bad": 0})
     answers = {"0.0": "a", "0.0.g": "so BAD", "0.1": "a", "0.1.g": "good, not bad? good", "0.end": "good"}
     service = Scripted(answers)
@@ -123,7 +123,7 @@ def test_datums_hold_every_sampled_token_once() -> None:
     }  # fmt: skip
 
 
-def test_seeds_stay_what_they_are() -> None:
+def test_seeds_do_not_change_between_versions() -> None:
     """Recorded results stay reproducible by their seeds."""
     assert batch.row_seed(0, 0) == 8000154919901005727
     assert batch.row_seed(1, 2, 3, 4) == 2930429999423258495

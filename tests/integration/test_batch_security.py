@@ -138,7 +138,7 @@ CODE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_so(tmp_path: Path, code: str) -> None:
+def test_only_allowed_tenants_run_code_and_none_if_it_is_off(tmp_path: Path, code: str) -> None:
     cases = [
         ({"local": True}, ALICE, 200, ""),
         ({"local": True, "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
@@ -209,7 +209,7 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
     assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
 
 
-def test_who_may_not_run_code_can_neither_resume_its_way_to_it_nor_resize_a_pool(harness: Harness) -> None:
+def test_a_tenant_without_code_cannot_resume_code_or_resize_a_pool(harness: Harness) -> None:
     assert harness.send("PUT", "batch/pools/local", {"workers": 9}, BOB).status_code == 403
     jobs = harness.services.batch_jobs
     job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # while he was allowed to
@@ -308,7 +308,7 @@ def keep() -> None:
         batch.save_results(rows)
 
 
-def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(tmp_path: Path) -> None:
+def test_a_confined_job_writes_only_below_its_roots(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for directory in (own, other):
         directory.mkdir()

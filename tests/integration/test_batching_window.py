@@ -62,7 +62,7 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
             most_s, began = gathering.most_s(), None
 
 
-def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_expected() -> None:
+def test_there_is_no_wait_before_a_timed_step_or_without_expected_passes() -> None:
     gathering = BatchingWindow()
     assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0
     gathering.ran(1.0)

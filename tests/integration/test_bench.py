@@ -162,7 +162,7 @@ def test_a_key_that_another_make_refuses_is_an_error_in_one_line(other_make: str
     assert "--dialect is 'grpc'; it must be sdk or json" in str(answer.exception)
 
 
-def test_an_address_where_nobody_is_is_refused_at_once(fake_server: LiveServer) -> None:
+def test_an_address_without_a_server_is_refused_at_once(fake_server: LiveServer) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(SettingsError, match=f"no server responds at {url}.*tinsmith serve"):
         bench.bench_as_json([bench.BenchTarget(url, API_KEY)], runs=1, rank=1, patience_s=1)

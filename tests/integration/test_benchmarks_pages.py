@@ -64,7 +64,7 @@ def verdicts(page: str) -> dict[tuple[str, str, str], str]:
     return {(row[0], row[1], row[2]): row[6].rpartition(": ")[2].strip("*") for row in rows[1:]}
 
 
-def test_each_target_is_met_or_missed_by_what_was_measured(targets: ModuleType, tmp_path: Path) -> None:
+def test_each_target_is_judged_by_its_figures(targets: ModuleType, tmp_path: Path) -> None:
     latency = {"tiny": {"forward, one datum": LATENCY, "forward, one datum, 8 clients": LATENCY | {"p50_ms": 26.0}}}
     (tmp_path / "latency.json").write_text(json.dumps(latency))
     (tmp_path / "latency-m50.json").write_text(json.dumps({"m50": {"publish + first token": LATENCY}}))

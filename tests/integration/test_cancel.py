@@ -197,7 +197,7 @@ def test_a_cancel_of_anything_else_is_answered_without_an_effect(harness: Harnes
     assert harness.kinds() == {step: "optim_step"}
 
 
-def test_a_cancel_of_what_is_not_mine_is_404_and_of_nothing_400(harness: Harness) -> None:
+def test_cancelling_a_foreign_request_is_404_and_without_an_id_400(harness: Harness) -> None:
     request_id = harness.ok("asample", sample_request(harness.sampler()))["request_id"]
     assert harness.post("cancel_future", {"request_id": request_id}, BOB).status_code == 404
     assert harness.post("cancel_future", {"request_id": "nothing"}).status_code == 404

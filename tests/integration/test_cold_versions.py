@@ -72,7 +72,7 @@ def test_versions_of_many_models_take_the_room_of_a_few_and_answer_as_before(ben
     assert answers(bench, more, 1) == again
 
 
-def test_what_was_sampled_last_stays(bench: Bench) -> None:
+def test_the_most_recently_sampled_version_stays(bench: Bench) -> None:
     with_room_for(bench, 3)
     kept = published(bench, 0)
     for number in range(1, 6):

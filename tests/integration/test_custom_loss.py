@@ -162,7 +162,7 @@ def test_nothing_grows_beyond_its_bounds_and_none_of_it_is_computed_first() -> N
 
 
 @pytest.mark.parametrize("target", ["torch.cat", "torch.outer", "torch.where"])
-def test_what_would_be_too_large_is_not_computed(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_oversized_intermediates_are_refused(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     function = custom_loss._FUNCTIONS[target]
 
     def without_memory(*args: object, **kwargs: object) -> object:
@@ -316,7 +316,7 @@ KWARGS = st.dictionaries(st.sampled_from(sorted(graphs.KEYWORDS)), VALUES, max_s
 @given(
     calls=st.lists(st.tuples(CALLS, REFS, st.lists(VALUES, max_size=3), KWARGS), min_size=1, max_size=4), data=st.data()
 )
-def test_whatever_a_graph_calls_nothing_but_a_user_error_comes_of_it(calls: list[Any], data: st.DataObject) -> None:
+def test_a_graphs_calls_raise_only_user_errors(calls: list[Any], data: st.DataObject) -> None:
     nodes = [{"op": "placeholder", "name": name, "target": name} for name in ("logprobs", "weights")]
     for index, ((op, target), first, args, kwargs) in enumerate(calls):
         name = f"n{index + 2}"
@@ -373,7 +373,7 @@ def gradients(
     return list(results), {model_id: backend._models[model_id].gradient_P for model_id in models}
 
 
-def test_a_failing_loss_leaves_others_and_its_own_models_other_passes_as_they_would_be(backend: TorchBackend) -> None:
+def test_a_failing_loss_does_not_change_other_passes(backend: TorchBackend) -> None:
     rng = np.random.default_rng(0)
     fn, ranks = LOSSES["weighted"]
     good = [arrays(traced_losses.datum(rng, 12, 500, ranks)) for _ in range(3)]

@@ -453,7 +453,7 @@ def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_sampler_outlives_its_engine_however_that_ends(bench: Bench, end: str) -> None:
+def test_a_sampler_survives_any_end_of_its_engine(bench: Bench, end: str) -> None:
     model = bench.model()
     bench.train(model, 1)
     bench.step(model, 2)
@@ -514,7 +514,7 @@ def test_a_cached_prompt_is_found_by_its_own_tenant_only(bench: Bench, monkeypat
     assert sorted(scopes) == ["alice", "bob"]
 
 
-def test_a_publish_under_a_name_in_use_is_refused_and_harms_nobody(bench: Bench) -> None:
+def test_a_publish_under_a_name_in_use_is_refused_without_effect(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, number=7)
     bench.turns()

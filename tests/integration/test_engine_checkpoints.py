@@ -190,7 +190,7 @@ def test_loaded_weights_go_on_being_sampled_and_new_loads_are_refused(bench: Ben
     assert "does not exist" in str(sample(2))
 
 
-def test_a_version_that_made_room_for_others_is_loaded_again_only_if_it_may_be(bench: Bench) -> None:
+def test_an_evicted_version_is_reloaded_only_while_permitted(bench: Bench) -> None:
     trained(bench)
     checkpoint = saved(bench, save(bench, 3, "save_weights_for_sampler", path="first"))
     sampler = sampler_of(bench, checkpoint.ref.path)

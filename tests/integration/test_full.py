@@ -248,7 +248,7 @@ def test_training_goes_on_where_a_save_was_made(qwen: ModelShape, tmp_path: Path
     assert not other.has_model("o")
 
 
-def test_what_is_not_for_all_weights_is_refused_by_name(qwen: ModelShape, tmp_path: Path) -> None:
+def test_options_unsupported_by_full_training_are_refused_by_name(qwen: ModelShape, tmp_path: Path) -> None:
     for options, words in (
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"quantize": "int8"}, "quantize"),
@@ -323,7 +323,9 @@ def test_a_part_of_the_weights_is_refused(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("sampler", "vllm"), ("data_parallel", 2), ("shard_base", True)])
-def test_what_needs_adapters_is_refused_at_start(qwen: ModelShape, tmp_path: Path, name: str, value: object) -> None:
+def test_settings_that_need_adapters_are_refused_at_start(
+    qwen: ModelShape, tmp_path: Path, name: str, value: object
+) -> None:
     settings = Settings.model_validate({"backend": "full", "data_dir": tmp_path, name: value})
     with pytest.raises(SettingsError, match=name):
         open_backend(settings, qwen, "here", {})

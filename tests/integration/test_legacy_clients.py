@@ -345,7 +345,7 @@ def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
     "name",
     ["weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"],
 )
-def test_a_plain_list_is_what_the_sdk_takes_it_for(name: str) -> None:
+def test_a_plain_list_is_parsed_as_by_the_sdk(name: str) -> None:
     inputs = {"target_tokens": [1, 2, 3], name: [1, 0, 2]}
     message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
     found = read_pass(message.SerializeToString(), "r").data[0].inputs

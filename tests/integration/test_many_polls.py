@@ -39,7 +39,7 @@ def new(seq_id: int, sampler: str = SAMPLER) -> NewFuture:
 # Wake-ups that were lost.
 
 
-def test_a_lost_wake_up_is_made_good_for_the_settled_and_for_nobody_else(db: Database) -> None:
+def test_a_lost_wake_up_is_repaired_for_settled_requests_only(db: Database) -> None:
     futures, samplers, waiters = Futures(db), SamplingSessions(db), Waiters()
     names = [f"s:sample:{number}" for number in range(3)]
     for name in names:

@@ -94,7 +94,7 @@ def test_batches_come_in_pages_and_are_not_openais(client: anthropic.Anthropic, 
         ([{"custom_id": "a", "params": {}, "method": "POST"}], "method"),
     ],
 )
-def test_what_a_batch_cannot_be_is_refused_by_name(client: anthropic.Anthropic, requests: Any, words: str) -> None:  # noqa: ANN401
+def test_invalid_batches_are_refused_by_name(client: anthropic.Anthropic, requests: Any, words: str) -> None:  # noqa: ANN401
     with pytest.raises(anthropic.BadRequestError, match=words):
         client.messages.batches.create(requests=requests)
 

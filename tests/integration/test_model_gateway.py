@@ -97,7 +97,7 @@ def test_questions_are_the_tenants_own(harness: Harness) -> None:
     asyncio.run(work())
 
 
-def test_what_is_not_valid_is_refused_and_not_stored(harness: Harness) -> None:
+def test_invalid_requests_are_refused_and_not_stored(harness: Harness) -> None:
     answers = harness.services.model_gateway
 
     async def work() -> None:
@@ -187,7 +187,7 @@ def test_a_quota_is_waited_for(tmp_path: Path) -> None:
     close(harness)
 
 
-def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
+def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> None:
     """Otherwise its rows would wait for the batch's whole time limit."""
 
     async def lost(_answers: list[dict[str, Any]]) -> None:
@@ -228,7 +228,7 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
     assert "not valid" in answers[4]["refused"]
 
 
-def test_a_channel_that_closes_gives_up_what_is_open() -> None:
+def test_closing_a_channel_cancels_open_requests() -> None:
     sent: list[dict[str, Any]] = []
     channel = Channel(sent.append)
     assignment = Assignment(0, 0, 1, 1, ())
@@ -249,7 +249,7 @@ def test_a_channel_that_closes_gives_up_what_is_open() -> None:
     asyncio.run(work())
 
 
-def test_a_function_is_no_operation() -> None:
+def test_a_functions_requests_are_not_answered() -> None:
     """The server does not answer requests of its process."""
 
     def shout(row: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def test_nothing_is_written_to_files_that_have_lost_their_names(
         database.check_files()
 
 
-def test_files_that_stay_are_what_they_were(database: Database, tmp_path: Path) -> None:
+def test_files_that_are_not_replaced_cause_no_stop(database: Database, tmp_path: Path) -> None:
     """Other processes start and end, checkpoints truncate the log, and backups run."""
     for index in range(20):
         written(database, f"{index}")

@@ -133,7 +133,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert refused.value.param == param
 
 
-def test_a_stranger_is_told_so_in_openai_s_words(harness: Harness) -> None:
+def test_a_missing_key_has_openais_error(harness: Harness) -> None:
     for headers in ({}, {"Authorization": "Bearer tml-carol"}, {"Authorization": "Basic tml-alice"}):
         answer = harness.client.get("/v1/files", headers=headers)
         assert answer.status_code == 401
@@ -149,7 +149,7 @@ def form(harness: Harness, content: bytes, *, key: str = ALICE, **changes: objec
     return harness.client.post("/v1/files", headers={"X-API-Key": key}, **asked)  # type: ignore[arg-type, return-value]
 
 
-def test_what_is_another_tenant_s_is_not_listed(harness: Harness) -> None:
+def test_foreign_files_are_not_listed(harness: Harness) -> None:
     mine = form(harness, b"x").json()["id"]
     form(harness, b"y", key=BOB)
     listed = harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
@@ -217,7 +217,7 @@ def test_a_page_that_cannot_be_is_refused(harness: Harness, query: str) -> None:
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_what_a_tenant_stores_is_bounded(tmp_path: Path) -> None:
+def test_a_tenants_stored_bytes_are_bounded(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, limits=QuotaLimits(file_bytes=10))
     try:
         first = form(harness, b"x" * 6).json()["id"]

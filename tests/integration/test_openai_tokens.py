@@ -145,7 +145,7 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
         ({"stop": None, "skip_special_tokens": False}, "yes no no"),
     ],
 )
-def test_what_of_its_end_and_its_special_tokens_an_answer_shows(more: dict[str, Any], text: str) -> None:
+def test_end_and_special_tokens_of_an_answer(more: dict[str, Any], text: str) -> None:
     choice = Choice(completion(**({"stop": ["no"]} | more)), TEXT, 0)
     for token in ids("yes no no<|im_end|>"):
         choice.push(token, -1.0)

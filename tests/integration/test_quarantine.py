@@ -42,7 +42,7 @@ def pending(request_id: str) -> Pending:
 # The note.
 
 
-def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Path) -> None:
+def test_suspects_run_in_batches_of_an_eighth(tmp_path: Path) -> None:
     path = tmp_path / "note"
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(path).running(names):
@@ -80,7 +80,7 @@ def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
     assert not quarantine and [len(group) for group in quarantine.groups([pending(n) for n in "abc"])] == [3]
 
 
-def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Path) -> None:
+def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
@@ -107,7 +107,7 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
     assert last.verdict("innocent") is None
 
 
-def test_an_engine_that_ended_in_good_order_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
     quarantine = Quarantine(tmp_path / "note")
     with pytest.raises(DeathError), quarantine.running(["a"]):
         quarantine.clear()
@@ -142,7 +142,7 @@ def test_an_inner_block_ends_and_the_outer_one_is_to_blame_again(tmp_path: Path)
         assert Quarantine(path).batch_size("outer") and not Quarantine(path).batch_size("inner")
 
 
-def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
+def test_a_stopped_engine_has_no_suspects(tmp_path: Path) -> None:
     path = tmp_path / "note"
     quarantine = Quarantine(path)
     with quarantine.running(["a"]):
@@ -154,12 +154,12 @@ def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "note", [b"", b"\n", b"{", b"[]\n", b'{"running": 3, "suspects": {}}\n', b"\xff\n", b'{"running"']
 )
-def test_a_note_that_cannot_be_read_blames_nobody(tmp_path: Path, note: bytes) -> None:
+def test_an_unreadable_note_has_no_suspects(tmp_path: Path, note: bytes) -> None:
     (tmp_path / "note").write_bytes(note)
     assert not Quarantine(tmp_path / "note")
 
 
-def test_a_note_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_note_stops_no_request(tmp_path: Path) -> None:
     with Quarantine(tmp_path / "no such directory" / "note").running(["a"]):
         pass
 
@@ -321,7 +321,7 @@ def poison_sample(bench: Bench, seq_id: int) -> str:
     return request_id
 
 
-def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_own_failure_has_no_suspects(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     request_id = bench.train(model, 1)
 

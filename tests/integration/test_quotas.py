@@ -209,7 +209,7 @@ def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clo
         quotas.admit(new(2, num_tokens=1))
 
 
-def test_what_is_stored_is_never_refused_and_its_tokens_count_once(database: Database, clock: Clock) -> None:
+def test_stored_requests_are_not_refused_and_count_once(database: Database, clock: Clock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=10), clock)
     quotas.admit(new(0, num_tokens=6))
     futures.submit(new(0, num_tokens=6))
@@ -261,7 +261,7 @@ def test_a_refused_operation_stores_nothing_and_its_retry_is_taken(tmp_path: Pat
         close(harness)
 
 
-def test_what_a_models_queue_waits_for_is_taken_however_full_it_is(tmp_path: Path) -> None:
+def test_the_next_seq_id_is_accepted_in_a_full_queue(tmp_path: Path) -> None:
     """Otherwise later seq_ids that arrived first would occupy the quota that it needs."""
     harness = harness_with(tmp_path, queued_requests=2)
     try:
@@ -288,7 +288,7 @@ def test_samples_are_held_to_the_quotas(tmp_path: Path) -> None:
         close(harness)
 
 
-def test_a_wrong_request_is_told_so_whatever_the_quotas_say(tmp_path: Path) -> None:
+def test_an_invalid_request_is_refused_before_quotas(tmp_path: Path) -> None:
     harness = harness_with(tmp_path, queued_requests=1)
     try:
         sampler = harness.sampler()

@@ -72,7 +72,7 @@ def age(db: Database, seconds: float) -> None:
         connection.execute(SEQUENCES.update().values(valid_until=SEQUENCES.c.valid_until - seconds))
 
 
-def test_true_spans_are_admitted_in_whatever_pieces(db: Database) -> None:
+def test_true_spans_are_admitted_in_any_pieces(db: Database) -> None:
     admit(db, SPANS)
     admit(db, DatumSpans((prompt(1), prompt(3, 1), sampled(0), sampled(2)), (prompt(3, 1), sampled(1), sampled(2, 1))))
     admit(db, DatumSpans((prompt(4), sampled(2, 0, TWO)), SPANS.loss_fn_inputs))
@@ -184,7 +184,7 @@ def test_what_was_sampled_and_recorded_can_be_trained_on(
             stranger.forward_backward([datum], "stable_reinforce").result()
 
 
-def test_what_was_not_recorded_cannot_but_other_losses_do_not_care(fake_service: tinker.ServiceClient) -> None:
+def test_unrecorded_tokens_are_refused_only_by_losses_that_need_them(fake_service: tinker.ServiceClient) -> None:
     model, datum = rollout(fake_service, record=False)
     with pytest.raises(tinker.RequestFailedError, match="sample it there with record_stability_info"):
         model.forward_backward([datum], "stable_reinforce").result()

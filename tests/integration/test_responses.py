@@ -124,7 +124,7 @@ def test_a_request_is_the_chat_in_other_words() -> None:
         ({"conversation": "x"}, "conversation is not supported"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(harness: Harness, more: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_are_refused_by_name(harness: Harness, more: dict[str, Any], words: str) -> None:
     asked = {"model": nano.MODEL_NAME, "input": "hi", **more}
     found = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text

@@ -588,7 +588,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
     assert "set-cookie" not in answer.headers
 
 
-def test_a_client_that_is_no_browser_is_told_the_addresses(harness: Harness) -> None:
+def test_clients_other_than_browsers_receive_the_addresses(harness: Harness) -> None:
     answer = harness.client.get("/")
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
     assert "TINKER_BASE_URL=http://" in answer.text and "<" not in answer.text

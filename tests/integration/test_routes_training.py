@@ -478,7 +478,7 @@ def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool)
         assert harness.ok("optim_step", adam_step(model_id, 3))["request_id"] == f"{model_id}:3"
 
 
-def test_ids_of_one_key_never_reach_anothers_queue(harness: Harness) -> None:
+def test_ids_of_one_tenant_never_reach_anothers_queue(harness: Harness) -> None:
     mine, theirs = harness.model(), harness.model(key=BOB)
     harness.ok("optim_step", adam_step(mine, 1), ALICE)
     harness.ok("optim_step", adam_step(theirs, 1), BOB)
@@ -513,7 +513,7 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
         ("save_weights_external", {"seq_id": 1, "path": "one"}),
     ],
 )
-def test_what_a_request_asks_for_in_vain_is_refused_by_name(harness: Harness, path: str, body: dict) -> None:
+def test_unsupported_options_are_refused_by_name(harness: Harness, path: str, body: dict) -> None:
     whose = {"session_id": harness.session()} if "model_seq_id" in body else {"model_id": harness.model()}
     sent = harness.ok(path, body | whose | {"placement_config": {"data": 8}, "empty": None})
     refusal = harness.result(sent["request_id"])

@@ -68,7 +68,7 @@ def counts(db: Database) -> list[int]:
         return sorted(Counter(connection.scalars(sa.select(MODELS.c.engine_id))).values())
 
 
-def test_runs_go_to_whoever_has_two_fewer_until_nobody_has(db: Database) -> None:
+def test_runs_migrate_until_no_engine_has_two_fewer(db: Database) -> None:
     one, two, three = (ready(db, index) for index in range(3))
     ready(db, 0, "sampler")
     runs = runs_of(db, one, 7)
@@ -121,7 +121,7 @@ def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
     assert as_seen_by(db, two).idle_runs() == [sampled]
 
 
-def test_what_is_not_there_or_not_to_be_trained_is_not_handed_over(db: Database) -> None:
+def test_missing_and_unusable_runs_are_not_migrated(db: Database) -> None:
     one, two = ready(db, 0), ready(db, 1)
     run, *_ = runs_of(db, one, 3)
     mine = as_seen_by(db, one)

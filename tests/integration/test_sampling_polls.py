@@ -279,7 +279,7 @@ def test_acknowledged_results_are_deleted_by_the_next_sweep_and_no_others(harnes
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
-def test_a_large_result_is_announced_to_whoever_asks_for_that_and_to_nobody_else(harness: Harness, size: int) -> None:
+def test_large_results_are_announced_only_on_request(harness: Harness, size: int) -> None:
     request_id = sampled(harness, harness.sampler(), 0)
     body = b"x" * size
     harness.settle(request_id, body, "proto")

@@ -108,7 +108,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-def test_a_request_that_can_be_read_in_two_ways_is_read_in_none(keyed: Keyed, case: str) -> None:
+def test_an_ambiguous_request_is_refused(keyed: Keyed, case: str) -> None:
     """A proxy may parse it in the other way, so the connection is closed."""
     head = request(b"GET /api/v1/healthz")
     answer = exchange(keyed.server, AMBIGUOUS[case].replace(b"Connection: close\r\n", b"") + head)
@@ -124,7 +124,7 @@ def test_a_key_behind_the_body_opens_nothing(keyed: Keyed) -> None:
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_a_connection_stays_what_it_is(keyed: Keyed, protocol: bytes) -> None:
+def test_protocol_upgrades_are_ignored(keyed: Keyed, protocol: bytes) -> None:
     fields = b"Upgrade: " + protocol, b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13"
     asked = request(b"GET /api/v1/healthz", *fields).replace(b"Connection: close", b"Connection: Upgrade, close")
     answer = exchange(keyed.server, asked)
@@ -134,7 +134,7 @@ def test_a_connection_stays_what_it_is(keyed: Keyed, protocol: bytes) -> None:
 @pytest.mark.parametrize(
     "path", [b"/api/v1/healthz/", b"//example.org/%2e%2e", b"/api/v1//healthz", b"/api/v1/asample/"]
 )
-def test_no_path_sends_a_client_to_a_host_that_somebody_named(keyed: Keyed, path: bytes) -> None:
+def test_no_path_redirects_to_another_host(keyed: Keyed, path: bytes) -> None:
     answer = exchange(keyed.server, request(b"GET " + path, host=b"example.org"))
     assert answer.startswith(b"HTTP/1.1 404 "), answer[:200]
     assert b"location" not in answer.lower() and b"example.org/" not in answer.partition(b"\r\n\r\n")[0]
@@ -152,7 +152,7 @@ def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed: Keyed, host:
 # Web pages of other origins in a browser that can reach the server.
 
 
-def test_a_web_page_of_elsewhere_may_neither_ask_nor_read(keyed: Keyed) -> None:
+def test_web_pages_of_other_origins_cannot_send_or_read(keyed: Keyed) -> None:
     """Keys are sent in a custom header, which needs a CORS preflight; preflights are never approved."""
     origin = {"Origin": "https://example.org"}
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key, content-type"}
@@ -225,7 +225,7 @@ def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[s
 # Files on the disk, and the engine's environment.
 
 
-def test_what_a_server_keeps_is_its_users_alone(keyed: Keyed) -> None:
+def test_a_servers_files_are_readable_by_its_user_only(keyed: Keyed) -> None:
     data_dir = keyed.server.data_dir
     if databases.chosen == databases.SQLITE:  # otherwise the command does not use it, and the test has created it
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
@@ -333,7 +333,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_source_unpickles_nothing_runs_no_text_and_asks_no_address(path: Path) -> None:
+def test_the_source_has_no_unpickling_eval_or_outgoing_requests(path: Path) -> None:
     tree = ast.parse(path.read_text())
     names = imported(tree)
     roots = {name.split(".")[0] for name in names}

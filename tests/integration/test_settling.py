@@ -160,7 +160,7 @@ def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: Fault
 
 @pytest.mark.parametrize("moment", WRITING)
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
-def test_what_is_finished_is_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
+def test_finished_requests_are_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
     if kind != "create":
         bench.model(ONE)
     if kind == "far":  # uploads are settled when they have finished
@@ -376,9 +376,7 @@ def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: Fa
     assert gradient(bench, step) == 1.125 and bench.end_of(trained).error is None
 
 
-def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
-    bench: FaultyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_settlements_are_not_retried_at_every_step(bench: FaultyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "FIRST_PAUSE_S", 60.0)
     sampler = bench.base_sampler()
     samples = [bench.sample(sampler, number) for number in range(3)]
@@ -394,7 +392,7 @@ def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
     assert [bench.end_of(sample).error for sample in samples] == [None] * 3
 
 
-def test_text_that_no_database_stores_is_told_all_the_same(bench: FaultyBench) -> None:
+def test_errors_with_unstorable_text_are_reported(bench: FaultyBench) -> None:
     request = bench.sample(bench.base_sampler())
     bench.futures.settle([Settlement(request, error=UserError("a\0b \ud800"))], {})
     assert bench.end_of(request).error == "a\\x00b \\ud800"

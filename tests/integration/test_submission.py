@@ -118,9 +118,7 @@ def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
     assert [row.request_id for row in harness.pending()] == [f"{model_id}:1"]
 
 
-def test_what_may_wait_while_it_is_judged_is_judged_by_a_thread(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocking_validation_runs_on_a_thread(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     judged_by: list[bool] = []
 
     def admit(*_args: object) -> None:
@@ -223,7 +221,7 @@ def test_samplers_models_and_losses_have_numbers_of_the_same_kind(any_harness: H
     assert "seq_id 7 of sampling session" in refused(any_harness, "asample", sample | {"num_samples": 3})
 
 
-def test_a_custom_loss_of_a_number_stays_what_it_was(any_harness: Harness) -> None:
+def test_a_seq_id_keeps_its_custom_loss(any_harness: Harness) -> None:
     from support import traced_losses
 
     def asked(loss: traced_losses.Loss) -> dict[str, object]:

@@ -68,7 +68,7 @@ def optim_step(rate: float = 0.5) -> OptimStep:
     return OptimStep("r", RUN, AdamParams(learning_rate=rate))
 
 
-def test_each_optimizer_step_has_a_point_with_what_its_passes_said(bench: Bench) -> None:
+def test_each_optimizer_step_has_a_point_with_its_passes_metrics(bench: Bench) -> None:
     model = bench.model()
     bench.train(model, 1)
     bench.train(model, 2, tokens=(4, 5))
@@ -340,7 +340,7 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
 
 
-def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
+def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
     one = bench.model("a:train:0", "alice")
     two = bench.model("b:train:0", "bob")
     bench.train(one, 1, tenant="alice")
@@ -365,7 +365,7 @@ def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     assert sum(shares.values()) == step.num_tokens == 3 * len(many)
 
 
-def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None:
+def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
     bench.turns()
@@ -422,7 +422,7 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     assert content.sequences[0].logprobs[0] is None
 
 
-def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
     keeper = SampleRecorder(Records(bench.db, 9))

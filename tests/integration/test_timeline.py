@@ -100,7 +100,7 @@ def test_clocks_that_disagree_make_no_negative_slice(db: Database) -> None:
     assert set(spans(events, "m:1").values()) == {(100 * 10**6, 100 * 10**6)}
 
 
-def test_what_is_not_known_is_not_drawn(db: Database) -> None:
+def test_unknown_times_are_not_drawn(db: Database) -> None:
     pending = stored(db, state="pending")
     assert [event["ph"] for event in pending if event["ph"] != "M"] == ["b"]
     old = stored(db, request_id="m:2", seq_id=2, settled_at=105.0)

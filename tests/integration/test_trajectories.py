@@ -123,7 +123,7 @@ def test_a_session_that_is_too_long_to_merge_is_refused_by_name(
     assert refused.status_code == 400 and "session 'long' has more than 2 exchanges" in refused.json()["detail"]
 
 
-def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_exchanges_are_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(harness, "s", [exchange(0, [1], [2])])
     assert harness.services.exchanges.sweep() == 0
     from tinsmith.store import exchanges

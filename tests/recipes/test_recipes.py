@@ -18,7 +18,7 @@ PARAMETERS = [pytest.param(row, id=row.name, marks=[] if row.quick else [pytest.
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
-def test_a_recipe_does_what_it_is_for(recipe_server: LiveServer, workplace: Path, row: Row) -> None:
+def test_a_recipe_runs_and_passes_its_checks(recipe_server: LiveServer, workplace: Path, row: Row) -> None:
     if row.after:
         _leave_only_the_first_checkpoint(workplace / row.after)
     outcome = run(recipe_server, workplace, row.command, row.log, row.standard_input)

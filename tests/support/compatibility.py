@@ -40,7 +40,7 @@ AGAINST = {
     "fake": "the fake backend",
 }
 MISSING = "missing"
-RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_does_what_it_is_for"
+RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_runs_and_passes_its_checks"
 
 CLIENTS = (
     tinker.ServiceClient,

@@ -210,7 +210,7 @@ def test_a_foreign_peft_adapter_keeps_its_own_alpha(backend: TorchBackend, tmp_p
     torch.testing.assert_close(logits(backend, backend._versions["v"]), theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused_by_name(backend: TorchBackend, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused_by_name(backend: TorchBackend, tmp_path: Path) -> None:
     spec = LoraSpec(4, seed=1)
     backend.create_model("m", spec)
     backend.save("m", tmp_path, optimizer=False)

@@ -259,7 +259,7 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_numbers_end_and_what_only_looks_like_one_does_not(chatty: BaseModel, seed: int) -> None:
+def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseModel, seed: int) -> None:
     """Tokens are drawn uniformly from the allowed ones, which is the worst case of a model."""
     grammars = Grammars(chatty.tokenizer, 512, frozenset([chatty.tokenizer.eos_token_id]))
     dice = np.random.default_rng(seed)
@@ -329,7 +329,7 @@ def test_a_grammar_that_explodes_ends_its_own_request_only(chatty: BaseModel) ->
     assert len(outcomes["good"].sequences[0].tokens_T) == 4
 
 
-def test_what_is_told_of_a_stream_is_its_result(base: BaseModel) -> None:
+def test_a_streams_partials_are_its_result(base: BaseModel) -> None:
     params = SamplingParams(max_tokens=10, seed=1, stop_eos=False)
     sampler = LocalSampler(base, {})
     sampler.submit(make_sample("r", make_prompt(4), params, num_samples=2, topk_sample_logprobs=2, stream=True))

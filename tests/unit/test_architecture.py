@@ -207,7 +207,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("entry", MUST_NOT_LOAD)
-def test_a_process_does_not_load_what_it_must_not(entry: str) -> None:
+def test_a_process_does_not_load_forbidden_libraries(entry: str) -> None:
     script = f"import {entry}, sys, json; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
     assert not set(MUST_NOT_LOAD[entry]) & set(loaded)

@@ -66,9 +66,7 @@ def all_rows(reader: InputReader) -> Rows:
     ],
 )
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-def test_every_record_is_a_row_whatever_the_file_ends_with(
-    text: bytes, count: int, packing: str, tmp_path: Path
-) -> None:
+def test_every_record_is_a_row_with_any_end_of_the_file(text: bytes, count: int, packing: str, tmp_path: Path) -> None:
     name = tmp_path / f"in.json{packing}"
     name.write_bytes({"": lambda data: data, ".gz": gzip.compress, ".zst": zstandard.compress}[packing](text))
     reader = batch.JsonReader(str(name))

@@ -147,7 +147,7 @@ def test_a_function_is_accepted_exactly_if_it_can_run_alone(name: str, tmp_path:
         serialize_function(module_of(text, tmp_path).gen)
 
 
-def test_what_is_external_is_refused_where_it_is_written_with_each_name_and_its_fix(tmp_path: Path) -> None:
+def test_external_names_are_refused_with_a_fix_for_each(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="references external variables") as refusal:
         module_of("@remote_function\ndef gen():\n    return json.dumps(X) + nowhere", tmp_path)
     text = str(refusal.value)
@@ -270,7 +270,7 @@ def test_a_function_that_uses_its_module_is_pickled_with_it(
     assert ran.stdout == f"{made}\n", ran.stderr
 
 
-def test_what_can_be_neither_sent_nor_pickled_says_both(tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_sent_or_pickled_has_both_reasons(tmp_path: Path) -> None:
     module = module_of("import threading\nlock = threading.Lock()\ndef held(row):\n    return lock", tmp_path)
     with pytest.raises(ValueError, match=r"'lock' is a lock(.|\n)*cannot be pickled either") as refusal:
         serialize_function(module.held, kind="row")
@@ -286,7 +286,7 @@ def test_a_pickled_function_needs_no_source_but_the_same_python() -> None:
         load_mapper(packed({**payload_of(payload), "python": "3.0"}))
 
 
-def test_a_class_travels_with_what_it_is_made_with() -> None:
+def test_a_class_is_sent_with_its_constructor_arguments() -> None:
     class Shout:
         def __init__(self, mark: str = "!") -> None:
             self.mark = mark

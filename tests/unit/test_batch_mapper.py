@@ -403,7 +403,7 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     ] == [(True, True)] * 2
 
 
-def test_the_method_decides_what_becomes_of_the_columns(tmp_path: Path) -> None:
+def test_the_method_determines_the_output_columns(tmp_path: Path) -> None:
     class Next:
         def __init__(self, by: int) -> None:
             self.by = by

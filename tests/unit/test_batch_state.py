@@ -129,7 +129,7 @@ def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJo
     assert jobs.at_work(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
 
 
-def test_a_job_whose_lease_expired_can_be_taken_by_anybody(jobs: BatchJobs) -> None:
+def test_a_job_with_an_expired_lease_can_be_acquired(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", 0.05)
     time.sleep(0.1)
@@ -224,7 +224,7 @@ def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jo
     assert statuses(jobs, job) == ["FAILED"]
 
 
-def test_a_batch_that_is_given_back_costs_nothing_however_often(jobs: BatchJobs) -> None:
+def test_returned_batches_do_not_count_as_retries(jobs: BatchJobs) -> None:
     job = owned(jobs, rows=1)
     for tries in range(MAX_INFRA_RETRIES + 2):
         (one,) = claim(jobs, job)
@@ -322,7 +322,7 @@ class Broken(list[int]):
         return super().__getitem__(wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_what_a_crash_left_of_a_split_is_begun_anew(jobs: BatchJobs) -> None:
+def test_an_interrupted_split_is_repeated(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
     with pytest.raises(OSError, match="went away"):

@@ -93,7 +93,7 @@ def test_ranges_heads_lists_copies_and_deletions(base: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 10, PIECE_BYTES + 5])
-def test_what_is_written_in_pieces_appears_whole_at_the_end(base: str, size: int) -> None:
+def test_a_write_in_pieces_appears_atomically(base: str, size: int) -> None:
     store, key = open_store(f"{base}/w.bin")
     data = bytes(size)
     with store.open_writer(key) as writer:
@@ -283,9 +283,7 @@ def test_a_request_to_cloud_storage_that_is_never_answered_is_sent_again(cloud: 
     assert store.get(key) == b"x" and not server.released.is_set()
 
 
-def test_what_is_stored_on_a_disk_is_in_directories_that_are_on_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_stored_files_are_fsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
 

@@ -357,7 +357,7 @@ def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
     asyncio.run(call())
 
 
-def test_what_a_handler_raises_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handlers_error_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(_: rpc.Message, _reader: asyncio.StreamReader) -> rpc.Message:
         raise OSError("the disk is gone")
 
@@ -430,7 +430,7 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({}, "no 'pool'"),
+        ({}, "pool is missing"),
         ({"pool": {"workers": -1}}, "workers is -1"),
         ({"pool": {"workers": True}}, "workers is True"),
         ({"pool": {"workers": 1, "speed": 3}}, "speed"),
@@ -520,7 +520,7 @@ def asking(**needs: object) -> JobSpec:
     )
 
 
-def test_what_each_worker_needs_bounds_the_workers_of_a_job_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_resources_bound_the_workers_of_a_job_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     pool = PoolSpec("mine", 4, devices_per_worker=1)
@@ -593,9 +593,7 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
         asyncio.run(run())
 
 
-def test_the_next_host_on_a_node_deletes_what_an_ended_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_host_on_a_node_deletes_an_ended_ones_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()

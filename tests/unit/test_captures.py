@@ -119,7 +119,7 @@ def test_a_captured_version_outlives_its_being_dropped(backend: TorchBackend, tm
     assert torch.equal(backend._versions["again"].flat_P, weights)
 
 
-def test_what_a_model_takes_is_what_it_takes_once_it_is_trained(backend: TorchBackend) -> None:
+def test_a_models_size_includes_its_training_state(backend: TorchBackend) -> None:
     backend.create_model("m", SPEC)
     before = backend.model_bytes("m")
     accumulate(backend, "m")
@@ -231,9 +231,7 @@ def test_micro_batches_grow_again_when_there_was_no_trouble_for_a_while(
     assert trainer._limit == most
 
 
-def test_an_error_that_is_none_of_memory_stays_what_it_is(
-    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_other_than_out_of_memory_are_unchanged(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     backend.create_model("a", SPEC)
     sizes = limit_tokens(monkeypatch, 0, RuntimeError("device-side assert"))
     with pytest.raises(RuntimeError, match="device-side assert"):

@@ -220,7 +220,7 @@ def joining(note: Noting) -> connections._BufferedTransport:
     return connections._BufferedTransport(cast(asyncio.Transport, note), asyncio.get_running_loop())
 
 
-def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
+def test_writes_in_one_loop_iteration_are_sent_together() -> None:
     async def talk() -> None:
         note = Noting()
         joined = joining(note)
@@ -241,7 +241,7 @@ def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
     asyncio.run(talk())
 
 
-def test_what_is_large_is_not_held_and_keeps_its_place() -> None:
+def test_large_writes_are_not_buffered_and_keep_their_order() -> None:
     async def talk() -> None:
         note = Noting()
         joined = joining(note)

@@ -159,7 +159,7 @@ def test_writers_take_turns_where_they_must_and_readers_do_not_wait(db: Database
             assert reading.scalar(sa.select(ENGINES.c.pid)) == 200, "no increment was lost, none uncommitted is seen"
 
 
-def test_an_error_does_not_repeat_what_was_sent(db: Database) -> None:
+def test_an_error_does_not_contain_the_sent_values(db: Database) -> None:
     with db.write() as connection:
         connection.execute(ENGINES.insert(), ROW)
     with pytest.raises(sa.exc.IntegrityError) as caught, db.write() as connection:
@@ -206,7 +206,7 @@ def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, 
 # Addresses.
 
 
-def test_postgres_is_reached_by_the_same_driver_whatever_the_url_calls_it() -> None:
+def test_postgres_urls_of_any_driver_use_the_same_driver() -> None:
     for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
         assert sqlalchemy_url(f"{scheme}://user:pass@host/name?x=y") == "postgresql+psycopg://user:pass@host/name?x=y"
     assert sqlalchemy_url("sqlite:///a.db") == "sqlite:///a.db"

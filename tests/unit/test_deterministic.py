@@ -139,7 +139,7 @@ TENANTS = list(range(len(SPECS)))
     ("arch", "dtype", "steps"),
     [("qwen3", "float32", 10), ("qwen3", "bfloat16", 1), ("gemma2", "float32", 1), ("qwen3_5", "float32", 1)],
 )
-def test_steps_have_the_same_bits_in_any_company(
+def test_steps_have_the_same_bits_in_any_batch(
     shapes: dict[str, ModelShape], arch: str, dtype: str, steps: int
 ) -> None:
     ways = [([TENANTS], 3), ([[t] for t in TENANTS], 2), ([[7, 3, 5, 0], [6, 1, 4, 2]], 1)]
@@ -289,7 +289,7 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
     ("arch", "dtype"),
     [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3_5", "float32")],
 )
-def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
+def test_samples_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
     published(backend)
     expected = alone(backend)
@@ -302,7 +302,7 @@ def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape]
     assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
 
 
-def test_samples_of_experts_have_the_same_bits_in_company(shapes: dict[str, ModelShape]) -> None:
+def test_samples_of_experts_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape]) -> None:
     backend = backend_of(shapes["gpt_oss"])
     published(backend)
     own = [replace(sample, prompt_T=sample.prompt_T[:9]) for sample in OWN[:3]]

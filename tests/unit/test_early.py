@@ -36,7 +36,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("script")
-def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+def test_an_early_engine_is_configured_once_and_can_be_ended(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None
     out = tmp_path / "out"
@@ -56,7 +56,7 @@ def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("script")
-def test_nobody_takes_what_has_ended(tmp_path: Path) -> None:
+def test_an_ended_early_engine_is_not_adopted(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None and begun._process is not None
     begun._process.kill()
@@ -67,7 +67,7 @@ def test_nobody_takes_what_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_one_that_nobody_took_ends_with_its_server(tmp_path: Path) -> None:
+def test_an_unused_early_engine_ends_with_its_server(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None and begun._process is not None
     process = begun._process

@@ -36,7 +36,7 @@ def backend(shape: ModelShape) -> TorchBackend:
     return backend
 
 
-def test_what_experts_share_is_written_once_unless_peft_is_to_read_it(backend: TorchBackend, tmp_path: Path) -> None:
+def test_shared_matrices_of_experts_are_written_once_except_for_peft(backend: TorchBackend, tmp_path: Path) -> None:
     backend.save("m", tmp_path / "stacked", optimizer=False, stacked=True)
     backend.save("m", tmp_path / "peft", optimizer=False)
     stacked, peft = (load_file(tmp_path / name / WEIGHTS_FILE) for name in ("stacked", "peft"))
@@ -94,7 +94,7 @@ def test_an_adapter_whose_experts_share_nothing_is_refused(
         (True, f"{EXPERTS}.w2.lora_B.weight", r"experts\.w2 must have lora_A \[4, 2, 24\] and lora_B \[1, 32, 2\]"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_weights_that_do_not_fit_are_named(
     backend: TorchBackend, tmp_path: Path, stacked: bool, name: str, message: str
 ) -> None:
     backend.save("m", tmp_path, optimizer=False, stacked=stacked)

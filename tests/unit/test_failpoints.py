@@ -54,7 +54,7 @@ def test_the_other_process_dies_if_it_is_the_victim(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["nowhere", "engine.ran:0", "engine.ran@client", "engine.ran:2:3", "engine.ran;"])
-def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
+def test_an_unknown_failpoint_is_refused(tmp_path: Path, setting: str) -> None:
     with pytest.raises(SettingsError, match=r"failpoints has .*engine\.ran"):
         failpoints.arm(setting, "server", tmp_path, lambda: ())
 

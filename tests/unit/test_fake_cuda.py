@@ -92,7 +92,7 @@ def data(*lengths: int) -> tuple[Datum, ...]:
         lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
     ],
 )
-def test_what_waits_for_the_device_is_an_error(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def test_waits_for_the_device_are_errors(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     with fake_cuda() as device:
         x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
         device.strict = True

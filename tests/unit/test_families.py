@@ -185,7 +185,7 @@ def test_experts_that_run_again_in_backward_give_the_same_gradients(tmp_path: Pa
 
 
 @pytest.mark.parametrize("refusal", [pytest.param(r, id=r.model_type) for r in REFUSED])
-def test_what_cannot_be_served_is_refused_in_words(refusal: Refusal, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_with_a_reason(refusal: Refusal, tmp_path: Path) -> None:
     shape = make_refused(tmp_path, refusal)
     with pytest.raises(SettingsError) as refused:
         BaseModel.load(shape, device="cpu")

@@ -168,7 +168,7 @@ def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Fut
     assert state() == (0, None, None, None, None)
 
 
-def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> None:
+def test_incoming_requests_are_pending_or_refused(futures: Futures) -> None:
     done, pending = futures.submit(new(1)), futures.submit(new(2))
     refused = futures.submit(new(3), UserError("no"))
     futures.submit(replace(new(4), base_model="other"))

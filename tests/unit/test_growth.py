@@ -224,7 +224,7 @@ def _futures(life: Life, number: int) -> Iterator[dict[str, object]]:
         yield shared | trained | {"request_id": f"{life.model}:{seq_id}", "settle_order": None}
 
 
-def test_what_was_done_before_costs_nothing_now(harness: Harness, watched: Watched) -> None:
+def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, watched: Watched) -> None:
     life = Life(harness)
     costs: list[dict[str, int]] = []
     for round_ in range(2):

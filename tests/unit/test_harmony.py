@@ -100,7 +100,7 @@ def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
         (f"{FINAL}half{NEXT}<|channel|>fin", "half"),  # cut off in a header
     ],
 )
-def test_what_only_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
+def test_text_that_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
     found, _ = both(chat(text), text, written)
     assert (found.reasoning, found.text, found.calls) == ("", shown, [])
 

@@ -40,7 +40,7 @@ def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
     return {point.step: dict(point.metrics) for point in Curves(db).points(run) if point.source == "client"}
 
 
-def test_what_is_logged_twice_for_a_step_is_merged(db: Database) -> None:
+def test_points_of_one_step_are_merged(db: Database) -> None:
     curves = Curves(db)
     assert curves.log(RUN, 3, {"reward": 1.0, "length": 5.0}) == 3
     assert curves.log(RUN, 3, {"reward": 2.0, "entropy": 0.5}) == 3
@@ -66,14 +66,14 @@ def test_a_step_has_a_bounded_number_of_metrics(db: Database) -> None:
     assert logged(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
 
 
-def test_what_is_not_finite_is_null_and_a_step_is_recorded_once(db: Database) -> None:
+def test_non_finite_values_are_null_and_a_step_is_recorded_once(db: Database) -> None:
     record(db, RUN, 1, loss=math.nan, norm=math.inf, rate=0.1)
     record(db, RUN, 1, loss=5.0)
     (point,) = Curves(db).points(RUN)
     assert (point.source, point.step, point.metrics) == ("server", 1, {"loss": None, "norm": None, "rate": 0.1})
 
 
-def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -> None:
+def test_points_are_thinned_evenly_and_unchanged(db: Database) -> None:
     rows = [
         {"model_id": run, "source": "client", "step": 10 * step, "metrics": {"a": step}, "recorded_at": float(step)}
         for run in (RUN, OTHER)
@@ -103,7 +103,7 @@ def test_thinning_leaves_few_points_as_they_are(db: Database) -> None:
     assert [point.step for point in Curves(db).points(RUN)] == [1, 2, 3]
 
 
-def test_a_cursor_leads_to_what_is_new(db: Database) -> None:
+def test_a_cursor_returns_new_points(db: Database) -> None:
     rows = [
         {"model_id": RUN, "source": "server", "step": step, "metrics": {}, "recorded_at": 1000.0 * step}
         for step in range(1, 6)

@@ -63,7 +63,7 @@ def test_a_progressive_jpeg_with_metadata_has_its_size() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_no_image_within_bounds_is_refused(data: bytes, declared: str, said: str) -> None:
+def test_invalid_and_oversized_images_are_refused(data: bytes, declared: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
         check_header(data, declared, "prompt.chunks[3]")
     assert said in str(refused.value)

@@ -165,7 +165,7 @@ actions = st.lists(
 
 @examples(150)
 @given(actions=actions, max_blocks=st.integers(8, 30), max_sequences=st.integers(1, 6), max_tokens=st.integers(1, 20))
-def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_leaks(
+def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
     actions: list[tuple[str, tuple[int, ...] | int]], max_blocks: int, max_sequences: int, max_tokens: int
 ):
     batcher = _batcher(max_blocks, max_sequences=max_sequences, max_tokens=max_tokens)
@@ -339,7 +339,7 @@ def test_when_memory_runs_out_the_youngest_waits_and_everyone_finishes():
     assert shadow.batcher.pool.num_live == 0
 
 
-def test_nobody_overtakes_a_prompt_that_waits_for_memory():
+def test_no_request_overtakes_a_prompt_that_waits_for_memory():
     shadow = _Shadow(_batcher(10, max_tokens=64))
     weights = Weights(None, 0)
     shadow.submit(_request([1] * 20, number=0, max_new=6, weights=weights))

@@ -177,7 +177,7 @@ def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str,
     max_sequences=st.sampled_from([1, 3, 64]),
     num_blocks=st.sampled_from([None, 60]),
 )
-def test_neither_company_nor_chunks_nor_memory_change_an_answer(
+def test_batches_chunks_and_memory_do_not_change_an_answer(
     bases: dict[str, BaseModel],
     arch: str,
     seed: int,

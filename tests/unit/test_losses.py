@@ -175,7 +175,7 @@ REFUSED: list[tuple[Pass, str]] = [
 
 
 @pytest.mark.parametrize(("bad", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
-def test_what_cannot_be_computed_is_refused_by_name(bad: Pass, message: str) -> None:
+def test_invalid_loss_inputs_are_refused_by_name(bad: Pass, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         check_pass(bad, SHAPE)
 

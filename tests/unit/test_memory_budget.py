@@ -102,7 +102,7 @@ def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
     assert (memory.take_peak(), memory.take_peak()) == (35, 0)
 
 
-def test_what_cannot_be_had_is_refused_with_who_has_what() -> None:
+def test_a_shortage_is_refused_with_the_holders_of_memory() -> None:
     memory = manager_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
     with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
         with memory.reserved(11 * 2**20):

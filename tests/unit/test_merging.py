@@ -190,7 +190,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, what: str) -> None:
+def test_unsupported_merges_are_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, what: str) -> None:
     values, words = REFUSED[what]
     changed(adapter, **values)
     with pytest.raises(UserError, match=words):
@@ -284,7 +284,7 @@ def test_numbers_that_are_not_finite_are_refused(llama: Path, adapter: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_what_is_said_of_adapters_twice_agrees() -> None:
+def test_both_readers_of_adapters_agree() -> None:
     """Engines have a separate reader, since they load torch and the server does not."""
     assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
     assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)

@@ -165,9 +165,7 @@ def test_a_rate_that_is_not_finite_is_refused_and_keeps_the_gradient(
     assert torch.equal(weights(backend, "culprit"), before) and backend._models["culprit"].gradient_P is not None
 
 
-def test_a_rate_that_makes_weights_overflow_harms_only_whoever_asked_for_it(
-    shape: ModelShape, oracle: Reference
-) -> None:
+def test_an_overflowing_learning_rate_affects_only_its_own_model(shape: ModelShape, oracle: Reference) -> None:
     passes = passes_of(oracle, "cross_entropy")
     steps: dict[str, AdamParams | DimuonParams] = dict.fromkeys(passes, STEP)
     expected, _, _ = seen_by_neighbours(backend_of(shape), passes, steps)

@@ -53,14 +53,14 @@ def test_a_wake_up_comes_with_the_commit_and_not_before(db: Database, mailbox: P
     assert not mailbox.wait(0.0) and mailbox.drain() == set()
 
 
-def test_what_is_not_committed_wakes_nobody(db: Database, mailbox: PostgresMailbox) -> None:
+def test_uncommitted_wake_ups_are_not_sent(db: Database, mailbox: PostgresMailbox) -> None:
     with pytest.raises(RuntimeError), db.write() as connection:
         db.notify(connection, "server", ["a"])
         raise RuntimeError
     assert not mailbox.wait(0.2)
 
 
-def test_ids_arrive_whole_however_many(db: Database, mailbox: PostgresMailbox) -> None:
+def test_any_number_of_ids_arrives(db: Database, mailbox: PostgresMailbox) -> None:
     ids = {f"{'x' * 100}:{index}" for index in range(2000)}
     assert len("\n".join(ids)) > 20 * MAX_NOTIFY_BYTES
     with db.write() as connection:

@@ -156,7 +156,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path)
 
 
-def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
+def test_the_plans_micro_batches_are_the_backends() -> None:
     assert memory.MICRO_BATCH == backend.MAX_TOKENS
     assert memory.LOGITS == backend.CHUNK_NUMBERS
     assert (memory.MIN_CHUNK_ROWS, memory.MAX_CHUNK_ROWS) == (backend.MIN_CHUNK_ROWS, backend.MAX_CHUNK_ROWS)
@@ -205,7 +205,7 @@ def test_taking_turns_is_the_last_resort_of_one_device() -> None:
     assert plan.needs.total("recomputed") > GPU >= plan.needs.total("in turns")
 
 
-def test_what_does_not_fit_says_by_how_much_and_how_many_devices_would_do() -> None:
+def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> None:
     plan = choose(known("Qwen3-32B"), Workload(1, GPU))
     words = " ".join(plan.words)
     assert not plan.fits and plan.missing_bytes > 0
@@ -265,7 +265,7 @@ def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None
         (Degrees(1, 2, shard_base=True), "raise data parallel"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(degrees: Degrees, words: str) -> None:
+def test_impossible_degrees_are_refused_with_the_reason(degrees: Degrees, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         check(known("Llama-3.1-8B"), Workload(8, GPU), degrees)
 
@@ -275,7 +275,7 @@ def test_key_heads_count_too() -> None:
     assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
 
 
-def test_experts_are_sharded_and_not_cut_and_codes_are_neither() -> None:
+def test_experts_are_sharded_whole_and_quantised_weights_are_not_split() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert plan.degrees == Degrees(8, 1, shard_base=True) and "routed experts" in " ".join(plan.words)
     with pytest.raises(SettingsError, match="routed experts, which cannot be split; shard the base"):
@@ -284,7 +284,7 @@ def test_experts_are_sharded_and_not_cut_and_codes_are_neither() -> None:
         check(known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
 
 
-def test_what_is_asked_for_is_taken_if_it_fits_and_refused_with_the_gap_if_not() -> None:
+def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() -> None:
     model, wanted = known("Llama-3.1-70B"), Workload(8, GPU)
     plan = check(model, wanted, Degrees(1, 8))
     assert plan.fits and "Without given degrees the plan is data parallel 2 x tensor parallel 4." in plan.words
@@ -336,7 +336,7 @@ def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor
     assert after.keys_and_values <= before.keys_and_values
 
 
-def test_a_plan_is_told_to_people_and_to_programs() -> None:
+def test_a_plan_is_printed_as_text_and_json() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
     assert ("frozen base model", "9.3 GiB") in list(rows(plan))
@@ -345,7 +345,7 @@ def test_a_plan_is_told_to_people_and_to_programs() -> None:
     assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
 
 
-def test_the_document_is_what_the_known_models_give() -> None:
+def test_the_document_matches_the_known_models() -> None:
     assert DOCUMENT.read_text() == render(), "run scripts/write-plan"
 
 
@@ -430,7 +430,9 @@ def test_products_are_measured_on_this_machine() -> None:
         ("deepseek-ai/DeepSeek-V3", "--memory 80GB", "Plan for larger ones", "doctor {} --gpus 32 --memory"),
     ],
 )
-def test_what_does_not_fit_ends_with_one_command_that_does(model: str, words: str, advice: str, command: str) -> None:
+def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(
+    model: str, words: str, advice: str, command: str
+) -> None:
     flags = (model, "--gpus", "1", *words.split())
     told = json.loads(doctor(*flags, "--json").stdout)
     assert not told["fits"] and advice in told["advice"]

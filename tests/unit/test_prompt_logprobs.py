@@ -103,7 +103,7 @@ def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.T
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_everything_at_once_is_what_transformers_says(
+def test_all_prompt_results_at_once_match_transformers(
     bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool, sparse: bool, monkeypatch
 ):
     monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * bases[arch].vocab_size)
@@ -184,7 +184,7 @@ class _Rows:
         monkeypatch.setattr(base, "next_logits", counted_logits)
 
 
-def test_the_end_of_a_known_prompt_costs_what_its_end_costs(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
+def test_scoring_the_end_of_a_cached_prompt_costs_only_its_end(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
     prompt, once = make_prompt(40), replace(HOT, max_tokens=1)
     whole = run(sampler, make_sample("whole", prompt, once, prompt_logprobs=True, topk_prompt_logprobs=3))["whole"]
@@ -246,7 +246,7 @@ def test_only_rows_that_are_asked_for_are_computed(
 
 @examples(6)
 @given(seed=st.integers(0, 10_000), max_tokens=st.sampled_from([3, 17, 512]), num_blocks=st.sampled_from([None, 60]))
-def test_neither_company_nor_chunks_nor_memory_change_what_a_prompt_says(
+def test_batches_chunks_and_memory_do_not_change_prompt_logprobs(
     bases: dict[str, BaseModel], seed: int, max_tokens: int, num_blocks: int | None
 ):
     base, rng = bases["qwen3"], np.random.default_rng(seed)

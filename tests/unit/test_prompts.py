@@ -32,7 +32,7 @@ WANTED = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma2"])
-def test_wanted_rows_are_what_they_are_among_all(tmp_path: Path, arch: str, dtype: str) -> None:
+def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dtype: str) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype=dtype)
     adapters = [make_adapter(base, 1), None, make_adapter(base, 2, rank=8), make_adapter(base, 3), None]
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))

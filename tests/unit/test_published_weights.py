@@ -80,7 +80,7 @@ def test_a_version_keeps_what_was_published_when_its_model_goes_on(shape: ModelS
     assert not torch.equal(trained.adapter.compute_P, published[1])
 
 
-def test_a_version_that_nobody_has_any_more_costs_no_copy(shape: ModelShape) -> None:
+def test_a_dropped_version_causes_no_copy(shape: ModelShape) -> None:
     backend = TorchBackend(shape, device="cpu")
     backend.create_model("m", LoraSpec(4))
     step(backend)

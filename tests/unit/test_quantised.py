@@ -77,7 +77,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_training_over_codes_is_training_over_what_they_stand_for(shape: ModelShape, kind: str, tmp_path: Path) -> None:
+def test_training_over_codes_equals_training_over_dequantised_weights(
+    shape: ModelShape, kind: str, tmp_path: Path
+) -> None:
     backend = backend_of(shape, quantize=kind)
     oracle = backend_of(dequantised(shape, backend, tmp_path))
     ours, theirs = trained(backend), trained(oracle)
@@ -128,7 +130,7 @@ def test_it_can_be_deterministic_too(shape: ModelShape) -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_what_cannot_be_quantised_is_refused(
+def test_unsupported_quantization_is_refused(
     shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingsError, match="quantize is 'int3'"):

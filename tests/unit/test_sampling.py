@@ -86,7 +86,7 @@ def test_logprobs_and_likeliest_tokens_are_those_of_a_softmax_in_float64(num_voc
         np.testing.assert_allclose(chosen.top.logprobs_Rk.numpy(), best, atol=2e-6)
 
 
-def test_no_token_is_drawn_from_what_is_given_and_no_logprob_from_what_it_was_changed_to():
+def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_given_ones():
     logits = _logits(6, 200)
     adjusted = torch.full_like(logits, -torch.inf)
     adjusted[:, 11] = 5.0
@@ -166,7 +166,7 @@ def test_uniforms_of_neighbouring_coordinates_do_not_resemble_each_other():
     assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.1
 
 
-def test_each_row_is_drawn_as_it_would_be_alone_whatever_the_others_ask_for():
+def test_each_row_is_drawn_as_alone_beside_any_others():
     logits = _logits(24, 333)
     rng = np.random.default_rng(1)
     draws = Draws(

@@ -168,7 +168,7 @@ def test_small_requests_never_keep_a_large_one_waiting_for_ever() -> None:
     assert done >= 5, "one in six or seven steps, of which every other one is short"
 
 
-def test_what_fits_into_one_step_is_never_split() -> None:
+def test_passes_that_fit_into_one_step_are_never_split() -> None:
     runs = {
         name: {0: pending(index, name, name, 0, "forward", tokens)}
         for index, (name, tokens) in enumerate((("a", 1), ("b", 100), ("c", 155)))
@@ -195,7 +195,7 @@ def test_saves_take_at_most_half_as_long_as_the_passes_beside_them() -> None:
 
 
 @given(st.integers(0, 5000), st.booleans())
-def test_one_save_runs_in_every_step_whatever_it_costs(price: int, known: bool) -> None:
+def test_one_save_runs_in_every_step_at_any_cost(price: int, known: bool) -> None:
     prices = {"save_weights": price} if known else {}
     step, fairness = plan([*saves("t", 3), a_pass("u", 10)], Fairness(), 1000, prices)
     assert len(step.singles) >= 1 and len(step.passes) == 1
@@ -203,7 +203,7 @@ def test_one_save_runs_in_every_step_whatever_it_costs(price: int, known: bool) 
     assert len(step.singles) == 1, "with nothing to compare with, others that come meanwhile are not held up"
 
 
-def test_tenants_take_turns_with_their_saves_and_nobody_waits_for_another_ones_flood() -> None:
+def test_saves_are_round_robin_by_tenant_despite_a_flood() -> None:
     queues = [*saves("flood", 100), *saves("a", 1, 200), *saves("b", 1, 300), a_pass("c", 1000)]
     fairness, waited = Fairness(), []
     for _ in range(4):
@@ -295,7 +295,7 @@ def test_samples_are_taken_in_turns(counts: dict[str, int], places: int) -> None
 
 
 @given(COUNTS, COUNTS, st.integers(1, 30))
-def test_a_tenant_with_less_than_its_share_of_places_gets_one_however_full_they_are(
+def test_a_tenant_below_its_share_of_slots_gets_one_in_a_full_sampler(
     counts: dict[str, int], inside: dict[str, int], places: int
 ) -> None:
     waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items() if n}

@@ -39,7 +39,7 @@ def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         ("role", "cook", "Input should be 'all', 'server'"),
     ],
 )
-def test_a_refusal_says_what_would_be_right(name: str, value: object, fix: str) -> None:
+def test_a_refusal_names_a_valid_value(name: str, value: object, fix: str) -> None:
     with pytest.raises(SettingsError, match=rf"^{name} is '{value}': {fix}"):
         load({name: value})
 

@@ -49,7 +49,7 @@ def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
     assert names(lite) == ["a", "b"]
 
 
-def test_what_one_transaction_left_undone_is_not_done_by_the_next(lite: Database) -> None:
+def test_an_unfinished_transaction_is_rolled_back_before_the_next(lite: Database) -> None:
     for write in (lite.write, lite.write_nowait):
         with pytest.raises(RuntimeError), write() as connection:
             assert connection is not None

@@ -180,7 +180,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], messa
 # Sweeping.
 
 
-def test_only_what_nothing_was_written_to_for_long_is_old(tmp_path: Path) -> None:
+def test_only_directories_without_recent_writes_are_old(tmp_path: Path) -> None:
     directories = Directories(tmp_path / "root")
     assert directories.old(0) == []
     old, _ = directories.write(fill)

@@ -324,7 +324,7 @@ def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> 
         assert relative(packed_P, alone_P.double()) < 1e-4
 
 
-def test_who_keeps_a_gradient_keeps_nobody_elses_memory(qwen: ModelShape) -> None:
+def test_a_kept_gradient_does_not_retain_other_models_memory(qwen: ModelShape) -> None:
     rng, backend = np.random.default_rng(8), TorchBackend(qwen, device="cpu")
     for name in ("stays", "steps", "later"):
         backend.create_model(name, LoraSpec(4, seed=0))

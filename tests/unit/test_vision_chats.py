@@ -163,7 +163,7 @@ def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
     assert list(plan.prompts[0]).count(IMAGE) == 1 and not plan.images
 
 
-def test_what_no_image_can_be_is_refused_by_name(text: Text, tmp_path: Path) -> None:
+def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
     for detail, ok in (("auto", True), ("high", True), ("low", False)):
         asked = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
         if ok:

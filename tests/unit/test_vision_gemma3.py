@@ -161,7 +161,7 @@ check = partial(check_sample, logits_of=logits)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12, 512])
-def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+def test_answers_match_transformers_in_chunks_and_in_batches(
     backend: TorchBackend, model: nn.Module, rows: int
 ) -> None:
     samples = [ask(name, prompt_logprobs=True) for name in PROMPTS]
@@ -228,7 +228,7 @@ def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, mod
         check(found[sample.request_id], sample, model)
 
 
-def test_a_deterministic_sampler_gives_the_same_bits_in_company(backend: TorchBackend, model: nn.Module) -> None:
+def test_a_deterministic_sampler_gives_the_same_bits_in_any_batch(backend: TorchBackend, model: nn.Module) -> None:
     make = partial(LocalSampler, backend.base, backend._versions)
     options = SamplerOptions(block_size=4, deterministic=True)
     samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("end"), ask("middle"), ask("text")]

@@ -86,7 +86,7 @@ def check(
 
 
 @pytest.mark.parametrize("rows", [5, 512])
-def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+def test_answers_match_transformers_in_chunks_and_in_batches(
     backend: TorchBackend, reference: nn.Module, rows: int
 ) -> None:
     samples = [ask(name, prompt_logprobs=True, topk_prompt_logprobs=2) for name in PROMPTS]

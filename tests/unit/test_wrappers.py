@@ -65,7 +65,7 @@ def test_the_text_model_of_a_wrapper_is_served_alone(model_type: str, tied: bool
     check_sampling(backend, None, wrapper)
 
 
-def test_what_is_trained_on_a_wrapper_loads_beside_it_and_merges_into_it(tmp_path: Path) -> None:
+def test_a_wrappers_checkpoint_loads_in_peft_and_merges(tmp_path: Path) -> None:
     """PEFT reads the checkpoint, and the cookbook merges an export under the names of the wrapper's own weights."""
     from tinker_cookbook import weights
 
