@@ -218,7 +218,7 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(ValueError, match=r"line 2 .* has 1 values, its header has 2"):
+    with pytest.raises(ValueError, match=r"line 2 .* has 1 values for 2 columns"):
         len(batch.CsvReader(f"{tmp_path}/bad.csv"))
 
 

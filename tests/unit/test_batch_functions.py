@@ -216,7 +216,7 @@ def test_payloads_that_are_not_ours_are_refused() -> None:
     for changed, message in [
         ({}, "Unknown or missing serialization type"),
         ({"type": "pickle"}, "Unknown or missing serialization type"),
-        ({**data, "source": data["source"] + "#"}, "SHA-256 differs"),
+        ({**data, "source": data["source"] + "#"}, "changed after it was sent"),
         ({"type": "source", "name": "gen", "source": "def gen(:"}, "Failed to execute function source"),
         ({"type": "source", "name": "gen", "source": "x = 1"}, "Failed to execute function source"),
         ({**data, "provided": {"os": "os"}}, "not part of tinsmith.batch"),

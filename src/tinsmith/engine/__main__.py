@@ -184,7 +184,7 @@ def _free_bytes(settings: Settings) -> list[int]:
 
 
 def _architecture(shape: ModelShape) -> Architecture:
-    """What the plan knows of a base model as it is served. Raises SettingsError for families that it does not know."""
+    """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
     model = read_directory(Path(shape.path))
     return model if shape.vision is not None else replace(model, vision_numbers=0, tower_numbers=0.0)
 

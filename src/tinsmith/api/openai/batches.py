@@ -80,21 +80,21 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     return shown(made)
 
 
-async def answer_request(services: Services, question: RowRequest) -> dict[str, object]:
+async def answer_request(services: Services, request: RowRequest) -> dict[str, object]:
     """Serve one line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
-    url, body = question.payload.get("url"), question.payload.get("body")
+    url, body = request.payload.get("url"), request.payload.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
         raise UserError("the line must have a url, and a body that is an object")
     tries = 0
     while True:
-        status, answered = await answer(services, question.tenant_id, url, body)
+        status, answered = await answer(services, request.tenant_id, url, body)
         if status in WAIT:
             await asyncio.sleep(RETRY_S)
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and tries < MAX_RETRIES:
             tries += 1
             await asyncio.sleep(RETRY_S * 2**tries)
         else:
-            name = f"{question.job_id}:{question.row_idx}".encode()
+            name = f"{request.job_id}:{request.row_idx}".encode()
             request_id = f"req_{hashlib.sha256(name).hexdigest()[:32]}"
             return {"status_code": status, "request_id": request_id, "body": answered}
 

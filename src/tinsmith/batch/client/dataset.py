@@ -4,7 +4,7 @@
 steps in one pass. With an output, or by `write_json` and the like, they submit a job. Invalid functions, options, and
 outputs that exist are refused here, before anything is sent.
 
-One rule says what becomes of the columns: `map` puts the result's columns over those of the row, less `remove_columns`;
+One rule determines the output columns: `map` puts the result's columns over those of the row, less `remove_columns`;
 `filter` keeps rows as they are; `flat_map`, `map_batches` and loops over `load()` give the new rows whole.
 """
 
@@ -57,7 +57,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class MapOptions(StepOptions, total=False):
-    """What `map` takes by name only. Options of the job may be given at any step of a chain; `types.JobSpec` says what
+    """Keyword-only options of `map`. Options of the job may be given at any step of a chain; `types.JobSpec` says what
     most of them mean."""
 
     pool: str
@@ -83,7 +83,7 @@ class MapOptions(StepOptions, total=False):
 
 
 class RunOptions(MapOptions, total=False):
-    """What the other methods take by name only."""
+    """Keyword-only options of the other methods."""
 
     batch_size: int
     activate_env: str

@@ -321,9 +321,7 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
         raise ValueError(f"Unknown or missing serialization type: {kind!r}")
     text = data["source"]
     if "sha256" in data and hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
-        raise ValueError(
-            f"the source of {data['name']!r} was changed after it was sent: its SHA-256 differs; submit it again"
-        )
+        raise ValueError(f"the source of {data['name']!r} was changed after it was sent (SHA-256); submit it again")
     if data.get("sky"):
         importlib.import_module(SKY)
     call = _run(data) if kind == "source" else _unpickled(data)
@@ -353,8 +351,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
     for text, decorator in decorators_of(definition, {**namespace, **(around or {})}):
         if decorator is not remote_function and not (around is None and is_remote_function(function)):
             raise ValueError(
-                f"function {name!r} has the decorator @{text}, which workers do not have; "
-                "do its work inside the function"
+                f"function {name!r} has the decorator @{text}, which workers do not have; do its work inside"
             )
     definition.decorator_list = []
     captured = [each for each in free_names(function) if _reference(namespace.get(each)) is None]

@@ -76,7 +76,7 @@ class Client:
         return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
 
     def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
-        """The workers that printed; with `worker`, its lines after so many bytes, and where they end."""
+        """The workers that printed; with `worker`, its lines after this many bytes, and their end."""
         return self._call(
             "GET", f"{JOBS}/{job_id}/logs", query={"after": after, **({"worker": worker} if worker else {})}
         )

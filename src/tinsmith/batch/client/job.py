@@ -177,14 +177,12 @@ def _check_name(writer: OutputWriter, target: str) -> None:
         raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
     for packing in PACKED:
         if writer.path.endswith(packing) != target.endswith(packing):
-            raise UserError(
-                f"the target is {target!r}; it and the output {writer.path} must both end in {packing}, or neither"
-            )
+            raise UserError(f"the target is {target!r}; it must end in {packing} if and only if {writer.path} does")
 
 
 class JobFailedError(RuntimeError):
-    """A bulk job did not succeed. The text says how it ended, shows the first failed row, and says how to go on.
-    `status` is the job's."""
+    """A bulk job did not succeed. The text has the reason, the first failed row, and the next steps. `status` is the
+    job's."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(ending_of(status))
@@ -193,7 +191,7 @@ class JobFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is. Rates are over its whole run; `seconds_left` is None before a batch is done."""
+    """The progress of a job. Rates are over its whole run; `seconds_left` is None before a batch is done."""
 
     status: str
     batches: int
@@ -321,7 +319,7 @@ class Job:
             after = found[-1]["idx"]
 
     def logs(self) -> Iterator[Row]:
-        """What the function has printed so far, by worker: `text`, and the batch for which it was printed."""
+        """The function's output so far, by worker: `text`, and the batch for which it was printed."""
         yield from (line for line in follow_logs(self._client, self.job_id, until_end=False) if line["worker_id"])
 
     def batches(self) -> list[Status]:
@@ -359,8 +357,8 @@ class Job:
 
 
 def ending_of(status: Status, *, for_shell: bool = False) -> str:
-    """How a job that did not succeed ended, with its first failed row and the traceback, and how to go on: by calls in
-    Python, or by commands of the shell."""
+    """The report of a job that did not succeed: its first failed row, the traceback, and the next steps as calls in
+    Python or commands of the shell."""
     job_id, failed, kept = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
     lines = [f"bulk job {job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}"]
     if first := status.get("first_error"):
@@ -390,7 +388,7 @@ def ending_of(status: Status, *, for_shell: bool = False) -> str:
 
 
 def first_error_lines(error: Row) -> list[str]:
-    """A failed row as it was, and the traceback of its failure."""
+    """A failed row, and the traceback of its failure."""
     shown = json.dumps(error["row"], ensure_ascii=False)
     if len(shown) > SHOWN_CHARACTERS:
         shown = f"{shown[:SHOWN_CHARACTERS]}... ({len(shown)} characters)"
@@ -423,9 +421,9 @@ def progress_of(status: Status) -> Progress:
 
 
 def follow_logs(client: Client, job_id: int, until_end: bool) -> Iterator[Row]:
-    """The events of a job and what its function prints: {at, worker_id, batch_idx, attempt_id, stream, text}.
+    """The events of a job and the output of its function: {at, worker_id, batch_idx, attempt_id, stream, text}.
 
-    Events of the job have no worker. Yields what is there now or, with `until_end`, all until the job has ended.
+    Events of the job have no worker. Yields the present ones or, with `until_end`, all until the job has ended.
     """
     read: dict[str, int] = {}
     shown = 0

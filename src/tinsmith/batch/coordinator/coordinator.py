@@ -459,7 +459,7 @@ class Coordinator:
             self._due.set()
 
     async def _sweep(self) -> None:
-        """Delete what a job's own end would have deleted, had it not been cut short, and what is past the retention."""
+        """Delete the files of jobs whose end was interrupted, and those past the retention."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
         await asyncio.to_thread(self._jobs.forget_ended_workers)

@@ -11,7 +11,7 @@ the committed parts; outputs recorded and SUCCEEDED; parts deleted; the deletion
 
 `Dispatcher` sends groups of attempts to workers and reports each attempt once. A group has as many batches as the
 worker recently did in `GROUP_S`: short batches share the cost of a request and a transaction, and long batches do not
-wait for one another. Two groups are with a worker at a time. A worker gives back what it has not begun in time.
+wait for each other. Two groups are with a worker at a time. A worker returns batches that it has not begun in time.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RateLimits:
             self._tokens_charged[claim.batch_idx, claim.attempt_id] = claim.span.rows * grant.tokens_per_row
 
     def ended(self, claim: Claim, tokens: int | None) -> None:
-        """An attempt took so many tokens; None if that is unknown."""
+        """An attempt took this many tokens; None if that is unknown."""
         self._num_begun -= 1
         charged = self._tokens_charged.pop((claim.batch_idx, claim.attempt_id), 0.0)
         if tokens is not None:
@@ -398,7 +398,7 @@ class JobRun:
         try:
             while True:
                 await self._settle_due.wait()
-                await asyncio.sleep(0)  # what is ready at this moment shares the transaction
+                await asyncio.sleep(0)  # results that are ready now share the transaction
                 await self._settle_and_claim()
         finally:
             for _, _, claimed in self._wanted:

@@ -11,7 +11,7 @@ Invariants:
   coordinator; the update is the commit of the batch, and later results are rejected.
 - The counters of a job change in the transaction of the batch that they count.
 - Clocks are the database's. Batches are claimed, and published, in the order of their rows.
-- Jobs that resume one another share a root. At most one job of a root is active, and after one has succeeded or parts
+- Jobs that resume each other share a root. At most one job of a root is active, and after one has succeeded or parts
   were deleted, none can be resumed: a job that resumes another finds every part that its rows name.
 """
 
@@ -142,7 +142,7 @@ Settled = tuple[Claim, AttemptOutcome | LostAttempt]
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What one transaction of a coordinator did."""
+    """The result of one transaction of a coordinator."""
 
     job: JobRecord
     claims: Mapping[str, list[Claim]]

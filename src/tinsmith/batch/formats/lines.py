@@ -62,9 +62,7 @@ class IndexedFile(NamedTuple):
         # Offsets of one version applied to the bytes of another would give wrong rows. The check is free on a disk; in
         # a bucket it would be one more request for each batch.
         if self.data == self.location and isinstance(store, LocalStore) and store.head(key).etag != self.etag:
-            raise InputChangedError(
-                f"the input {self.location} was changed while the job ran; resume the job to see the change"
-            )
+            raise InputChangedError(f"the input {self.location} changed while the job ran; resume the job for details")
         return store.get_range(key, start, end)
 
 

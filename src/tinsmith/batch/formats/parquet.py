@@ -184,9 +184,7 @@ def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
             return pyarrow.list_(_arrow_type(kind["list"]))
         if "struct" in kind:
             if not kind["struct"]:
-                raise TypeError(
-                    "Parquet cannot store an object without fields; leave the value out, or give it a field"
-                )
+                raise TypeError("Parquet cannot store an object without fields; leave it out, or give it a field")
             return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind["struct"].items()])
         before, after = kind["decimal"]
         digits = max(1, before + after)

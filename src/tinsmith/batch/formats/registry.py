@@ -48,7 +48,7 @@ SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
 
 @dataclass(frozen=True)
 class Format:
-    """What is known of a format without importing its module."""
+    """The properties of a format that are known without importing its module."""
 
     module: str
     """Below `tinsmith.batch.formats`."""
@@ -212,7 +212,7 @@ class OutputWriter:
         """Older form: makes the output of what `upload_batch` wrote."""
 
     def cleanup(self, job_id: str) -> None:
-        """Older form: deletes what the output does not need."""
+        """Older form: deletes files that the output does not need."""
 
     def to_dict(self) -> dict[str, Any]:
         return to_dict(self)
@@ -244,9 +244,7 @@ class DirectoryWriter(OutputWriter):
     def check_one_each(self, rows: Sequence[Row | None], span: RowRange) -> None:
         """Raises ProgramError if rows were added or dropped."""
         if len(rows) != span.rows:
-            raise ProgramError(
-                f"{len(rows)} results for {span.rows} rows: files are named by input row, so return one result per row"
-            )
+            raise ProgramError(f"{len(rows)} results for {span.rows} rows: return one per row, which names its file")
 
 
 class Registry(Generic[Kind]):
@@ -427,7 +425,7 @@ def _shipped_class(data: Mapping[str, Any]) -> type:
         raise UserError(f"the source of {name!r} differs from the one that was sent (sha256)")
     file = f"<class {name} {digest[:8]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    # A module of its own: dataclasses and pickle look classes up by it.
+    # A separate module, because dataclasses and pickle look classes up by it.
     module = ModuleType(f"tinsmith_shipped_{digest[:16]}")
     if module.__name__ in sys.modules:
         return getattr(sys.modules[module.__name__], name)

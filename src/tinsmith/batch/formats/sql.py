@@ -492,7 +492,7 @@ def _head(connection: Connection, location: str, part: str = "") -> dict[str, An
 
 
 def _read(connection: Connection, part: PartInfo) -> list[bytes]:
-    """The rows of a part. Raises CorruptFilesError if it is not as it was written."""
+    """The rows of a part. Raises CorruptFilesError if it has changed."""
     import sqlalchemy as sa
 
     table = _parts_table(part.path)

@@ -60,7 +60,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ReconcilerParts:
-    """What a reconciler works with. `wake_job` tells the coordinator of bulk jobs of a new or cancelled one."""
+    """A reconciler's dependencies. `wake_job` notifies the coordinator of a new or cancelled bulk job."""
 
     batches: OpenAIBatches
     files: Files

@@ -263,7 +263,7 @@ def _check_line(
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
     if found := problem_of(request, seen, (endpoint,)):
         return found, None
-    if endpoint == MESSAGES:  # each request has a model of its own, and is checked when it is run
+    if endpoint == MESSAGES:  # each request names its model, and is checked when it runs
         return None, None
     named = request["body"].get("model")
     if named is None or named == "":

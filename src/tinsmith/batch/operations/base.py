@@ -1,4 +1,4 @@
-"""What an operation is, and what it may ask the service for one row. No pipes and no numbers.
+"""The interfaces of an operation and of the service for one row. No pipes and no arithmetic.
 
 Seeds depend on the operation's own seed and on the row alone. A sample of input row i has `row_seed(seed, i)`, whatever
 its batch; answer k is the one that the service gives any request with that seed and `num_samples` above k. A turn of a

@@ -170,9 +170,7 @@ class Grade(RowOperation):
         if self.by == "f1":
             return graders.f1(text, wanted)
         if max(len(text), len(wanted)) > MAX_LENGTH:
-            raise ValueError(
-                f"{self.by} compares at most {MAX_LENGTH} characters; the text has {max(len(text), len(wanted))}"
-            )
+            raise ValueError(f"{self.by} compares at most {MAX_LENGTH} characters, not {max(len(text), len(wanted))}")
         return graders.rouge_l(text, wanted) if self.by == "rouge_l" else graders.edit_similarity(text, wanted)
 
     async def _judged(self, text: str, row: Row, service: RowService, key: str) -> float:

@@ -27,7 +27,7 @@ CLOUDS = re.compile(
     "aws|azure|cudo|digitalocean|do|fluidstack|gcp|hyperbolic|ibm|k8s|kubernetes|lambda|mithril|nebius|oci|paperspace|"
     "primeintellect|runpod|scp|seeweb|shadeform|slurm|ssh|vast|verda|vsphere|yotta|[*]"
 )
-"""What SkyPilot 0.14.1 takes before the first slash."""
+"""SkyPilot 0.14.1's values before the first slash."""
 MAX_SLOTS = 1024
 POOL_KEYS = {
     "workers",
@@ -132,7 +132,7 @@ class Pool(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what is left of the pool's workers."""
+        """End the pool's remaining workers."""
         ...
 
 

@@ -2,9 +2,9 @@
 
 A function of rows is called with one row (kinds `row`, `filter`, `flat`), a function of batches (`batch`) with all that
 are left, in its `batch_format`; a class is made once and then called in the same way. An exception of a function of
-rows fails that row alone; one of a function of batches fails the batch. What becomes of the columns is decided by the
-method that the user called: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are,
-and `flat_map` and `map_batches` give the new rows whole.
+rows fails that row alone; one of a function of batches fails the batch. The user's method determines the output
+columns: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are, and `flat_map` and
+`map_batches` give the new rows whole.
 
 Each row made knows the input row that it comes from, so that a later failure is that row's, until a function of batches
 changes the number of rows.
@@ -152,7 +152,7 @@ def _step(
 
 
 class _Function:
-    """A step with a function, whatever it is called with."""
+    """A step with a function, of rows or batches."""
 
     def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed) -> None:
         options = mapper.options

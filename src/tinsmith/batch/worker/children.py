@@ -40,7 +40,7 @@ MODULES = {
     "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
     "utility": ("tinsmith.batch.worker.utility", "tinsmith.batch.formats.lines", "numpy"),
 }
-"""What a spare child imports for its role."""
+"""The imports of a spare child, by role."""
 MIN_PYTHON = (3, 11)
 PROBE = """
 import sys
@@ -269,7 +269,7 @@ class Attempt:
 
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
-        deterministic, so each child stores parts in a directory of its own."""
+        deterministic, so each child stores parts in a separate directory."""
         bases, again = self.assignment["part_bases"], self._times_sent
         self._times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
@@ -330,7 +330,7 @@ class MapperProcess:
                 self._send()
 
     def _send(self) -> None:
-        """Send no more than the child works on soon: the others are given back at once when batches become slow."""
+        """Send no more than the child works on soon: the others are returned at once when batches become slow."""
         next_ones = islice(self._waiting.values(), 1 if self._quarantined else self._ahead)
         to_send = [attempt for attempt in next_ones if not attempt.begun]
         if to_send and self._child is not None:

@@ -48,7 +48,7 @@ MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
 FLUSH_S = 1.0
-"""How long a worker that was shut down waits for its replies to be sent."""
+"""How long a worker waits at its shutdown for its replies to be sent."""
 MAX_THREADS = 64
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
@@ -75,7 +75,7 @@ class LoopQueue(Generic[T]):
 
 
 class Worker:
-    """The calls of one worker. Whatever may block on a child runs on a thread."""
+    """The calls of one worker. Calls that may block on a child run on a thread."""
 
     def __init__(
         self, token: str, log_path: Path, directory: Path | None = None, spares: Mapping[str, Child] | None = None
