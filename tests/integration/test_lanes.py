@@ -104,7 +104,7 @@ def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pyte
     session_id = harness.session()
     held = Held()
     harness.services.tenants._cache.clear()
-    monkeypatch.setattr(harness.services.batch_jobs.__class__, "listing", lambda *_args: held() and ([], 0))
+    monkeypatch.setattr(harness.services.batch_jobs.__class__, "page", lambda *_args: held() and ([], 0))
     with ThreadPoolExecutor(MANY) as pool:
         try:
             slow = [pool.submit(harness.get, "batch/jobs") for _ in range(MANY)]

@@ -265,7 +265,7 @@ def test_a_function_that_uses_its_module_is_pickled_with_it(
     payload = serialize_function(getattr(module_of(HELPERS, tmp_path), name), kind="row", kwargs=kwargs)
     assert payload_of(payload)["type"] == "cloudpickle"
     load = "from tinsmith.batch.client.functions import load_mapper"
-    script = f"{load}; print(load_mapper({payload!r}).made()({{'n': 5}}))"
+    script = f"{load}; print(load_mapper({payload!r}).instance()({{'n': 5}}))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
     assert ran.stdout == f"{made}\n", ran.stderr
 
