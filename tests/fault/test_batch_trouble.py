@@ -183,7 +183,8 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES = (
-    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure", "settle_and_claim",
+    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure",
+    "settle_and_claim",
     "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
     "record_launch", "record_worker", "forget_worker",
 )  # fmt: skip
