@@ -528,10 +528,10 @@ def test_worker_resources_bound_the_workers_of_a_job_on_one_machine(monkeypatch:
     assert most_workers(pool, asking(num_cpus=3)) == 2
     assert most_workers(pool, asking(num_cpus=0.5, memory=1_000_000, num_gpus=1)) == 4
     for needs, said in {
-        "num_cpus": (9, "num_cpus = 9, and a worker of the pool 'mine' can have at most 8"),
-        "memory": (5_000_000, "memory = 5000000, and a worker of the pool 'mine' can have at most 4096000"),
-        "num_gpus": (2, "num_gpus = 2, and a worker of the pool 'mine' can have at most 1"),
-        "resources": ({"fpga": 1}, "fpga = 1, and a worker of the pool 'mine' can have at most 0"),
+        "num_cpus": (9, "num_cpus = 9, but a worker of pool 'mine' can have at most 8"),
+        "memory": (5_000_000, "memory = 5000000, but a worker of pool 'mine' can have at most 4096000"),
+        "num_gpus": (2, "num_gpus = 2, but a worker of pool 'mine' can have at most 1"),
+        "resources": ({"fpga": 1}, "fpga = 1, but a worker of pool 'mine' can have at most 0"),
     }.items():
         with pytest.raises(UserError, match=said[1]):
             most_workers(pool, asking(**{needs: said[0]}))
