@@ -158,7 +158,7 @@ class Sample(RowOperation):
         check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
         given = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise UserError(f"a Sample has {given or 'no column'} as its prompt; give one of {list(PROMPT_COLUMNS)}")
+            raise UserError(f"a Sample has {given or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}")
         check_text(given[0], getattr(self, given[0]))
         check_text("into", self.into)
         if self.image is not None:
