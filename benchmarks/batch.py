@@ -208,13 +208,13 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     inserted, cpu = time.perf_counter() - began, time.process_time() - cpu_before
     ended.set()
     beside.join()
-    claims = jobs.turn(job_id, "t", [], {"w": 1}, 60).claims["w"]
+    claims = jobs.settle_and_claim(job_id, "t", [], {"w": 1}, 60).claims["w"]
     turns = 200
     began = time.perf_counter()
     for _ in range(turns):
         part = PartInfo("/part", 1, 10, "0" * 64)
         settled = [(claim, AttemptOutcome(claim.batch_idx, claim.attempt_id, (part,), 1)) for claim in claims]
-        claims = jobs.turn(job_id, "t", settled, {"w": 1}, 60).claims["w"]
+        claims = jobs.settle_and_claim(job_id, "t", settled, {"w": 1}, 60).claims["w"]
     turned = (time.perf_counter() - began) / turns
     began = time.perf_counter()
     jobs.find("a", job_id)

@@ -62,11 +62,11 @@ def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
     assert jobs.acquire_batch_coordinator(job_id, "t", "here", 600)
     table = [["", f"{batches:,} batches"], ["store all", f"{stored_s:.1f} s"]]
     for group in (1, MAX_GROUP):
-        claims = jobs.turn(job_id, "t", [], {"w": group}, 60).claims["w"]
+        claims = jobs.settle_and_claim(job_id, "t", [], {"w": group}, 60).claims["w"]
         began = time.perf_counter()
         for _ in range(TURNS):
             settled = [(claim, outcome(claim.batch_idx, claim.attempt_id)) for claim in claims]
-            claims = jobs.turn(job_id, "t", settled, {"w": group}, 60).claims["w"]
+            claims = jobs.settle_and_claim(job_id, "t", settled, {"w": group}, 60).claims["w"]
         turn_ms = 1000 * (time.perf_counter() - began) / TURNS
         what = "a batch" if group == 1 else f"{group} batches"
         table.append(

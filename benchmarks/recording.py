@@ -21,7 +21,7 @@ import numpy as np
 
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
-from tinsmith.engine.telemetry import Recorder, Records, SampleKeeper
+from tinsmith.engine.telemetry import Recorder, Records, SampleRecorder
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSession
@@ -88,7 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(Path(directory))
         records = Records(bench.db, 200)
-        recorder, keeper = Recorder(BASE, records), SampleKeeper(records)
+        recorder, keeper = Recorder(BASE, records), SampleRecorder(records)
         asked_pass = Pass("r", MODEL, (), "cross_entropy", {}, forward_only=False)
         passed = PassResult((np.zeros(1, np.float32),) * 64, METRICS)
         step = OptimStep("r", MODEL, AdamParams())

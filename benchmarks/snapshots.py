@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import nano, read_shape
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, SnapshotWriter, WriteTask
+from tinsmith.engine.snapshots import MAX_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, SnapshotWriter, WriteTask
 from tinsmith.storage.directories import Directories
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 
@@ -107,7 +107,7 @@ def measure(name: str, shape: ModelShape, rank: int, num_tokens: int, rounds: in
     share = statistics.median(run.processor_s) / statistics.median(run.steps_processor_s)
     cost_s = statistics.median(run.processor_s)
     paid_by = math.ceil(cost_s / SNAPSHOT_SHARE / (without / SNAPSHOT_OPTIM_STEPS))  # steps
-    apart = min(MOST_OPTIM_STEPS, max(SNAPSHOT_OPTIM_STEPS, paid_by))
+    apart = min(MAX_OPTIM_STEPS, max(SNAPSHOT_OPTIM_STEPS, paid_by))
     spaced = share * SNAPSHOT_OPTIM_STEPS / apart
     adapter = run.backend.model_bytes("m") / 4 / 2**20
     print(

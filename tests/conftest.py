@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Before any import of the libraries that read them.
+# Set before the import of libraries that read them.
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 EXTENDED = {"e2e", "fault", "cluster", "fuzz", "browser", "recipes"}
-"""Directories of which `make test` runs only what is marked `smoke`: one journey of each kind."""
+"""In these directories `make test` runs only tests marked `smoke`: one journey of each kind."""
 
 
 LONG_FILES = [
@@ -87,7 +87,7 @@ LONG_FILES = [
     "cluster/test_dedicated_samplers.py",
     "unit/test_plan.py",
 ]
-"""The files that take longest, longest first. They start first, so that the workers of `make test` end together."""
+"""The slowest files, slowest first. They start first, so that the workers of `make test` end together."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -107,15 +107,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def no_remembered_clients() -> None:
-    """The SDK keeps clients without a session for the life of the process, by what they were given and not by what the
-    environment said: a command that runs in this process would talk to the server of an earlier test.
+    """Clear the SDK's cache of clients without a session. Its key ignores the environment, so a command in this process
+    would use the server of an earlier test.
     """
     internal_client_holder.sessionless_holder_cache._holders.clear()
 
 
 @pytest.fixture(params=databases.KINDS)
 def database_kind(request: pytest.FixtureRequest) -> str:
-    """A database URL for tests of the database itself, once per kind of database."""
+    """The kind of database; a test runs once for each."""
     return request.param
 
 
@@ -144,7 +144,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    """An engine in this process, without a server."""
+    """An engine in this process, without a server process."""
     from support.engine_bench import Bench
 
     # The path of a socket must be short.
@@ -185,7 +185,7 @@ def _service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random-weight model, as a directory that can be served."""
+    """The directory of a tiny model with random weights, which can be served."""
     from support import tiny_models
 
     directory = tmp_path_factory.mktemp("tiny")

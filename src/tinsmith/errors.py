@@ -1,6 +1,6 @@
 """The exceptions that Tinsmith raises deliberately.
 
-`category` (the SDK's RequestErrorCategory) tells which side must act, `status` is the HTTP status of an immediate
+`category` (the SDK's RequestErrorCategory) names the side that must act, `status` is the HTTP status of an immediate
 response, and the docstring is the default message. `api/errors.py` maps the classes to HTTP responses, the engine to
 failed futures.
 """

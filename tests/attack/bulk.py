@@ -1,4 +1,4 @@
-"""Bulk jobs that run one after the other during an attack: a function in mappers, and samples of the service."""
+"""Bulk jobs that run one after another during an attack: one maps a function, the other samples from the service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinsmith.errors import TinsmithError
 
 TENANT = "cal"
 ROWS = 60
-PAUSE_S = 0.4  # of one batch: a job takes long enough to be hit by several kills
+PAUSE_S = 0.4  # of one batch: long enough for several kills during one job
 GIVE_UP_S = 300.0
 MODEL = "tinsmith/nano"
 
@@ -85,7 +85,7 @@ class BulkJobs:
 
 
 def _persistently(start: Callable[[], batch.Job]) -> batch.Job:
-    """Start a job under a name by which a script can find it again."""
+    """Start a job, and retry until the server accepts it."""
     deadline = time.monotonic() + GIVE_UP_S
     while True:
         try:

@@ -6,8 +6,8 @@ import os
 import time
 
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "60"))
-"""For how long processes are killed."""
+"""Duration of the kills."""
 REQUESTS = int(os.environ.get("ATTACK_REQUESTS", "3000"))
-"""How many broken requests are sent."""
+"""Number of broken requests."""
 SEED = int(os.environ.get("ATTACK_SEED") or time.time())
-"""Of everything that is random in an attack."""
+"""Seed of all random choices of an attack."""

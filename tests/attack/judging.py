@@ -12,14 +12,14 @@ from attack.sending import Answer
 from attack.valid import NEVER_200
 
 AT_MOST_S = 20.0
-"""For an answer, on a machine that does other things as well; polls are held for a second."""
+"""Limit for an answer on a busy machine; polls are held for a second."""
 ALLOWED_FAILURES = (501, 503)
-"""Where the OpenAPI document declares them."""
+"""The place of parameters in the OpenAPI document."""
 LEAKS = re.compile(
     r"Traceback \(most|sqlalchemy|sqlite3|psycopg|\bSELECT \w|INSERT INTO|/src/tinsmith/(?!nano/model\b)|site-packages"
     r"|signing\.key"
 )
-"""The directory of the embedded model is its tokenizer's name, which clients are told."""
+"""The embedded model's directory is public: it is the name of its tokenizer."""
 MAX_WORDS = 2500
 
 

@@ -50,7 +50,7 @@ class Twice:
 
 
 def written(value: object) -> str:
-    """JSON of values that may be Raw, with fields that may be there Twice."""
+    """JSON of values that may be Raw, with fields that may be repeated (Twice)."""
     if isinstance(value, Raw):
         return str(value)
     if isinstance(value, dict):
@@ -72,7 +72,7 @@ def paths_of(value: object, here: Path = ()) -> Iterator[Path]:
 
 
 def changed_field(request: Request, rng: random.Random, kind: str) -> Broken:
-    """One field of a JSON body that is not what it should be, or not there."""
+    """A JSON body with one wrong or missing field."""
     body = json.loads(request.body)
     whole: dict[str, object] = {"": body}
     places = [("", *path) for path in paths_of(body)] or [("",)]
@@ -142,14 +142,14 @@ def broken_body(request: Request, rng: random.Random) -> Broken:
 
 @cache
 def bombs() -> tuple[bytes, bytes]:
-    """A few kilobytes that are 200 MiB, and some that are 100 MiB and do not say so."""
+    """A few kilobytes that decompress to 200 MiB, and some of 100 MiB whose frame does not declare the size."""
     compressor = zstandard.ZstdCompressor().compressobj()
     sly = compressor.compress(b"[" * 100 * MIB) + compressor.flush()
     return zstandard.ZstdCompressor().compress(b"\0" * 200 * MIB), sly
 
 
 def broken_encoding(request: Request, rng: random.Random) -> Broken:
-    """A Content-Encoding or a Content-Type that is strange, or another than the body's."""
+    """An unknown Content-Encoding or Content-Type, or one that is not the body's."""
     packed = zstandard.ZstdCompressor().compress(request.body)
     bomb, sly = bombs()
     kinds: dict[str, tuple[bytes, bytes]] = {
@@ -182,7 +182,7 @@ def broken_encoding(request: Request, rng: random.Random) -> Broken:
 
 
 def broken_framing(request: Request, rng: random.Random) -> Broken:
-    """A body that is longer or shorter than the headers say, or of which they say two things."""
+    """A body that is longer or shorter than its headers declare, or whose headers contradict each other."""
     size = len(request.body)
     lengths: dict[str, list[bytes]] = {
         "Content-Length is too large": [b"%d" % (size + rng.choice([1, 1000, 2**40]))],
@@ -233,7 +233,7 @@ def broken_headers(request: Request, rng: random.Random) -> Broken:
 
 
 def broken_target(request: Request, rng: random.Random) -> Broken:
-    """Another path, a strange id in it, or a strange query."""
+    """Another path, an invalid id in it, or an invalid query."""
     path, mark, query = request.target.partition("?")
     parts = path.split("/")
     at = rng.randrange(1, len(parts))
@@ -286,7 +286,7 @@ def broken_protobuf(request: Request, rng: random.Random) -> Broken:
 
 
 def broken_form(request: Request, rng: random.Random) -> Broken:
-    """Parts of a form that are strange."""
+    """A multipart form with invalid parts."""
     body = request.body
     other = rng.choice(TEXTS).encode("utf-8", "replace")[:70_000].replace(b'"', b"")
     part = b'--attack-boundary\r\nContent-Disposition: form-data; name="x"\r\n\r\ny\r\n'

@@ -8,7 +8,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-MOST_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 PIECE_BYTES = 64 << 10
 
 
@@ -21,8 +21,8 @@ class Request:
     target: str  # path and query, as sent
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes = b""
-    framing: str = "length"  # length | chunked | none: the headers say it themselves
-    halts: bool = False  # the client says that it has no more to send
+    framing: str = "length"  # length | chunked | none: the given headers declare the length
+    halts: bool = False  # the client closes its sending half
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.headers if key.lower() == name.lower()), b"")
@@ -59,7 +59,7 @@ class Answer:
 
 
 class _Read(io.BytesIO):
-    """What was read of a socket, as http.client wants it."""
+    """Bytes read from a socket, in the form that http.client expects."""
 
     def makefile(self, _mode: str) -> io.BytesIO:
         return self
@@ -78,9 +78,9 @@ def send(address: tuple[str, int], request: Request, timeout_s: float) -> Answer
         except TimeoutError:
             raise
         except OSError:
-            pass  # closed by the server before all of it was sent; the answer may be there
+            pass  # closed by the server before the whole request was sent; the answer may have arrived
         size = 0
-        while size < MOST_BYTES:
+        while size < MAX_BYTES:
             connection.settimeout(max(0.01, until - time.monotonic()))
             try:
                 piece = connection.recv(PIECE_BYTES)

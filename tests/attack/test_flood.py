@@ -1,4 +1,4 @@
-"""A tenant that floods the queue beside one that does not: `benchmarks/fairness.py`, whose figures are printed."""
+"""One tenant floods the queue while another trains: runs `benchmarks/fairness.py` and prints its figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SIGKILL to any process of a server, every few seconds: training, samples and bulk jobs go on as if nothing happened.
+"""Processes of a server are killed every few seconds; training, samples and bulk jobs return the same results.
 
-The server is deterministic, so that every loss, log probability and token is compared bit by bit. What each kill hit is
-printed, with the seed: `ATTACK_SEED` repeats the choices, though not the moments at which they find a server.
+The server is deterministic, so that every loss, log probability and token is compared bit by bit. Prints each victim
+and the seed. `ATTACK_SEED` repeats the choice of victims, but not the state of the server at each kill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
 
-PATIENCE_S = 600.0  # of a client: it is told nothing wrong, however late
+PATIENCE_S = 600.0  # of a client: results may be late, but not wrong
 PLANS = (
     Plan("ann", 4, "cross_entropy", 1, rate=1e-3, patience_s=PATIENCE_S),
     Plan("bob", 8, "importance_sampling", 2, rate=1e-3, patience_s=PATIENCE_S),
@@ -29,14 +29,14 @@ PLANS = (
 PAUSES_S = (3.0, 15.0)
 ENDS_WITHIN_S = 30.0
 SETTINGS = {"batch_tenants": '["cal"]'}
-"""Whose bulk jobs may run functions."""
+"""The tenant whose bulk jobs may run functions."""
 
 
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def test_whatever_dies_nothing_is_lost_and_nothing_is_done_twice(tmp_path: Path) -> None:
+def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path) -> None:
     say(f"\nseed {SEED}, {SECONDS:g} s")
     with kept(tmp_path / "undisturbed", "--deterministic", **SETTINGS) as server:
         jobs = BulkJobs(server, tmp_path / "undisturbed-jobs")
@@ -56,7 +56,7 @@ def test_whatever_dies_nothing_is_lost_and_nothing_is_done_twice(tmp_path: Path)
 
 
 def attacked(server: KeptServer, directory: Path, told: dict[str, Record], rows: dict[str, bytes]) -> int:
-    """How many runs there were, each of which was told what the undisturbed one was."""
+    """Return the number of runs. Each received the results of the undisturbed run."""
     me = os.getpid()
     jobs = BulkJobs(server, directory / "jobs")
     killer = Killer(lambda: processes_below(me), any_kind, SEED, PAUSES_S, say, server.answers, SECONDS)

@@ -1,8 +1,8 @@
 """Thousands of broken requests of every route to a live server, while another tenant trains on it.
 
-Each is a valid request with one thing changed (`mutations`). The server answers all of them, in words, without a
-failure and without a secret; neither it nor its engine dies; the other tenant is told what it would be told alone, bit
-by bit.
+Each is a valid request with one thing changed (`mutations`). The server answers each with a message, without a server
+error or a secret. Neither the server nor its engine dies, and the other tenant's results are bit-identical to those of
+an idle server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIB = 1 << 20
 NEIGHBOUR = (Plan("ann", 4, "cross_entropy", 1, rate=1e-3, patience_s=600.0),)
 ATTACKER = "bob"
 ROUND = 250
-"""Requests until the attacker's things are made anew: some requests take them away."""
+"""Requests between two renewals of the attacker's objects, which some requests delete."""
 HANGS_S = 60.0
 GROWS_AT_MOST = 400 * MIB
 METRICS_TOKEN = "token-of-the-operator"
@@ -138,7 +138,7 @@ def test_a_valid_request_of_every_route_is_answered(server: KeptServer, document
 
 
 def attack(server: KeptServer, document: dict, judge: Judge) -> Counter[tuple[int, str]]:
-    """How many answers of each status there were, by the kind of request."""
+    """Count the answers by kind of request and status."""
     rng = random.Random(SEED)
     routes = routes_of(document)
     answers: Counter[tuple[int, str]] = Counter()
@@ -194,7 +194,7 @@ def test_no_broken_request_breaks_a_server(server: KeptServer, document: dict) -
     assert "Traceback" not in server.log()
 
 
-def test_what_was_stored_of_broken_requests_failed_by_its_own_fault(server: KeptServer) -> None:
+def test_stored_broken_requests_failed_as_user_errors(server: KeptServer) -> None:
     """After the last test: no accepted request made an engine fail."""
     failed = server.rows(
         f"SELECT request_id, category, error FROM futures WHERE tenant_id = '{ATTACKER}' "

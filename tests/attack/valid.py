@@ -1,4 +1,4 @@
-"""A valid request of every route of the OpenAPI document, of things that exist on a live server."""
+"""A valid request for every route of the OpenAPI document, with objects that exist on a live server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JSON, PROTO = b"application/json", b"application/x-protobuf"
 FORM = "multipart/form-data"
 PASSES = ("/forward", "/forward_backward")
 ENDS = re.compile(r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures)$")
-"""Routes whose success takes things away that other routes need."""
+"""Routes that delete objects which other routes need."""
 _BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 NEVER_200 = {
     *(f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")),
@@ -31,7 +31,8 @@ NEVER_200 = {
     "PUT /api/v1/external_weights_uploads/{number}/{file}",
     f"DELETE {_BARE_ID}",
 }
-"""Routes that refuse: there are no embeddings, the batch has failed, and nothing was uploaded by a signed link."""
+"""Routes that refuse valid requests: embeddings are not supported, the batch has failed, and no signed upload exists.
+"""
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 QUERY: Mapping[str, str] = {
     "/audit": "?event_type=all&event_date=2020-01-01",
@@ -69,7 +70,7 @@ MORE: Mapping[str, dict[str, object]] = {
     "/optim_step": {"adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8, "grad_clip_norm": 1.0}},
     "/save_weights": {"ttl_seconds": 3600},
 }
-"""Optional fields of routes, so that there is more to break."""
+"""Optional fields of routes, so that mutations can break them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ class World:
 
     things: Things
     other_file_id: str
-    other_job_id: str  # to be purged: after that it cannot be resumed
+    other_job_id: str  # only for purging, which prevents a resume
     key: str
-    links: Mapping[str, str]  # path and query by the route that takes no key
+    links: Mapping[str, str]  # path and query, by the route without a key
     new_key: Callable[[], str]
     files: Mapping[str, bytes]  # an adapter's
-    sample_id: str  # a sample that is kept for the dashboard
+    sample_id: str  # a sample recorded for the dashboard
     metrics_token: str
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(3))
 
@@ -111,7 +112,7 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
 
 
 def failing_job(name: str) -> dict[str, object]:
-    """A bulk job whose input is not there."""
+    """A bulk job whose input does not exist."""
     rows = {"format": "json", "path": "/nowhere/in.jsonl"}
     output = {"format": "json", "path": f"/nowhere/{name}.jsonl"}
     function = {"batch_serialized_fn": "", "batch_input_format": rows, "batch_output_formats": [output]}
@@ -119,7 +120,7 @@ def failing_job(name: str) -> dict[str, object]:
 
 
 def links_of(http: httpx.Client, things: Things) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Addresses that are their own permission, and the files of an adapter that are there."""
+    """Signed links, and the paths of an adapter's files."""
 
     def asked(path: str) -> str:
         return things.fill(path)
@@ -138,7 +139,7 @@ def links_of(http: httpx.Client, things: Things) -> tuple[dict[str, str], dict[s
 
 
 def request_of(label: str, content_types: list[str], world: World) -> Request:
-    """A request that the route answers without an error, if the things of the world are still there."""
+    """A request that the route answers without an error while the objects of the world exist."""
     method, _, path = label.partition(" ")
     short = path.removeprefix(PREFIX)
     things = replace(world.things, job_id=world.other_job_id) if short.endswith("/purge") else world.things
@@ -168,7 +169,7 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
 
 
 def quoted(path: str, things: Things) -> str:
-    """A path with its names filled in; the names of repositories and files may hold slashes."""
+    """A path with its parameters filled in; names of repositories and files may contain slashes."""
     filled = path.replace("{name}", "local") if path.startswith(f"{PREFIX}/batch/pools") else path
     return quote(things.fill(filled), safe="/:" if path.startswith(HUB) else "/")
 
@@ -178,7 +179,7 @@ def json_of(path: str, world: World) -> object:
         return PLAIN_BODIES[path]
     if path in PASSES:
         return json_pass(world)
-    if path == "/load_weights":  # into a model of its own: no other may have done anything before
+    if path == "/load_weights":  # into a fresh model: a load must be a model's first operation
         things = world.things
         number = next(world.numbers)
         return {"session_id": things.session_id, "model_seq_id": number, "path": things.weights, "optimizer": False}

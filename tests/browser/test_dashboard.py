@@ -1,7 +1,6 @@
-"""The dashboard in headless Chromium, on a live server with keys and real data: every page, what can be done on it, and
-whether those can use it who see little or have no mouse.
-
-One browser and one server for all; a test opens the page that it looks at.
+"""The dashboard in headless Chromium, on a live server with keys and real data: every page, its actions, and its
+accessibility to screen readers and the keyboard. All tests share one browser and one server; each opens the page that
+it checks.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def chromium(alice: Site) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(alice: Site, chromium: Browser) -> Iterator[Browser]:
-    """With alice's key entered. A test that leaves a complaint in the console has failed."""
+    """A browser with alice's key entered. A test fails if the console has an error or a warning."""
     if not chromium.driver.current_url.startswith(alice.server.url):
         chromium.driver.get(alice.server.url)
     chromium.driver.execute_script("sessionStorage.setItem('tinsmith.key', arguments[0])", alice.key)
@@ -66,7 +65,7 @@ def browser(alice: Site, chromium: Browser) -> Iterator[Browser]:
 
 
 def details_of(alice: Site) -> dict[str, str]:
-    """The pages of one thing, and how their headings begin."""
+    """The detail pages, and how their headings begin."""
     session_id = alice.run.partition(":")[0]
     return {
         f"sessions/{session_id}": "Session ",
@@ -159,7 +158,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
     links = browser.all("nav#nav a")
     links[1].send_keys(Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
-    # The heading is there before what is below it; it has the focus once both are.
+    # The heading appears before the content; it has the focus once both are shown.
     browser.until(lambda: browser.driver.switch_to.active_element.text == "Runs", "focus at the new page's heading")
     assert browser.one("nav#nav a[aria-current=page]").text == "Runs"
 
@@ -242,10 +241,10 @@ def test_a_narrow_screen_shows_it_all(browser: Browser) -> None:
         browser.driver.set_window_size(1280, 900)
 
 
-# What is missing.
+# Missing objects and values.
 
 MISSING = r"\b(null|undefined|NaN|Infinity|Invalid Date)\b|\[object "
-# Answers as a server of another version may give them: each number replaced, or each value that may be left out.
+# Answers of another version of the server: each number is replaced, or each optional value left out.
 SPOILED = """
 const changed = {
   "null": (value) => (typeof value === "number" ? null : value),
@@ -272,7 +271,7 @@ window.fetch = async (...given) => {
   return { ok: answer.ok, status: answer.status, json: async () => (answer.ok ? spoil(content) : content) };
 };
 """
-# Everything that a page says: its text, and the words for those who do not see it.
+# A page's text and its accessible names.
 SAID = """
 const words = [...document.querySelectorAll("body *")].flatMap((one) => [
   ...[...one.childNodes].filter((child) => child.nodeType === Node.TEXT_NODE).map((child) => child.textContent),
@@ -297,7 +296,7 @@ def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, brows
 
 
 @pytest.mark.parametrize("how", ["null", "missing", "empty"])
-def test_what_an_answer_lacks_is_shown_as_a_dash(alice: Site, browser: Browser, how: str) -> None:
+def test_missing_values_are_shown_as_a_dash(alice: Site, browser: Browser, how: str) -> None:
     script = {"source": SPOILED % how}
     added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
     try:
@@ -306,7 +305,7 @@ def test_what_an_answer_lacks_is_shown_as_a_dash(alice: Site, browser: Browser, 
             browser.open(page)
             drawn = "return answers.had > 1 && answers.had === answers.due"
             browser.until(lambda drawn=drawn: browser.driver.execute_script(drawn), f"the content of {page}")
-            if not (page == "playground" and how == "empty"):  # which says that there is no model
+            if not (page == "playground" and how == "empty"):  # it says that there is no model
                 assert browser.text("h1").startswith(heading), f"{page}: {browser.text('main')[:500]}"
             assert said_of_nothing(browser) == [], page
     finally:
@@ -338,7 +337,7 @@ def modules(browser: Browser, names: str, body: str, *arguments: object) -> obje
     return browser.driver.execute_async_script(script, *arguments)
 
 
-def test_an_axis_has_a_range_and_round_numbers_whatever_the_values_are(browser: Browser) -> None:
+def test_an_axis_has_a_range_and_round_numbers_for_any_values(browser: Browser) -> None:
     browser.open("overview", "Overview")
     series = numbers_of_all_kinds()
     body = """
@@ -368,7 +367,7 @@ def test_an_axis_has_a_range_and_round_numbers_whatever_the_values_are(browser: 
 
 
 def _spelled(series: list[list[float]]) -> list[list[object]]:
-    """Numbers for JavaScript, which JSON cannot carry when they are not finite."""
+    """JavaScript literals of numbers, including infinities and NaN, which JSON lacks."""
 
     class Spelled(float):
         def __repr__(self) -> str:
@@ -392,7 +391,7 @@ def test_steps_have_whole_numbers_wherever_a_run_begins(browser: Browser) -> Non
         assert ticks == sorted(set(ticks))
 
 
-def test_every_curve_is_drawn_whatever_its_values_are(browser: Browser) -> None:
+def test_curves_of_any_values_are_drawn(browser: Browser) -> None:
     browser.open("overview", "Overview")
     series = [[0.0], *numbers_of_all_kinds()[:40]]
     body = """
@@ -484,7 +483,7 @@ def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
 
 
 @pytest.mark.smoke
-def test_curves_grow_while_somebody_looks(alice: Site, browser: Browser) -> None:
+def test_curves_grow_on_an_open_page(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
 
     def latest(title: str) -> str:
@@ -555,7 +554,7 @@ def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) ->
         alice.http.put(f"dashboard/runs/{alice.run}", json={"name": "", "tags": []}).raise_for_status()
 
 
-def test_what_a_tenant_wrote_is_shown_as_text(alice: Site, browser: Browser) -> None:
+def test_a_tenants_strings_are_shown_as_text(alice: Site, browser: Browser) -> None:
     browser.open("runs", "Runs")
     link = browser.until(lambda: [one for one in browser.all("tbody a") if one.text == STRANGE_NAME], "the name")
     link[0].click()
@@ -622,12 +621,12 @@ def test_the_overview_counts(alice: Site, browser: Browser) -> None:
     browser.until(lambda: browser.text("h1") == "Checkpoints", "the page")
 
 
-def test_the_queue_shows_what_was_packed(browser: Browser) -> None:
+def test_the_queue_shows_packed_steps(browser: Browser) -> None:
     browser.open("queue", "Queue and packing")
     browser.until(lambda: "tokens on average" in browser.text("main"), "the sizes")
     assert browser.all("svg.bars rect.s1")
     assert "Optimizer steps" in browser.text("main")
-    # A tenant that is alone is told nothing of shares.
+    # The only active tenant sees no shares.
     for word in ("of them were yours", "Tenants", "Your tokens", "other tenants"):
         assert word not in browser.text("main")
 
@@ -720,7 +719,7 @@ def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, brow
 def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, browser: Browser) -> None:
     browser.open("checkpoints", "Checkpoints")
     browser.until(lambda: rows(browser), "the checkpoints")
-    # A download leaves the page where it is; what the browser asks for is noted instead of written to a disk.
+    # A download keeps the page open. The test records the requested address; no file is written.
     browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "deny"})
     name = alice.checkpoints[0].rpartition("/")[2]
     browser.click("button", f"Download {name}")
@@ -730,7 +729,7 @@ def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, brows
     assert httpx.get(link).headers["content-type"] == "application/x-tar"
 
 
-def test_models_are_asked_side_by_side_token_by_token(alice: Site, browser: Browser) -> None:
+def test_models_are_sampled_side_by_side_as_streams(alice: Site, browser: Browser) -> None:
     browser.open("playground", "Playground")
     fields = browser.until(lambda: browser.all("input[id^=model]"), "the models")
     models = [field.get_attribute("value") for field in fields]
@@ -754,7 +753,7 @@ def test_models_are_asked_side_by_side_token_by_token(alice: Site, browser: Brow
     assert len(browser.all(".column")) == 3
 
 
-def test_what_cannot_be_sampled_says_why(browser: Browser) -> None:
+def test_a_refused_sample_shows_the_reason(browser: Browser) -> None:
     browser.open("playground", "Playground")
     field = browser.until(lambda: browser.one("#model1"), "the field")
     field.clear()
@@ -779,7 +778,7 @@ def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browse
     assert browser.all(".turn.sampled .token.p0, .turn.sampled .token.p1")
 
 
-def test_bulk_jobs_show_how_far_they_are_what_failed_and_end_when_told(alice: Site, browser: Browser) -> None:
+def test_bulk_jobs_show_progress_and_failures_and_can_be_cancelled(alice: Site, browser: Browser) -> None:
     running = alice.long_job()
     browser.open("jobs", "Bulk jobs")
     browser.until(lambda: len(rows(browser)) == 2, "the jobs")
@@ -820,7 +819,7 @@ window.fetch = async (where) => {
 
 
 def shown_job(browser: Browser, job: dict[str, object], errors: Sequence[object], batches: Sequence[object]) -> str:
-    """The text of a job's page, for these answers."""
+    """Return the text of a job's page for these answers of the server."""
     me = {"name": "alice", "key_id": 1}
     answers = {"/me": me, "/jobs/9": job, "/9/errors": {"errors": errors}, "/9/partial": {"batches": batches}}
     script = {"source": GIVEN % json.dumps(answers)}
@@ -829,7 +828,7 @@ def shown_job(browser: Browser, job: dict[str, object], errors: Sequence[object]
         browser.driver.get("about:blank")
         browser.open("jobs/9", "Job 9")
         browser.until(lambda: "Submitted" in browser.text("main"), "the job")
-        # The answer for the parts comes last; what it leads to is drawn before the next timer.
+        # The answer for the parts arrives last and is drawn before the next timer.
         browser.until(lambda: browser.driver.execute_script("return window.asked.includes('/9/partial')"), "the parts")
         browser.driver.execute_async_script("setTimeout(arguments[0], 100)")
         return browser.text("main")
@@ -880,7 +879,7 @@ def test_a_server_that_is_away_is_waited_for(browser: Browser) -> None:
     assert all("ERR_INTERNET_DISCONNECTED" in complaint for complaint in browser.complaints())
 
 
-def test_what_is_not_there_is_said(browser: Browser) -> None:
+def test_missing_objects_are_reported(browser: Browser) -> None:
     browser.open("runs/no:train:0", "Not found")
     assert "unknown" in browser.text("main")
     browser.open("nothing", "Overview")

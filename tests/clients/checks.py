@@ -1,7 +1,6 @@
-"""Shared by the scripts of clients: the server, a few requests, and named checks that are counted.
-
-Runs in the environment of a client, so that it imports nothing but the standard library. The last line of a script's
-output is a JSON object: `passed`, a number, and `failed`, the names of the checks that failed.
+"""Shared by the scripts of clients: the server, a few requests, and counted, named checks. Imports only the standard
+library, because it runs in a client's environment. The last line of a script's output is a JSON object: `passed`, a
+number, and `failed`, the names of the checks that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _failed: list[str] = []
 
 @contextmanager
 def check(name: str) -> Iterator[None]:
-    """One behaviour of a client. Its error is printed, and the script goes on."""
+    """Check one behaviour of a client. An error is printed, and the script continues."""
     try:
         yield
     except Exception:  # noqa: BLE001  whatever a client raises, the others are still checked

@@ -1,4 +1,4 @@
-"""pydantic-ai against a server: an agent by OpenAI's chat, by responses and by Anthropic's messages."""
+"""pydantic-ai against a server: an agent through OpenAI's chat, responses and Anthropic's messages."""
 
 from checks import KEY, NANO, URL, check
 from pydantic_ai import Agent

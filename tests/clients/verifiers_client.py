@@ -1,4 +1,5 @@
-"""verifiers against a server: its evaluation client in three dialects, and its train client by tokens and logprobs."""
+"""verifiers against a server: its evaluation client with three protocols, and its training client with tokens and
+logprobs."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Dedicated samplers as processes with data directories of their own: the same answers, whatever dies."""
+"""Dedicated samplers in processes with separate data directories return the same answers, also after deaths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
         found = {
             "server": stack.enter_context(cluster.process("server", "server")),
             "engine": stack.enter_context(cluster.process("engine", "engine")),
-            # Room for one version: whatever is sampled next to another is evicted and fetched again.
+            # Memory for one version: sampling two versions evicts and fetches them in turn.
             "alpha": stack.enter_context(cluster.process("alpha", "sampler", settings={"SAMPLER_VERSION_BYTES": "1"})),
             "beta": stack.enter_context(cluster.process("beta", "sampler")),
         }
@@ -52,7 +52,7 @@ def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
 
 @pytest.fixture
 def client(cluster: Cluster, processes: dict[str, LiveServer]) -> Iterator[RawClient]:
-    cluster.await_ready("engine", *SAMPLERS)  # whoever died in the test before
+    cluster.await_ready("engine", *SAMPLERS)  # processes that an earlier test killed
     cluster.wait(lambda: cluster.engines()["engine"].address)
     made = connect(processes["server"])
     yield made
@@ -84,7 +84,7 @@ def expected(weight: float, prompt: Sequence[int], seed: int = 7) -> list[list[i
 
 
 class Run:
-    """A run whose weight goes down with every step; its versions are told apart by it."""
+    """A run whose weight decreases with every step, so that answers identify their version."""
 
     def __init__(self, client: RawClient) -> None:
         self.client = client
@@ -192,7 +192,7 @@ def test_an_inflight_version_is_sampled_by_its_engine_which_alone_knows_the_newe
         assert executors(cluster, [request_id]) == [None]
 
 
-def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> None:
+def test_an_unknown_version_fails_as_in_an_engine(client: RawClient) -> None:
     run = Run(client)
     path = run.save("gone")
     body = {"session_id": run.session_id, "sampling_session_seq_id": 91, "model_path": path}
@@ -205,7 +205,7 @@ def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> Non
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_operators_have_a_sampler_sleep_and_wake_over_http(cluster: Cluster, client: RawClient, kind: str) -> None:
-    """On the engines' documented contract: the device is released once no sample runs, and taken back."""
+    """Sleep releases the device once no sample runs, and wake-up takes it back, as the engines' documentation says."""
     fake = external_engines.Engine(vocab_size=512, context=2048)
     release, resume = {
         "vllm": ("/sleep?level=1", "/wake_up?tags=kv_cache"),
@@ -289,7 +289,7 @@ def test_without_any_sampler_the_engine_samples(cluster: Cluster, processes: dic
     sampler, weight = run.publish()
     ids = [send(client, sampler, number, [number]) for number in range(10)]
     for name in SAMPLERS:
-        # The process that restarts it dies first, so that nobody says that it is gone.
+        # The supervisor dies first, so that the sampler's death is not announced.
         pid = cluster.engines()[name].pid
         processes[name].process.kill()
         with contextlib.suppress(ProcessLookupError):
@@ -300,7 +300,7 @@ def test_without_any_sampler_the_engine_samples(cluster: Cluster, processes: dic
 
 
 def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp_path: Path) -> None:
-    """The real SDK and the embedded model: what is sampled has the logprobs that its own version gives it."""
+    """With the real SDK and the embedded model, samples have the logprobs of their own version."""
     with (
         serving(tmp_path / "data", "--samplers", "1") as server,
         tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
@@ -328,7 +328,7 @@ def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp
                 trained = outputs["logprobs"].to_numpy()[len(prompt) - 1 :]
                 np.testing.assert_allclose(sequence.logprobs, trained, atol=2e-4)
             model.optim_step(types.AdamParams(learning_rate=0.05)).result()
-        # Clients of OpenAI are answered by it, too, token by token if they like.
+        # It also answers OpenAI's clients, whole and streamed.
         chat = {"model": BASE, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
         headers = {"authorization": f"Bearer {API_KEY}"}
         url = f"{server.url}/v1/chat/completions"

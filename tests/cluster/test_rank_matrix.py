@@ -1,6 +1,5 @@
-"""Four ranks, long sequences, every family of docs/models.md on two, ranks that die or stand still, and the SDK on two.
-
-`make test-ranks` does it. What `make test` does: test_ranks.py.
+"""Four ranks, long sequences, every family of docs/models.md on two ranks, ranks that die or hang, and the SDK on two.
+Run by `make test-ranks`; `make test` runs test_ranks.py.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ FOUR = {
 }
 
 NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
-"""Families that transformers has no plan for: refused with tensor_parallel."""
+"""Families for which transformers has no tensor-parallel plan; they are refused with tensor_parallel."""
 
 
 def refuse(reason: str) -> None:
@@ -62,7 +61,7 @@ def refuse(reason: str) -> None:
 
 @pytest.fixture(scope="module", params=[4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Group | None]:
-    """As many as a test asks for, closed before others are: a process is rank 0 of one group at a time."""
+    """Open a group of ranks. The previous group is closed first, because a process is rank 0 of one group at a time."""
     if request.param == 0:
         yield None
         return
@@ -195,7 +194,7 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
         backend = ranked.load(shape, group, TWO[name])
         os.kill(group.pids[1], how)
         if how == signal.SIGKILL:
-            # In the middle of nothing: nobody had to ask.
+            # The group is idle: the loss is noticed without a call.
             assert noticed.wait(60) and f"process {group.pids[1]}) was killed by signal 9" in reasons[0]
         with pytest.raises(RanksLostError):
             run_to_end(backend.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])]))
@@ -207,7 +206,7 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
 
 
 @pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL"])
-def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_path: Path, degree: str) -> None:
+def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Path, degree: str) -> None:
     settings = {degree: "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     with serving(tmp_path, settings=settings) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
@@ -239,7 +238,7 @@ def _step(model: tinker.TrainingClient) -> float:
 
 
 def _others(engines: list[int]) -> list[int]:
-    """The children of engines: their other ranks."""
+    """The engines' child processes, which are their other ranks."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         found = []

@@ -1,4 +1,4 @@
-"""A base model on two ranks against one process: every loss, every degree, and what ranks must agree upon.
+"""A base model on two ranks against one process: every loss, every degree, and the agreement of the ranks.
 
 One group of two processes serves the whole module. Four ranks, families and deaths: test_rank_matrix.py.
 """
@@ -40,7 +40,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan.architecture import read_directory
-from tinsmith.plan.degrees import Wanted
+from tinsmith.plan.degrees import Workload
 from tinsmith.plan.speed import Work, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
@@ -131,7 +131,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
     many.unload_model("counted")
     assert isinstance(result, PassResult)
     degrees = many.own.ranks.degrees
-    wanted = Wanted(2, 2**34, rank=4, dtype="float32", cuda=False)
+    wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
     work = Work(rows=48 // degrees.groups, recompute=False)
     expected = traffic(read_directory(Path(shape.path)), wanted, degrees, work)
     assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
@@ -140,7 +140,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
     shape: ModelShape, group: Group, oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if this machine had two devices: the plan's choice, through the settings, to ranks that train."""
+    """The test simulates two devices: the planner chooses degrees, and ranks started through the settings train."""
     worlds: list[int] = []
 
     def started(world: int, **_options: object) -> Group:
@@ -160,7 +160,7 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
 
 
 def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
-    """A rank without sequences, and adapters that are below each other's layers: no rank waits for another."""
+    """No rank waits for another if one has no sequences, or if ranks have adapters of different layers."""
     rng = np.random.default_rng(1)
     for model in range(len(SPECS)):
         agree_on(one, many, [pass_of(rng, model, [7])])
@@ -210,7 +210,7 @@ def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: Torch
     agree_on(one, many, passes)
 
 
-def test_tokens_are_told_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
+def test_tokens_are_streamed_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
     (sample,) = (sample for sample in samples() if sample.stream)
     publish(many)
     many.sampler.partials()
@@ -237,7 +237,7 @@ def test_a_cancelled_sample_is_gone_from_its_ranks(one: TorchBackend, many: Shar
     assert finish(many).keys() == {sample.request_id for sample in base_only[1:]}
 
 
-def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+def test_refusals_equal_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
     rng = np.random.default_rng(3)
     for backend in (one, many):
         with pytest.raises(UserError, match="rank is 0"):
@@ -253,7 +253,7 @@ def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: S
         assert isinstance(outcomes[0], UserError) and isinstance(outcomes[1], PassResult)
 
 
-def test_a_checkpoint_has_the_same_bytes_and_goes_on_anywhere(
+def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     one: TorchBackend, many: ShardedBackend, tmp_path: Path
 ) -> None:
     train_alike(one, many, 2, seed=7)
@@ -328,7 +328,7 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
     monkeypatch.setattr(trainer, "_run_one", run)
     rng = np.random.default_rng(4)
     agree_on(one, many, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
-    # What does not fit alone on rank 0 is refused on all.
+    # A sequence that does not fit on rank 0 is refused on all ranks.
     outcomes = run_to_end(many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])]))
     assert isinstance(outcomes[0], UserError) and "does not fit" in str(outcomes[0])
     assert isinstance(outcomes[1], PassResult)
@@ -356,7 +356,7 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(
+def test_indivisible_degrees_are_refused_by_name(
     tmp_path: Path,
     group: Group,
     arch: str,
@@ -392,7 +392,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 
 def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost) -> None:
-    """An adapter that one rank alone has changed is found at the next step, rather than served."""
+    """If one rank alone changes an adapter, the next step detects it."""
     backend = load(shape, group, DEGREES["dp2"])
     run_to_end(backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])]))
     trained = own(backend)._models["m0"]

@@ -1,6 +1,5 @@
-"""Roles on a cluster of Ray with two nodes: `tinsmith up`, a node that is lost, a controller that dies, `down`.
-
-One cluster and one server for all of it, in the order of the file. More, which takes minutes: test_ray_nodes.py."""
+"""Roles on a cluster of Ray with two nodes: `tinsmith up`, a lost node, a dead controller, `down`. The tests share one
+cluster and one server and run in the order of the file. Tests that take minutes are in test_ray_nodes.py."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from tinsmith.batch.client.job import Job
 from tinsmith.cluster.ray.controller import RayProcess
 
 SECRET = "a-secret-that-is-nobodys-business-0123456789"
-# Waiting is for slow machines only.
+# Only slow machines need this long.
 PATIENCE_S = 120.0
 SETTINGS = {"ENGINE_LEASE_S": "3", "SIGNING_SECRET": SECRET}
 
@@ -67,7 +66,7 @@ class Fleet:
         self.command("up", "--backend", "fake", *arguments)
 
     def processes(self) -> dict[str, RayProcess]:
-        """As `tinsmith status` has them, without its half second of Python and two of Ray."""
+        """The processes that `tinsmith status` reports, without the seconds that its start takes."""
         from tinsmith.cluster.ray.cluster import RayCluster
 
         return {seat.name: seat for seat in RayCluster().seats()}
@@ -83,7 +82,7 @@ class Fleet:
         return eventually(found)
 
     def node_of(self, name: str) -> Any:  # noqa: ANN401
-        """The node whose resources are reserved for it."""
+        """The node on which its resources are reserved."""
         from ray.util.placement_group import get_placement_group, placement_group_table
 
         (node_id,) = placement_group_table(get_placement_group(name))["bundles_to_node_id"].values()
@@ -138,7 +137,7 @@ def test_a_node_that_is_lost_costs_a_run_nothing_but_time(fleet: Fleet) -> None:
     assert fleet.node_of("engine-0").node_id != lost.node_id
 
 
-def test_a_controller_that_dies_is_started_again_and_adopts_what_runs(fleet: Fleet) -> None:
+def test_a_dead_controller_is_restarted_and_adopts_running_processes(fleet: Fleet) -> None:
     import ray
 
     from tinsmith.cluster.ray.cluster import report
@@ -191,7 +190,7 @@ def test_no_secret_is_in_a_command_line_an_environment_or_a_log(fleet: Fleet) ->
 
 
 @pytest.mark.slow
-def test_new_settings_replace_what_runs_and_what_is_too_much_goes(fleet: Fleet) -> None:
+def test_new_settings_replace_processes_and_remove_surplus_ones(fleet: Fleet) -> None:
     before = fleet.running("engine-0", "batch-worker-0")
     fleet.up("--engines", "1", "--model", f"local/other={nano.path()}")
     after = fleet.running("engine-0")

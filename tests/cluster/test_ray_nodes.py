@@ -1,6 +1,5 @@
-"""Bulk jobs on nodes of a Ray cluster that are lost, and `tinsmith up --ray local` from the first process to the last.
-
-Minutes: `make test-ray`. Coordinators are in this process, or in one of their own that is killed."""
+"""Bulk jobs on nodes of a Ray cluster that are lost, and `tinsmith up --ray local` from start to end. Run by `make
+test-ray`; it takes minutes. Coordinators run in this process, or in a separate one that is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings
 
-# Waiting is for slow machines only.
+# Only slow machines need this long.
 PATIENCE_S = 180.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -124,7 +123,7 @@ def test_a_node_that_is_lost_changes_nothing_in_the_output(nodes: Nodes, jobs: B
         wait_until_gone(pid)
 
 
-def test_slots_without_room_hold_nobody_up(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
+def test_slots_without_resources_do_not_block_others(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, slow_double, fn_kwargs={"directory": str(tmp_path)}, batch_pool_name="ray", rows=20)
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 9), jobs, job_id))
     assert written(tmp_path) == expected(20)
@@ -158,7 +157,7 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
     assert sum(state["attempt_id"] == 1 for state in jobs.get_batch_states(job_id)) >= done
 
 
-def test_a_setup_that_fails_fails_the_job_with_what_it_said(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
+def test_a_failing_setup_fails_the_job_with_its_output(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     pool = tmp_path / "pool.yaml"
     pool.write_text("pool: {workers: 2}\nresources: {infra: ray, cpus: 0.5}\nsetup: echo no such driver; exit 7\n")
     given = {"data_dir": tmp_path, "backend": "fake", "ray_address": nodes.address, "batch_pools": (f"mine={pool}",)}
@@ -193,7 +192,7 @@ def database_of(data_dir: Path) -> Iterator[Database]:
 
 
 def engines(data_dir: Path) -> list[int]:
-    """The processes that hold a lease, once there is a database."""
+    """The processes that hold a lease; none before the database exists."""
     with contextlib.suppress(OperationalError), database_of(data_dir) as database, database.read() as connection:
         held = sa.select(ENGINES.c.pid).where(ENGINES.c.lease_expires_at > now(), ENGINES.c.state == "ready")
         return list(connection.scalars(held))
@@ -201,7 +200,7 @@ def engines(data_dir: Path) -> list[int]:
 
 
 def add_work(data_dir: Path, tokens: int) -> None:
-    """A request of a run that no engine has; it waits until the test settles it."""
+    """Add a request of a run without an engine; it stays pending until the test settles it."""
     row = {"request_id": "r", "tenant_id": "t", "session_id": "s", "base_model": "tinsmith/nano", "kind": "forward"}
     more = {"state": "pending", "num_tokens": tokens, "created_at": now(), "model_id": "m", "seq_id": 5}
     with database_of(data_dir) as database, database.write() as connection:

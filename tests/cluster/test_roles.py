@@ -38,7 +38,7 @@ def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
 
 @pytest.fixture
 def client(cluster: Cluster, processes: dict[str, LiveServer]) -> Iterator[RawClient]:
-    cluster.await_ready("one", "two")  # whoever died in the test before
+    cluster.await_ready("one", "two")  # processes that an earlier test killed
     made = connect(processes["server"])
     yield made
     made.http.close()
@@ -61,7 +61,7 @@ def test_new_runs_are_spread_over_the_engines(cluster: Cluster, client: RawClien
 
 
 @pytest.mark.smoke
-def test_what_a_killed_engine_had_goes_on_with_the_other(cluster: Cluster, client: RawClient) -> None:
+def test_the_other_engine_continues_a_killed_engines_runs(cluster: Cluster, client: RawClient) -> None:
     runs = [client.model() for _ in range(4)]
     trained(client, runs, 1)
     owners = cluster.owners()
@@ -95,7 +95,7 @@ def test_an_engine_that_stood_still_is_replaced_and_writes_nothing(cluster: Clus
     assert "Traceback" not in cluster.log()
 
 
-def test_an_engine_that_is_told_to_stop_hands_its_runs_over(cluster: Cluster, client: RawClient) -> None:
+def test_a_stopping_engine_hands_over_its_runs(cluster: Cluster, client: RawClient) -> None:
     runs = [client.model() for _ in range(2)]
     with cluster.process("three", "engine", "--engines", "2") as leaving:
         cluster.await_ready("three", "three-1")

@@ -1,6 +1,4 @@
-"""Two servers, with an engine each, on one Postgres and one storage: whichever is asked, the answer is the same, and
-one of them may die.
-"""
+"""Two servers with one engine each share a Postgres and a storage. Both give the same answers, and either may die."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def clients(servers: tuple[LiveServer, LiveServer]) -> Iterator[tuple[RawClient,
 
 
 def owner(url: str, model_id: str) -> EngineRow:
-    """The seat that has a run."""
+    """The seat of the engine that owns a run."""
     db = Database(url)
     model = Models(db).find(model_id)
     rows = {row.engine_id: row for row in Engines(db, "").of_base(BASE)}
@@ -139,7 +137,7 @@ def test_an_engine_that_was_paused_while_another_took_over_writes_nothing(
         assert owner(url, model).engine_id != old.engine_id
     finally:
         os.kill(old.pid, signal.SIGCONT)
-    # It finds new work beside the new engine and, by its own memory, may do it.
+    # The replaced engine finds new work, and its memory says that it still holds the lease.
     assert one.steps_taken(one.step(model, 3)) == 3
     assert wait_until_gone(old.pid)
     assert two.steps_taken(two.step(model, 4)) == 4

@@ -31,7 +31,7 @@ from tinsmith.api.operation import PREFIX
 ROUTES = Path(__file__).parents[2] / "docs" / "reference" / "routes.md"
 
 
-def test_the_document_is_what_the_tests_say() -> None:
+def test_the_document_matches_the_tests() -> None:
     assert DOCUMENT.read_text() == render(), "run scripts/write-compatibility"
 
 
@@ -43,7 +43,7 @@ def test_every_method_command_and_endpoint_is_driven_or_excepted() -> None:
     assert all(EXCEPTIONS.values())
 
 
-def test_no_declaration_names_what_does_not_exist() -> None:
+def test_declarations_name_existing_things() -> None:
     unknown = (set(declared()) | set(EXCEPTIONS)) - known_names()
     assert not unknown, f"{sorted(unknown)} is no method, command or endpoint"
 
@@ -77,9 +77,7 @@ def test_a_row_has_a_name_of_its_own_and_checks() -> None:
     assert all(row.checks for row in ROWS)
 
 
-def test_a_witness_sees_what_was_called_and_misses_what_was_not(
-    fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_witness_records_calls(fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     witness = Witness(monkeypatch)
     tinker.RestClient(base_url=fake_server.url, api_key=API_KEY).list_sessions().result()
     claims = {"RestClient.list_sessions", "GET /sessions", "RestClient.list_training_runs", "GET /training_runs"}

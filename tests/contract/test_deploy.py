@@ -1,4 +1,4 @@
-"""The files of deploy/: each is read by a tool that knows its format, and names only what this version has."""
+"""The files of deploy/: each is valid for the tool that reads it, and names only things that exist in this version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 KUBERNETES = "1.33"
 KUBE_FILES = sorted(path for path in (DEPLOY / "kubernetes").rglob("*.yaml"))
 PAGES = {"container": "howto/containers.md", "grafana": "metrics.md"}
-"""The page of a folder of deploy/, where it has another name than the folder."""
+"""The pages of folders of deploy/ that have another name than the folder."""
 
 RAY_CLUSTER: dict[str, Any] = {
     "type": "object",
@@ -80,7 +80,7 @@ RAY_CLUSTER: dict[str, Any] = {
     },
     "$defs": {"params": {"type": "object", "additionalProperties": {"type": "string"}}},
 }
-"""What of KubeRay's RayCluster is used here; the pods in it are Kubernetes' own."""
+"""The fields of KubeRay's RayCluster that are used here; its pods are Kubernetes' own."""
 
 
 def run(*command: str) -> str:
@@ -96,7 +96,7 @@ def test_a_container_file_is_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_a_container_holds_what_it_copies_and_runs_as_nobody_special(kind: str) -> None:
+def test_a_container_has_its_files_and_an_unprivileged_user(kind: str) -> None:
     text = (DEPLOY / f"container/Dockerfile.{kind}").read_text()
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*)$", text, re.M):
@@ -156,7 +156,7 @@ def volumes_of(service: dict[str, Any]) -> list[str]:
     return [volume.partition(":")[0] for volume in service.get("volumes", ())]
 
 
-def test_the_example_of_the_environment_has_everything_that_the_compose_file_asks_for() -> None:
+def test_the_example_environment_has_all_variables_of_the_compose_file() -> None:
     asked = set(re.findall(r"(?<!\$)\$\{([A-Z_]+)", (DEPLOY / "compose/compose.yaml").read_text()))
     given = set(re.findall(r"^([A-Z_]+)=", (DEPLOY / "compose/env.example").read_text(), re.M))
     assert asked == given
@@ -227,14 +227,14 @@ def test_the_ray_cluster_is_one() -> None:
 
 
 def test_the_task_is_one() -> None:
-    """SkyPilot itself reads it in `make lint-deploy`."""
+    """`make lint-deploy` validates it with SkyPilot itself."""
     (task,) = documents(DEPLOY / "skypilot/tinsmith.yaml")
     assert set(task) <= {"name", "resources", "workdir", "envs", "secrets", "setup", "run"}
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-# What they name.
+# Names in the files.
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -274,7 +274,7 @@ def test_every_command_that_is_named_exists() -> None:
 
 
 def commands() -> Iterator[Sequence[str]]:
-    """What follows `tinsmith` in scripts, and what is handed to a container whose entry point it is."""
+    """The arguments of `tinsmith` in scripts, and those of containers whose entry point it is."""
     for path, text in texts():
         yield from (shlex.split(line, comments=True) for line in re.findall(r"/bin/tinsmith ([a-z].*)$", text, re.M))
         if path.suffix == ".yaml":

@@ -1,6 +1,5 @@
 """The documents match the code: every setting, flag, loss and package is documented. They also stay short.
-
-The routes are held to docs/wire.md by test_routes_service.py."""
+test_routes_service.py compares the routes with docs/wire.md."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tinsmith.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
-# Every flag of every command. A new one belongs in docs/settings.md, and here on purpose.
+# Every flag of every command. A new flag must be added here and to docs/settings.md.
 FLAGS = {
     "serve": {
         "--model",
@@ -141,7 +140,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 36_200
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 36_600
 
 
 def test_links_between_documents_lead_somewhere() -> None:

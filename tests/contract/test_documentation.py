@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning or a foreign address; its code runs, and its words are true."""
+"""The documentation site builds without warnings or external resources; its code runs, and its statements hold."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
 MARKS = re.compile(r"<\|\w+\|>|</?think>")
-# An example in a page: its language is written so that no formatter takes the line for Python.
+# An example in a page: the language is written so that formatters do not read the line as Python.
 SNIPPET = re.compile(r'^``` { \.python }\n--8<-- "(\S+)"\n```$', re.MULTILINE)
 
 
@@ -38,14 +38,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def own_code(page: Path) -> list[str]:
-    """The Python of a page, but the examples that it shows: these have tests of their own."""
+    """The Python code of a page, without the examples that it includes, which have their own tests."""
     return blocks(page, "python")
 
 
 @pytest.fixture
 def run(nano_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Run:
-    """Runs a script as a user would, in a directory of its own, and gives what it printed. In this process, since each
-    new one would first load torch and transformers.
+    """Run a script in its own directory and return its output. It runs in this process, since each new process would
+    first load torch and transformers.
     """
     monkeypatch.setenv("TINKER_BASE_URL", nano_server.url)
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
@@ -189,7 +189,7 @@ def test_metrics_are_copied_into_wandb(
 
 
 @pytest.mark.extended
-def test_the_notebook_runs_and_what_it_teaches_is_learned(nano_server: LiveServer, tmp_path: Path) -> None:
+def test_the_notebook_runs_and_its_model_learns(nano_server: LiveServer, tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="no nbformat")
     nbclient = pytest.importorskip("nbclient", reason="no nbclient")
     for name in ("ipykernel", "matplotlib"):
@@ -228,7 +228,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_reference_is_what_the_code_says() -> None:
+def test_the_reference_matches_the_code() -> None:
     for name, page in script("write-reference").PAGES.items():
         assert (DOCS / "reference" / name).read_text() == page(), "run scripts/write-reference"
 
@@ -248,7 +248,7 @@ def test_the_yaml_of_the_pages_is_yaml() -> None:
 
 def test_troubleshooting_quotes_words_that_the_source_has() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "src" / "tinsmith").rglob("*.py"))
-    words = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written on several lines
+    words = re.sub(r'"\s*\n\s*f?"', "", source)  # strings that span several lines
     quoted = [
         phrase
         for line in (DOCS / "troubleshooting.md").read_text().splitlines()
@@ -273,7 +273,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loaded(HTMLParser):
-    """What a browser fetches by itself, and whether a page has words."""
+    """The resources that a browser loads by itself, and whether a page has text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Loaded(HTMLParser):
             self.addresses.append(found.get("href") or "")
 
 
-def test_a_reader_of_the_site_asks_nobody_else(site: Path) -> None:
+def test_the_site_loads_no_external_resources(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:

@@ -1,4 +1,4 @@
-"""One tenant's objects do not exist for another: on every route that takes an id, and through the real SDK.
+"""Objects of one tenant do not exist for another, on every route that takes an id and through the real SDK.
 
 The cases are those of the declarations (`access`, `example` and `filters`), so that every route has one.
 """
@@ -32,7 +32,7 @@ from tinsmith.wire.bodies import PROTO_TYPE
 from tinsmith.wire.fields import described
 
 ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
-"""What other services' clients call: paths without the prefix."""
+"""Routes of other services' clients, whose paths have no prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def bulk_job(name: str, resume_from: object = None) -> dict[str, object]:
 
 
 def filled(value: object, things: Things) -> object:
-    """An example of a declaration, with the ids of these things."""
+    """An example of a declaration, with the ids of these objects."""
     if isinstance(value, dict):
         return {name: filled(each, things) for name, each in value.items()}
     if isinstance(value, list):
@@ -115,7 +115,7 @@ def openai_batch(file_id: str) -> dict[str, object]:
     return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
 
 
-# What each route that takes ids in its body, or in its query, is sent; those with ids in their path may need neither.
+# The bodies and queries of routes that take ids there; routes with ids in their path may need neither.
 BODIES = {each.path: body_of(each) for each in OPERATIONS if isinstance(each.example, dict)}
 QUERIES = {each.path: each.example for each in OPERATIONS if isinstance(each.example, str)}
 LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
@@ -124,7 +124,7 @@ LISTING_QUERIES = {"/audit": "?event_type=all&event_date=2020-01-01"}
 # Ids that a listing takes as a filter or a cursor: (path, query or body).
 FILTERS = [(each.path, given) for each in OPERATIONS for given in each.filters]
 NO_IDS = {"telemetry session_id", "batches custom_id"}
-"""Fields that are named like ids of things, and are not looked at."""
+"""Fields that are named like ids, but are not ids of objects."""
 
 
 def id_routes() -> list[tuple[str, str]]:
@@ -176,7 +176,7 @@ def stored_response(harness: Harness, tenant_id: str) -> str:
 
 
 def captured(harness: Harness, tenant_id: str) -> tuple[str, str]:
-    """A trajectory and its session."""
+    """Store a trajectory; return it and its session."""
     session = uuid.uuid4().hex
     answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
     harness.services.exchanges.record(tenant_id, session, BASE, [[1, 2]], [SampleResult("r", (answer,))])
@@ -185,7 +185,7 @@ def captured(harness: Harness, tenant_id: str) -> tuple[str, str]:
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:
-    """A file and a batch of it."""
+    """Store a file and a batch of it."""
     headers, file = {"X-API-Key": key}, {"file": ("in.jsonl", b"x")}
     made = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()
     batch = harness.client.post("/v1/batches", headers=headers, json=openai_batch(made["id"])).json()
@@ -221,14 +221,14 @@ def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> R
 
 
 def test_every_route_that_takes_ids_has_them_somewhere() -> None:
-    """In its path, or in the example of its declaration."""
+    """The ids are in its path, or in the example of its declaration."""
     for operation in OPERATIONS:
         ids = operation.access is Access.IDS
         assert not ids or "{" in operation.path or re.search(r"{\w+}", str(operation.example)), operation.name
 
 
 def names_in(schema: object) -> set[str]:
-    """Of the fields of a body, at any depth."""
+    """Names of the fields of a body, at any depth."""
     if isinstance(schema, list):
         return set().union(*map(names_in, schema))
     if not isinstance(schema, dict):
@@ -316,7 +316,7 @@ def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Ha
         assert answer("sampler-0-unknown", ALICE).status_code == 404
 
 
-def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
+def test_a_pool_shows_only_the_callers_jobs(harness: Harness) -> None:
     run = SimpleNamespace(job=SimpleNamespace(tenant_id="alice", pool="local"))
     harness.services.coordinator._runs[4711] = run  # type: ignore[assignment]
     for key, jobs in ((ALICE, [4711]), (BOB, [])):
@@ -335,9 +335,7 @@ def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
         ("copy_weights", {"source_path": "{weights}", "model_seq_id": 7}),
     ],
 )
-def test_anothers_checkpoint_opens_in_ones_own_session_only_when_published(
-    harness: Harness, path: str, body: dict[str, object]
-) -> None:
+def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: str, body: dict[str, object]) -> None:
     things = things_of(harness)
     filled = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
     filled |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
@@ -395,8 +393,8 @@ def without_ids(text: str, things: Things) -> str:
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
-def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Harness, method: str, path: str) -> None:
-    """Status, body and headers are the same in both cases."""
+def test_foreign_and_missing_objects_have_the_same_answer(harness: Harness, method: str, path: str) -> None:
+    """A foreign object and a missing one have the same status, body and headers."""
     theirs = things_of(harness)
     nobodys = nothing_like(theirs)
     answers = [

@@ -1,4 +1,4 @@
-"""The OpenAPI document: valid, complete, and what the SDK's own types say."""
+"""The OpenAPI document is valid, complete and consistent with the SDK's types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DOCUMENT = cast("dict[str, Any]", document(OPERATIONS))
 REQUESTS: Mapping[str, Schema] = {each.path: body_schema(each) for each in OPERATIONS if each.takes}
 SHARED: Mapping[str, Schema] = DOCUMENT["components"]["schemas"] | described(EncodedTextChunkBody)
 
-# What the SDK sends, and where.
+# Bodies and routes of the SDK.
 SENT: Mapping[str, type[pydantic.BaseModel]] = {
     "/asample": types.SampleRequest,
     "/create_model": types.CreateModelRequest,
@@ -69,10 +69,10 @@ PARTS: Mapping[str, type[pydantic.BaseModel]] = {
     "CustomLossInput": CustomLossInput,
     "CustomLossGraph": CustomLossGraph,
 }
-# Fields of the SDK's types that this server refuses, or that the SDK sends elsewhere.
+# Fields of the SDK's types that this server refuses, or that the SDK sends in another place.
 ABSENT = {
-    "/asample": {"base_model", "model_path"},  # the sampling session says it
-    "/optim_step": {"optim_params"},  # the SDK's name for the two that it sends in its place
+    "/asample": {"base_model", "model_path"},  # part of the sampling session
+    "/optim_step": {"optim_params"},  # the SDK replaces it by two fields
     "/copy_weights": {"weights_access_token"},  # sent as a header
 }
 BEYOND = {"/optim_step": {"adam_params", "optimizer_params"}}
@@ -106,8 +106,8 @@ def test_it_names_the_routes_and_nothing_else() -> None:
     assert len(OPERATIONS) == len(served)
 
 
-def test_every_operation_says_what_it_does_and_what_it_shows() -> None:
-    """One that takes ids says which, or has them in its path; one that is opened by a link needs no key."""
+def test_every_operation_has_a_summary_and_declares_its_ids() -> None:
+    """An operation that takes ids declares them, or has them in its path; one that is opened by a link needs no key."""
     handlers = {id(route.endpoint) for route in API}
     assert handlers == {id(operation.endpoint) for operation in OPERATIONS}, "a route without a declaration"
     for operation in OPERATIONS:
@@ -150,7 +150,7 @@ def test_a_request_has_the_fields_that_the_sdk_sends(path: str) -> None:
     sent = set(kind.model_fields) - {"type"}
     assert set(known(REQUESTS[path])) == (sent - ABSENT.get(path, set())) | BEYOND.get(path, set())
     always = {name for name, field in kind.model_fields.items() if field.is_required()}
-    # What the SDK always sends, or sends wherever it uses the path at all.
+    # Headers that the SDK always sends, or sends with each use of the path.
     assert required(REQUESTS[path]) <= always | {"sampling_session_id", "seq_id"}
 
 

@@ -1,6 +1,5 @@
-"""Every method of the SDK that no other test has a reason to call, and its awaitable twin, against a live server.
-
-What the operations compute is shown elsewhere; here each method reaches its endpoint and gives back what it should.
+"""Every method of the SDK that no other test calls, and its async twin, against a live server. Other tests check what
+the operations compute; here each method reaches its endpoint and returns the right type.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TOKENS = [40, 41, 42, 43, 44]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 ADAM = types.AdamParams(learning_rate=1e-3)
 
-# The awaitable twins, and whatever they replaced, warn that they will go.
+# The async twins, and the methods that they replaced, warn of their deprecation.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning"),
@@ -256,7 +255,7 @@ def test_a_new_model_takes_a_state_the_old_way(
 def test_a_sampler_does_everything(
     fake_service: tinker.ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A sampling client asks for a tokenizer by the base model's name, which a directory of that name answers.
+    # A sampling client loads a tokenizer by the base model's name, so a directory of that name is provided.
     (tmp_path / NANO).parent.mkdir()
     (tmp_path / NANO).symlink_to(nano.path(), target_is_directory=True)
     monkeypatch.chdir(tmp_path)
@@ -301,7 +300,7 @@ def test_a_sampler_is_handed_on(fake_service: tinker.ServiceClient) -> None:
 
 @pytest.mark.extended
 @pytest.mark.covers("POST /telemetry", "POST /session_heartbeat")
-def test_what_a_client_sends_every_ten_seconds_is_taken(
+def test_a_clients_periodic_requests_are_accepted(
     fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch, witness: Witness
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
@@ -381,7 +380,7 @@ def both(client: object, method: str, *arguments: object) -> tuple[object, objec
     "POST /sessions/search",
     "POST /weights_info",
 )
-def test_what_there_is_can_be_read(rest: tinker.RestClient, run: Run) -> None:
+def test_objects_can_be_read(rest: tinker.RestClient, run: Run) -> None:
     for found in both(rest, "get_training_run", run.run_id):
         assert (found.training_run_id, found.base_model) == (run.run_id, NANO)
     for found in both(rest, "get_training_run_by_tinker_path", run.sampler):
@@ -428,7 +427,7 @@ def test_what_there_is_can_be_read(rest: tinker.RestClient, run: Run) -> None:
     "GET /sessions/{session_id}/trace_export",
     "POST /copy_weights",
 )
-def test_what_there_is_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
+def test_objects_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
     def checkpoint() -> types.Checkpoint:
         listed = rest.list_checkpoints(run.run_id).result().checkpoints
         return next(each for each in listed if each.tinker_path == run.training)
@@ -458,7 +457,7 @@ def test_what_there_is_can_be_changed(rest: tinker.RestClient, run: Run) -> None
     "RestClient.delete_checkpoint_from_tinker_path_async",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
 )
-def test_what_there_is_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingClient) -> None:
+def test_objects_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingClient) -> None:
     paths = [model.save_state(name).result().path for name in ("a", "b", "c", "d")]
 
     async def drive() -> None:
@@ -489,7 +488,7 @@ def test_what_there_is_can_be_deleted(rest: tinker.RestClient, model: tinker.Tra
     "GET /billing/usage/events",
     "GET /billing/usage/checkpoints/current",
 )
-def test_what_was_done_and_used_can_be_read(rest: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
+def test_activity_and_usage_can_be_read(rest: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = (hour, hour + timedelta(hours=2))
     for client in (rest, admin):

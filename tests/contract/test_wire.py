@@ -1,4 +1,4 @@
-"""The wire format against the SDK's own encoder and decoder, and the refusal of what it cannot carry."""
+"""The wire format against the SDK's encoder and decoder, and the refusal of invalid values."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray],
     assert read.metrics == metrics
     assert len(read.loss_fn_outputs) == len(logprobs)
     for got, sent in zip(read.loss_fn_outputs, logprobs, strict=True):
-        if sent.ndim == 1 or sent.shape[1] > 0:  # with K = 0 the SDK cannot tell N
+        if sent.ndim == 1 or sent.shape[1] > 0:  # with K = 0 the SDK cannot know N
             assert got["logprobs"].shape == list(sent.shape)
         assert got["logprobs"].dtype == "float32"
         np.testing.assert_array_equal(got["logprobs"].to_numpy().ravel(), sent.ravel())
@@ -482,7 +482,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         {"num_samples": "\u00e4\n\u4e00"},
     ],
 )
-def test_a_message_repeats_little_of_what_was_sent(change: dict[str, object]) -> None:
+def test_a_message_truncates_the_sent_value(change: dict[str, object]) -> None:
     with pytest.raises(UserError) as refusal:
         sampling.read_sample(sample_body(**change), "r", None)
     assert len(str(refusal.value)) < 500

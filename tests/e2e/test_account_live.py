@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def worked(server: LiveServer) -> str:
-    """A session in which 3 passes of 4 tokens were done, 5 tokens sampled of 4, and one checkpoint saved."""
+    """A session with 3 passes of 4 tokens, a sample of 5 tokens after a prompt of 4, and one saved checkpoint."""
     metadata = {"run": "7"}
     options = {"base_url": server.url, "api_key": KEY, "project_id": "p", "display_name": "Worked well"}
     with tinker.ServiceClient(user_metadata=metadata, **options) as service:

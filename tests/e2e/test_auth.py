@@ -1,5 +1,5 @@
-"""Keys and tokens from outside: the real SDK, the `tinker` command and `tinsmith keys` against one live server that
-has keys; what becomes of secrets; and who may listen where.
+"""Keys and tokens on a live server: the real SDK, the `tinker` command and `tinsmith keys`. Also where secrets are
+stored, and which addresses a server without keys may listen on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import BODIES, CUSTOM_LOSSES, METADATA
 from tinsmith.settings import Settings
 
-REVOKED_WITHIN_S = 5.0  # two, and a slow machine
+REVOKED_WITHIN_S = 5.0  # two attempts, on a slow machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def test_the_sdk_knows_who_it_is(keyed: Keyed) -> None:
 
 
 def test_the_sdk_exchanges_its_key_again_when_its_token_is_refused(keyed: Keyed) -> None:
-    """As after a change of the signing secret: still valid by its claims, and not to this server."""
+    """As after a change of the signing secret: the claims are valid, but the server refuses the signature."""
     foreign = Tokens(Signer(b"x" * 32)).issue(Caller("alice", 1, "laptop"))
     with keyed.service(keyed.alice) as service:
         model = train_once(service)
@@ -165,7 +165,7 @@ def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed: Keyed) -
 
 
 @pytest.mark.smoke
-def test_two_tenants_share_nothing_but_what_is_published(keyed: Keyed) -> None:
+def test_two_tenants_share_only_published_objects(keyed: Keyed) -> None:
     with keyed.service(keyed.alice) as hers, keyed.service(keyed.bob) as his:
         model = train_once(hers)
         path = model.save_state("shared").result().path
@@ -194,7 +194,7 @@ def test_two_tenants_share_nothing_but_what_is_published(keyed: Keyed) -> None:
 
 @pytest.fixture
 def run_tinker(keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """The command with a home of its own; returns its exit status and what it said."""
+    """Run the command with its own home directory; return its exit status and output."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINKER_BASE_URL", keyed.server.url)
 
@@ -278,7 +278,7 @@ def test_a_quota_given_with_a_key_counts_at_once(keyed: Keyed) -> None:
         (("revoke", "999"), "key 999 does not exist"),
     ],
 )
-def test_what_a_command_got_wrong_is_one_line(keyed: Keyed, arguments: tuple[str, ...], words: str) -> None:
+def test_a_commands_user_error_is_one_line(keyed: Keyed, arguments: tuple[str, ...], words: str) -> None:
     ended = keys_command(keyed.server.data_dir, *arguments, status=2)
     assert len(ended.stderr.splitlines()) == 1 and words in ended.stderr, ended.stderr
     assert ended.stdout == ""
@@ -310,7 +310,7 @@ def files_below(directory: Path) -> dict[Path, bytes]:
 
 
 def all_rows(data_dir: Path) -> bytes:
-    """What the tables hold; what is compressed there, a search of the database's file would not find."""
+    """The contents of the tables, decompressed, which a search of the database's file would not find."""
     database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     values: list[object] = []
     with database.read() as connection:
@@ -351,7 +351,7 @@ def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
     keyed.get("sessions", token + "-wrong")
     secrets = [*tokens, key, other, "tml-not-a-key-at-all"]
     needles = [secret.removeprefix("tml-").encode() for secret in secrets]
-    needles += [one.rpartition(".")[2].encode() for one in tokens]  # a signature alone would do, too
+    needles += [one.rpartition(".")[2].encode() for one in tokens]  # a signature alone would leak, too
     kept = files_below(keyed.server.data_dir) | {Path("all rows"): all_rows(keyed.server.data_dir)}
     assert session_id.encode() in kept[Path("all rows")] and any(path.suffix == ".log" for path in kept)
     found = [(path, needle) for path, content in kept.items() for needle in needles if needle in content]

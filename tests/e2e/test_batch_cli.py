@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
-    """Runs `tinsmith batch ...` in a directory with mappers and rows; gives its exit status, output and errors."""
+    """Run `tinsmith batch ...` in a directory with mappers and rows; return its exit status, output and errors."""
     (tmp_path / "mappers.py").write_text(MAPPERS)
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"t{index}"}) + "\n" for index in range(ROWS)))
 
@@ -69,7 +69,7 @@ def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
 
 
 def heed_interrupts() -> None:
-    """Background processes of a shell ignore interrupts."""
+    """Handle interrupts, which background processes of a shell ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -186,7 +186,7 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
 
 
 def held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: ANN401
-    """A job that has done two batches at least, and is not done before `hold` is deleted."""
+    """A job that has completed at least two batches, and does not end before `hold` is deleted."""
     hold.touch()
     kwargs = json.dumps({"hold": str(hold)})
     code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
@@ -219,7 +219,7 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
     assert code == 2 and "has succeeded" in err
 
 
-def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_cancelled_jobs_parts_are_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     hold = tmp_path / "hold"
     job = held_job(run, server, hold)
     assert "cancel it before" in run("purge", int(job), "--yes")[2]
@@ -244,7 +244,7 @@ def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, t
     assert code == 2 and "were deleted" in err
 
 
-def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+def test_interrupting_the_client_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     client = Client(server.url, API_KEY)
     before = {job["job_id"] for job in client.jobs()}
     waiting = command(server, tmp_path, *DOUBLE, "--fn-kwargs", '{"pause_s": 2}')
@@ -278,7 +278,7 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
         (("logs", 999_999), "there is no bulk job 999999"),
     ],
 )
-def test_what_is_refused_is_said_in_a_line(
+def test_a_refusal_is_one_line(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
 ) -> None:
     """Run a command in this process, which gives the same result."""
@@ -317,7 +317,7 @@ def test_a_model_is_asked_and_a_file_may_hold_operations(run: Any, tmp_path: Pat
 
 @batch.remote_function
 def blocked(blocker: str) -> None:
-    """Makes publishing fail once everything is done."""
+    """Make publishing fail after all batches are done."""
     from pathlib import Path
 
     import numpy as np
@@ -369,7 +369,7 @@ def test_pools_are_listed(run: Any) -> None:  # noqa: ANN401
     assert json.loads(run("pools", "--json")[1])[0]["name"] == "local"
 
 
-def test_lines_are_tagged_and_what_goes_past_is_kept(tmp_path: Path) -> None:
+def test_lines_are_tagged_and_direct_output_is_kept(tmp_path: Path) -> None:
     at_work = Assignment(4, 0, 9, 2, ())
     logs = JobLogs(tmp_path)
     with logs.path("7-ab").open("w") as file:

@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples" / "batch"
 
 
 def run(server: LiveServer, directory: Path, *words: str) -> str:
-    """The output of a command, in a directory, that is to succeed."""
+    """Run a command in a directory; return its output. It must succeed."""
     environment = {
         **os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "200",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -93,7 +93,7 @@ def test_synthetic(nano_server: LiveServer, tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_path: Path) -> None:
-    """Each Python block is a file of the name that it begins with; each line of a shell block is a command."""
+    """The first line of a Python block names its file; each line of a shell block is a command."""
     guide = (ROOT / "docs" / "batch.md").read_text().partition("## Operations")[0]
     said = ""
     for language, block in re.findall(r"```(python|bash)\n(.*?)```", guide, re.DOTALL):

@@ -1,4 +1,4 @@
-"""Servers whose files are in a bucket, under the real SDK: what one writes, another reads."""
+"""Servers with storage in a bucket, through the real SDK: one reads what another wrote."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def bucket() -> Iterator[Bucket]:
 
 @contextlib.contextmanager
 def server_on(bucket: Bucket, tmp_path: Path, name: str) -> Iterator[LiveServer]:
-    """A server with a data directory of its own; bucket and database are shared."""
+    """A server with its own data directory; bucket and database are shared."""
     settings = {
         "STORAGE_DIR": f"{bucket.url}/tinsmith",
         "DATABASE_URL": f"sqlite:///{tmp_path / 'shared.db'}",
@@ -66,7 +66,7 @@ def openai_client(server: LiveServer) -> openai.OpenAI:
 
 
 def downloaded(server: LiveServer, path: str) -> dict[str, bytes]:
-    """The files of a checkpoint as its archive has them."""
+    """The files of a checkpoint, read from its archive."""
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     link = server.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()["url"]
     with tarfile.open(fileobj=io.BytesIO(httpx.get(link).content)) as tar:
@@ -74,7 +74,7 @@ def downloaded(server: LiveServer, path: str) -> dict[str, bytes]:
 
 
 def answered_batch(client: openai.OpenAI) -> str:
-    """An OpenAI batch from its input to its output; the id of its output."""
+    """Run an OpenAI batch; return the id of its output."""
     file = client.files.create(file=("in.jsonl", LINES), purpose="batch")
     assert client.files.content(file.id).content == LINES
     made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
@@ -86,7 +86,7 @@ def answered_batch(client: openai.OpenAI) -> str:
     return found.output_file_id
 
 
-def test_what_one_machine_wrote_another_goes_on_with(bucket: Bucket, tmp_path: Path) -> None:
+def test_another_machine_continues_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
     with server_on(bucket, tmp_path, "one") as one:
         with tinker.ServiceClient(base_url=one.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client(BASE, rank=4).result()
@@ -94,7 +94,7 @@ def test_what_one_machine_wrote_another_goes_on_with(bucket: Bucket, tmp_path: P
                 model.optim_step(ADAM).result()
             path = model.save_state("kept").result().path
             model.optim_step(ADAM).result()
-            # The engine dies, and the disk has nothing of the bucket any more.
+            # The engine dies, and the local cache of the bucket is deleted.
             os.kill(engine_of(one), signal.SIGKILL)
             shutil.rmtree(one.data_dir / "cache")
             resumed = service.create_training_client_from_state_with_optimizer(path).result()

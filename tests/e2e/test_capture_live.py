@@ -1,4 +1,4 @@
-"""Agents behind unmodified clients are captured by a live server, and what was captured is data to train on."""
+"""A live server captures the trajectories of agents with unmodified clients; they are training data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def captured(server: LiveServer) -> Iterator[Trajectories]:
 def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(
     server: LiveServer, captured: Trajectories, stream: bool
 ) -> None:
-    """The template repeats answers as they were, so that the second prompt begins with the first exchange."""
+    """The template repeats earlier answers unchanged, so the second prompt begins with the first exchange."""
     session = f"chat {stream}"
     key = session_key(API_KEY, session)
     chat: list[Any] = [{"role": "user", "content": "12 + 7"}]
@@ -70,7 +70,7 @@ def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(
 
 
 def test_an_agent_of_a_model_that_thinks_has_one_trajectory(server: LiveServer, captured: Trajectories) -> None:
-    """nano's template drops the thoughts of earlier turns; captured, the answers keep the tokens that were sampled."""
+    """nano's template drops the thoughts of earlier turns, but captured answers keep all sampled tokens."""
     for number, kind in enumerate(("chat", "messages", "responses")):
         session = f"thinker {kind}"
         key = session_key(API_KEY, session)

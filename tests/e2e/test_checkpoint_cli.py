@@ -1,7 +1,6 @@
 """The checkpoint and run commands of the `tinker` CLI against a live server.
 
-One runs as a process of its own, as a user runs it; the others within this one, which saves each the seconds that the
-SDK takes to be imported.
+One runs as a separate process, as a user runs it; the others run in this process, which saves the import of the SDK.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TOKENS = list(range(40, 60))
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A run with checkpoints, and what its model computes."""
+    """A run with checkpoints, and its model's logprobs."""
 
     server: LiveServer
     run_id: str
@@ -48,14 +47,14 @@ class Trained:
         return {**os.environ, "TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY}
 
     def process(self, *arguments: str) -> str:
-        """The output of a command that runs as a process."""
+        """Run a command as a process; return its output."""
         command = [TINKER, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def cli(self, *arguments: str, status: int = 0) -> str:
-        """The output of a command."""
+        """Run a command; return its output."""
         done = CliRunner().invoke(main_cli, arguments, env=self.environment)
         assert done.exit_code == status, done.output
         error = done.exception  # which the command's entry point would print
@@ -93,7 +92,7 @@ def trained(nano_server: LiveServer) -> Iterator[Trained]:
 
 
 def peft_logprobs(directory: Path) -> np.ndarray:
-    """What PEFT computes with the adapter in a directory."""
+    """The logprobs that PEFT computes with the adapter in a directory."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +116,7 @@ def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained,
         # The server computes in its own number format; an untrained adapter is off by 0.1 and more.
         np.testing.assert_allclose(peft_logprobs(directory), trained.logprobs, rtol=2e-3, atol=2e-3)
     assert trained.checkpoints().keys() == {trained.training, trained.sampler, trained.export}
-    # The export that a training checkpoint is downloaded through is deleted afterwards, and its run remains.
+    # The temporary export of a training checkpoint is deleted after the download; the run remains.
     everything = trained.json("checkpoint", "list", "--limit", "0")["checkpoints"]
     assert not [checkpoint for checkpoint in everything if checkpoint["checkpoint_id"] == "external_weights/download"]
     assert "cannot be downloaded" in trained.cli("checkpoint", "download", trained.sampler, status=1)

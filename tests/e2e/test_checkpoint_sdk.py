@@ -1,4 +1,4 @@
-"""Checkpoints through the real SDK: two tenants with keys on one live server, the fake backend behind it."""
+"""Checkpoints through the real SDK: two tenants with keys on one live server with the fake backend."""
 
 from __future__ import annotations
 

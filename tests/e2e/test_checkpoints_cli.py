@@ -1,6 +1,5 @@
-"""`tinsmith checkpoints` against a live server: what goes out and comes back computes the same numbers.
-
-Round trips are judged by transformers and PEFT in this process, and by what the service computes with the weights.
+"""`tinsmith checkpoints` against a live server: exported and imported adapters compute the same numbers. Round trips
+are compared with transformers and PEFT in this process, and with the service.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Trained:
     next_loss: float
 
     def cli(self, *arguments: object, status: int = 0) -> str:
-        """The output of a command."""
+        """Run a command; return its output."""
         environment = {"TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
         words = ["checkpoints", *map(str, arguments)]
         done = CliRunner().invoke(app, words, env=environment)
@@ -124,7 +123,7 @@ def test_a_merged_model_computes_the_same_alone(trained: Trained, tmp_path: Path
 
 
 @pytest.mark.smoke
-def test_what_is_pushed_goes_on_training_where_it_stopped(trained: Trained, tmp_path: Path) -> None:
+def test_a_pushed_checkpoint_resumes_training(trained: Trained, tmp_path: Path) -> None:
     trained.cli("pull", trained.state, tmp_path / "state")
     pushed = trained.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)
     assert pushed["tinker_path"].endswith("/weights/again") and pushed["lora_rank"] == 4
@@ -137,7 +136,7 @@ def test_what_is_pushed_goes_on_training_where_it_stopped(trained: Trained, tmp_
 
 
 def test_an_adapter_from_elsewhere_is_imported_and_trained(trained: Trained, tmp_path: Path) -> None:
-    """It adapts two linears of seven, with an alpha, ranks and a scale of its own."""
+    """It adapts two linears of seven, with different alpha, ranks and scaling."""
     settings = {"r": 6, "lora_alpha": 10, "use_rslora": True, "rank_pattern": {"v_proj": 3}}
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", **settings)
     refused = trained.cli("push", adapter, "--base", nano.MODEL_NAME, status=2)
@@ -171,7 +170,7 @@ def test_the_commands_of_the_guide_run_as_they_stand(
 
 
 def test_an_archive_of_adapter_files_goes_in_and_out(trained: Trained, tmp_path: Path) -> None:
-    """As SkyRL keeps sampler checkpoints: gzip without compression, two files and a hidden one."""
+    """In SkyRL's format of sampler checkpoints: gzip without compression, two files and a hidden one."""
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", r=6, lora_alpha=10)
     theirs = tmp_path / "ckpt.tar.gz"
     with tarfile.open(theirs, "w:gz", compresslevel=0) as tar:
@@ -217,7 +216,7 @@ def test_the_commands_of_a_page_on_moving_run_as_they_stand(trained: Trained, tm
         close(logprobs(client), trained.scored)
 
 
-def test_what_cannot_be_sent_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
+def test_an_invalid_push_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", use_dora=True)
     said = trained.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
     assert "sets 'use_dora'" in said and len(said.splitlines()) == 1
@@ -261,7 +260,7 @@ def test_gguf_is_left_to_llama_cpp(trained: Trained, tmp_path: Path) -> None:
     assert "no such architecture" in said and (tmp_path / "other").is_dir()
 
 
-# What a server may send, whoever it is.
+# Archives of untrusted servers.
 
 
 def member_of(name: str, size: int) -> tarfile.TarInfo:

@@ -1,4 +1,4 @@
-"""The `tinsmith` command as a shell sees it: JSON that parses, statuses that mean something, errors that help."""
+"""The `tinsmith` command in a shell: valid JSON, meaningful exit statuses, helpful errors."""
 
 from __future__ import annotations
 

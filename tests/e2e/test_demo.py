@@ -48,5 +48,5 @@ def test_the_readme_script_runs_as_written(nano_server: LiveServer) -> None:
     assert len(losses) == 10 and losses[-1] < 0.1 * losses[0]
     assert (lines[0], lines[-2]) == ("before training: hello", "after training: ahoy")
     assert re.fullmatch(r"checkpoint: tinker://\S+/weights/first", lines[-1])
-    # What the README says that it prints.
+    # The output that the README shows.
     assert {lines[0], lines[-2]} <= set(readme.splitlines())

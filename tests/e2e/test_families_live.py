@@ -1,7 +1,6 @@
-"""Families through a running server and the real SDK: trained, sampled, saved, and what was saved is what answered.
-
-One server serves several base models at once. `make test` does a mixture with latent attention; `make test-families`
-does all of families.py.
+"""Model families through a running server and the real SDK: trained, sampled and saved; the saved weights give the same
+answers. One server serves several base models. `make test` runs a mixture of experts with latent attention; `make
+test-families` runs all of families.py.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def journey(service: tinker.ServiceClient, server: LiveServer, name: str, path: 
     seen = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
     assert answer.prompt_logprobs is not None
     np.testing.assert_allclose(np.array(answer.prompt_logprobs[1:], float), seen, atol=1e-4, err_msg=name)
-    # What was saved begins where it ended.
+    # A run loaded from the checkpoint continues where the first ended.
     again = service.create_training_client_from_state_with_optimizer(saved).result()
     first, second = (m.forward(batch(7), "cross_entropy").result().metrics["loss:sum"] for m in (model, again))
     assert first == second, name
@@ -96,7 +95,7 @@ def batch(seed: int) -> list[types.Datum]:
 
 
 def directory_of(server: LiveServer, base_model: str) -> Path:
-    """Of the one checkpoint of this base model."""
+    """The directory of the only checkpoint of this base model."""
     (found,) = (
         path.parent
         for path in server.data_dir.glob("checkpoints/**/adapter_config.json")

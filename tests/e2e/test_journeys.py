@@ -1,4 +1,4 @@
-"""What a user's script does, with the real SDK against a live server and the embedded model."""
+"""Typical scripts of users: the real SDK against a live server with the embedded model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_train_and_sample_logprobs_of_the_same_tokens_agree(nano_service: tinker
 
 
 def of_alpha(server: LiveServer, service: tinker.ServiceClient, alpha: float) -> tinker.TrainingClient:
-    """A model whose creation asks for an alpha, which the SDK has no way to send."""
+    """Create a model with an alpha, which the SDK cannot send."""
     session = server.post("create_session", {"tags": [], "sdk_version": "0"}).json()["session_id"]
     lora = {"rank": 4, "seed": 7, "alpha": alpha}
     body = {"session_id": session, "model_seq_id": 0, "base_model": NANO, "lora_config": lora}
@@ -93,7 +93,7 @@ def test_an_alpha_of_ones_own_holds_from_creation_to_resumption_and_export(
     path = own.save_state("state").result().path
     assert nano_server.post("weights_info", {"tinker_path": path}).json()["lora_alpha"] == 8
     resumed = nano_service.create_training_client_from_state_with_optimizer(path).result()
-    # The way of older clients: a model of the usual alpha, and then a load into it.
+    # As older clients do: create a model with the default alpha, then load into it.
     older = nano_service.create_lora_training_client(NANO, rank=4).result()
     older.load_state_with_optimizer(path).result()
     for client in (own, resumed, older):

@@ -1,6 +1,6 @@
 """lm-eval evaluates a base model and a checkpoint through the OpenAI endpoint, as docs/evaluation.md says.
 
-`make test-harness` installs what it needs. LM_EVAL_BIN names the directory of another environment's commands.
+`make test-harness` installs what it needs. LM_EVAL_BIN is the bin directory of another environment.
 """
 
 from __future__ import annotations

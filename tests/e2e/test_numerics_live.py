@@ -1,6 +1,6 @@
-"""The checks of numbers that the cookbook's users run against a server, from what they check: training and sampling
-agree on every served model, and each step of a long sample is drawn from the distribution that scoring shows. That
-temperature divides log-probabilities is in test_sampling_live.py.
+"""Numerical checks after those of the cookbook: training and sampling agree on every served model, and each step of a
+long sample is drawn from the distribution that scoring reports. test_sampling_live.py checks that temperature divides
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCAB = 512
 
 
 def document(client: tinker.TrainingClient, length: int = 600) -> types.ModelInput:
-    """A text that no one trained on: a module of the standard library."""
+    """A text outside of the training data: a module of the standard library."""
     tokens = client.get_tokenizer().encode(inspect.getsource(json.decoder)[: 4 * length])
     return types.ModelInput.from_ints(tokens[:length])
 
@@ -35,7 +35,7 @@ def sampled(client: tinker.SamplingClient, text: types.ModelInput) -> np.ndarray
 
 
 def distribution(client: tinker.SamplingClient, tokens: list[int]) -> np.ndarray:
-    """Log-probabilities [N - 1, V] at temperature 1 of every token after every other."""
+    """Log-probabilities [N - 1, V] of every token at every position, at temperature 1."""
     text = types.ModelInput.from_ints(tokens)
     scored = client.sample(
         text, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=VOCAB

@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's own clients against a live server: the SDK's answers, whole and in pieces."""
+"""OpenAI's and Anthropic's own clients against a live server return the SDK's answers, whole and streamed."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "chat template"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     place: Place, more: dict[str, Any], param: str | None, words: str | None
 ) -> None:
     if words is None:
@@ -324,7 +324,7 @@ THOUGHT, ANSWER = "a greeting,\nso be it", "hello"
 
 @pytest.fixture(scope="module")
 def thinker(place: Place) -> str:
-    """A checkpoint that thinks before it says hello."""
+    """A checkpoint that was trained to think before it answers."""
     tokens = TOKENIZER.encode(f"{PROMPT}<think>\n{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>")
     weights = np.zeros(len(tokens) - 1, np.float32)
     weights[len(TOKENIZER.encode(PROMPT)) - 1 :] = 1.0
@@ -336,7 +336,7 @@ def thinker(place: Place) -> str:
         model = service.create_lora_training_client(NANO, rank=16).result()
         for _ in range(150):
             if model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"] < 0.1:
-                break  # no token of it is in doubt
+                break  # every token of it has a probability near 1
             model.optim_step(types.AdamParams(learning_rate=3e-3)).result()
         else:
             raise AssertionError("it does not learn to think")

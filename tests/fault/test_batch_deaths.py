@@ -21,12 +21,21 @@ from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
-from tinsmith.batch.worker.children import MAP, READ, Attempt, AttemptQueue, Lost, MapperProcess, Marker, marker_file
+from tinsmith.batch.worker.children import (
+    MAP,
+    READ,
+    Attempt,
+    AttemptQueue,
+    LostAttempt,
+    MapperProcess,
+    Marker,
+    marker_file,
+)
 from tinsmith.db.database import Database
 
 ROWS = 5000
 KINDS = {333: "exit", 1000: "null", 2222: "kill", 4999: "quit"}
-"""Rows that end the process, and how."""
+"""Rows that end the process, and how they do so."""
 CLASSES = {"exit": "MapperDied", "null": "MapperDied", "kill": "MapperKilled", "quit": "MapperDied"}
 WORDS = {
     "exit": "ended with status 3",
@@ -114,27 +123,27 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     ), "no other batch is blamed for anything"
 
 
-# What a death of a batch leads to.
+# Outcomes of a batch whose mapper dies.
 
 
-def attempt(jobs: BatchJobs, job_id: int, lost: Lost) -> list[tuple[int, int, str, int, int]]:
-    """The first batch that is due comes to that; then all batches: rows, status, retries."""
-    claim = jobs.turn(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
-    jobs.turn(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
+def attempt(jobs: BatchJobs, job_id: int, lost: LostAttempt) -> list[tuple[int, int, str, int, int]]:
+    """Settle the first due batch with an outcome; return all batches with rows, status and retries."""
+    claim = jobs.settle_and_claim(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
+    jobs.settle_and_claim(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
     names = ("start_idx", "end_idx", "status", "retry_count", "infra_retries")
     return [tuple(state[name] for name in names) for state in jobs.get_batch_states(job_id)]
 
 
-def died(row: int | None = None) -> Lost:
-    return Lost("MapperKilled", "killed", infra=False, died=True, row=row)
+def died(row: int | None = None) -> LostAttempt:
+    return LostAttempt("MapperKilled", "killed", infra=False, died=True, row=row)
 
 
 def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, doubling, fn_kwargs={"kinds": {}})
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     jobs.save_batch_states(job_id, "token", [0], 8)
-    lost_worker = Lost("WorkerLostError", "gone", infra=True)
-    raised = Lost("ValueError", "odd", infra=False)
+    lost_worker = LostAttempt("WorkerLostError", "gone", infra=True)
+    raised = LostAttempt("ValueError", "odd", infra=False)
     assert attempt(jobs, job_id, died()) == [(0, 7, "PENDING", 0, 1)], "the first time, no retry is spent"
     assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
     parts = [(0, 2), (3, 3), (4, 7)]
@@ -147,12 +156,12 @@ def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: 
     ]  # fmt: skip
 
 
-# What a mapper's process is blamed for.
+# Attribution of a mapper's death to a batch.
 
 
 @batch.remote_function
 def waiting(marker: str) -> None:
-    """Says when it is at a batch, and is at it until the file is gone."""
+    """Reports when it begins a batch, and works on it until the file is deleted."""
     import time
     from pathlib import Path
 
@@ -166,7 +175,7 @@ def waiting(marker: str) -> None:
 
 
 class Running:
-    """A mapper of a worker, in this process; its child is a real one."""
+    """A worker's MapperProcess in this process, with a real child."""
 
     def __init__(self, directory: Path) -> None:
         self.marker = directory / "at-work"
@@ -216,7 +225,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     made.mapper.close(0)
 
 
-def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(running: Running) -> None:
+def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Running) -> None:
     running.feed(0)
     running.until(True)
     running.marker.unlink()
@@ -235,13 +244,13 @@ def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(runn
     assert running.settled()[0] == 2
 
 
-def test_what_a_child_may_have_stored_is_stored_elsewhere_by_the_next_one() -> None:
+def test_the_next_child_stores_parts_under_other_names() -> None:
     given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
     assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 
 @pytest.mark.smoke
-def test_a_marker_is_seen_by_whoever_maps_the_same_file() -> None:
+def test_a_marker_is_shared_by_mappings_of_one_file() -> None:
     with marker_file() as file:
         written, seen = Marker(file.fileno()), Marker(file.fileno())
     assert seen.starting and seen.busy() == {}

@@ -1,7 +1,7 @@
 """kill -9 at each of the seven steps of a job, of the server, a worker and its mapper: the output is the same.
 
 The steps are those of `failpoints.POINTS` below `batch.`. `pytest -s` prints what each kill cost. The servers here are
-coordinators in processes of their own; `test_batch_jobs.py` has whole ones (slow).
+only coordinators, in separate processes; `test_batch_jobs.py` starts full servers (slow).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS = {
     "batch.recorded": 1,
     "batch.cleaned": 1,
 }
-"""And which time that it is reached."""
+"""The hit at which to kill."""
 VICTIMS = ("server", "worker", "mapper")
 AT_A_TIME = 3
 
@@ -75,7 +75,7 @@ def opened(url: str) -> Iterator[BatchJobs]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a kill left behind, and how often batches were begun beyond once each."""
+    """The state after a kill, and the number of repeated batches."""
 
     output: bytes
     leftovers: list[str]
@@ -106,12 +106,12 @@ def kill_server(directory: Path, url: str, step: str) -> Cost:
         return cost_of(jobs, place.job_id, directory, killed=True)
 
 
-# Which case a thread works on: every coordinator below has a thread, and a database, of its own.
+# The case of each thread: every coordinator below has its own thread and database.
 _case = threading.local()
 
 
 def hit_or_kill(point: str) -> None:
-    """In place of `failpoints.hit`: at the step, kill a worker or what it started."""
+    """Replaces `failpoints.hit`: at the step, kill a worker or its child."""
     if point != getattr(_case, "step", ""):
         return
     _case.reached += 1
@@ -137,9 +137,7 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
         return cost_of(jobs, place.job_id, directory, killed=bool(killed))
 
 
-def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_kill_at_any_step_leaves_the_output_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "hit", hit_or_kill)
     costs: dict[tuple[str, str], Future[Cost]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -189,9 +187,9 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
         time.sleep(0.02)
 
 
-def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path: Path, database_kind: str) -> None:
-    """Two servers on one database. The first stands still in the middle of a batch, longer than its lease; the second
-    does the job. Then the first one's worker finishes its batch, and the first goes on."""
+def test_a_server_that_lost_its_lease_changes_nothing(tmp_path: Path, database_kind: str) -> None:
+    """Two servers share a database. The first hangs during a batch for longer than its lease, and the second completes
+    the job. Then the first server's worker finishes its batch, and the first server continues."""
     directory = tmp_path / "one"
     url = new_database(directory, database_kind)
     limits = replace(LIMITS, lease_s=1.0)
@@ -202,7 +200,7 @@ def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path
         first = start_process(Place(url, str(directory), job_id, "first", linger_s=2.0))
         try:
             until(marker.exists, first)
-            # From now on its lease is no longer than the job says.
+            # From here its lease is as long as the job's limit.
             until(lambda: lease_s(jobs, job_id) < 2, first)
             freeze(first.pid, directory)
             second = start_process(Place(url, str(directory), job_id, "second"))
@@ -231,7 +229,7 @@ def lease_s(jobs: BatchJobs, job_id: int) -> float:
 
 
 def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, database_kind: str) -> None:
-    """Without its data directory: what both have is the database and where the output goes."""
+    """The servers share only the database and the output location, not a data directory."""
     directory, elsewhere = tmp_path / "one", tmp_path / "two"
     url = new_database(directory, database_kind)
     elsewhere.mkdir()
@@ -251,7 +249,7 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
         assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"
 
 
-def test_a_coordinator_that_is_told_to_stop_stops_whatever_it_has_just_heard(tmp_path: Path) -> None:
+def test_a_coordinator_stops_at_any_moment(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, backend="fake", batch_workers=2)
     url = new_database(tmp_path / "database")
 
@@ -262,7 +260,7 @@ def test_a_coordinator_that_is_told_to_stop_stops_whatever_it_has_just_heard(tmp
         for pool in coordinator._pools.values():
             pool.wake()
         coordinator.wake()
-        for _ in range(turns):  # of the event loop, in which the word goes on its way
+        for _ in range(turns):  # of the event loop, in which the message is sent
             await asyncio.sleep(0)
         async with asyncio.timeout(10):
             await coordinator.stop()

@@ -1,4 +1,4 @@
-"""Bulk jobs on a machine that fails: specifications that cannot be read, coordinators and workers that cannot work."""
+"""Bulk jobs under failures: unreadable specifications, and errors of coordinators and workers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]
     async def until(done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
-            assert time.monotonic() < deadline, jobs.listing("local", 9, 0)
+            assert time.monotonic() < deadline, jobs.page("local", 9, 0)
             await asyncio.sleep(0.02)
 
     coordinator.start()
@@ -126,7 +126,7 @@ def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_pa
 
 
 class Failing:
-    """Wraps functions so that they fail, so often in all; `failed` counts."""
+    """Wraps functions so that their first calls fail, `times` in total; `failed` counts them."""
 
     def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> None:
         self.times, self.error, self.only = times, error, only
@@ -143,9 +143,9 @@ class Failing:
 
 
 class Worker:
-    """In place of a worker's process: it has done everything as soon as it is asked."""
+    """Replaces a worker's process; it completes every batch at once."""
 
-    useless = False
+    unusable = False
     infra_failures = 0
 
     def __init__(
@@ -183,11 +183,12 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES = (
-    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure", "turn",
-    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "note_cleaned", "release",
-    "intend_worker", "note_worker", "forget_worker",
+    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure",
+    "settle_and_claim",
+    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
+    "record_launch", "record_worker", "forget_worker",
 )  # fmt: skip
-"""What a coordinator asks of the database on the way of a job."""
+"""The calls of a coordinator to the database during a job."""
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
 
 
@@ -196,8 +197,8 @@ ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), Va
 def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Each once; the job is then done as if they had not been."""
-    monkeypatch.setattr(coordinators, "MAX_TROUBLES", 99)
+    """Each call fails once; the job succeeds nevertheless."""
+    monkeypatch.setattr(coordinators, "MAX_FAILURES", 99)
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(worker_sets, "MAX_OPERATION_TRIES", 9)
     phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
@@ -229,7 +230,7 @@ def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
 def test_a_rate_limit_outlives_the_coordinator(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the clock of the limits stands still, one batch begins; another coordinator goes on waiting."""
+    """While the limit's clock stands still, one batch begins; another coordinator continues to wait."""
     clock = [1000.0]
     monkeypatch.setattr(runs, "now", lambda: clock[0])
     asked: list[float] = []
@@ -256,20 +257,20 @@ def test_a_rate_limit_outlives_the_coordinator(
 
 
 STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
-    "noting the intent": lambda jobs: (jobs, "intend_worker"),
+    "noting the intent": lambda jobs: (jobs, "record_launch"),
     "making the directory of logs": lambda _: (Path, "mkdir"),
     "making the worker's directory": lambda _: (tempfile, "mkdtemp"),
     "opening its log": lambda _: (JobLogs, "path"),
     "starting its process": lambda _: (asyncio, "create_subprocess_exec"),
     "hearing where it listens": lambda _: (asyncio.StreamReader, "readline"),
     "configuring it": lambda _: (RemoteWorker, "call"),
-    "noting its address": lambda jobs: (jobs, "note_worker"),
+    "noting its address": lambda jobs: (jobs, "record_worker"),
 }
-"""The steps of starting a worker, each by the function that takes it."""
+"""The steps of a worker's start, and the function of each."""
 
 
 def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
-    """A job whose rows are counted: its first worker is started for a slot."""
+    """A job whose rows are counted, so that its first worker starts for a slot."""
     job_id = submitted(jobs, directory, name)
     assert jobs.acquire_batch_coordinator(job_id, "planner", "here", 60)
     jobs.save_batch_states(job_id, "planner", range(0, 4, 2), 4)
@@ -280,8 +281,8 @@ def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
 def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step fails always: the job fails, says why and leaves nothing, and the one slot is there for the next job.
-    At last each step fails once: that job goes on."""
+    """If a step always fails, the job fails with the reason, its files are deleted, and the only slot is free for the
+    next job. If it fails once, the job continues."""
     error = OSError(28, "no space left on device")
     monkeypatch.setattr(local, "MAX_SPARES", 0)  # every worker is started anew
 

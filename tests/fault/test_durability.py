@@ -1,4 +1,4 @@
-"""The engine restores its models after any end: with a real database and the fake backend, step by step."""
+"""The engine restores its models after any crash: a real database and the fake backend, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.db.schema import BODIES, MODELS, SAMPLERS
 from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.quarantine import MAX_DEATHS
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
+from tinsmith.engine.snapshots import MAX_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
 from tinsmith.storage.directories import MANIFEST
@@ -29,7 +29,7 @@ FULL = OSError(28, "No space left on device")
 
 
 def train_for(bench: Bench, model: str, steps: int, first_seq_id: int = 1) -> int:
-    """Passes and optimizer steps; returns the next seq_id."""
+    """Run passes and optimizer steps; return the next seq_id."""
     for index in range(steps):
         bench.train(model, first_seq_id + 2 * index)
         bench.step(model, first_seq_id + 2 * index + 1, rate=0.5 ** (first_seq_id + index))
@@ -76,13 +76,13 @@ def test_a_client_that_accumulates_for_ever_has_a_bounded_log(bench: Bench, monk
 
 def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(bench: Bench) -> None:
     model = bench.model()
-    bench.engine._snapshots._share = 0.0  # steps that are worth nothing beside a snapshot
+    bench.engine._snapshots._share = 0.0  # steps whose replay is cheaper than a snapshot
     taken: list[object] = []
-    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MOST_OPTIM_STEPS + 1):
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MAX_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
         bench.turns()
         taken.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
-    marks = [SNAPSHOT_OPTIM_STEPS + rounds * MOST_OPTIM_STEPS for rounds in range(3)]
+    marks = [SNAPSHOT_OPTIM_STEPS + rounds * MAX_OPTIM_STEPS for rounds in range(3)]
     assert list(dict.fromkeys(taken)) == [None, *marks], "the first costs nothing that was known before"
     bench.restart()
     bench.engine._snapshots._share = 0.0
@@ -134,7 +134,7 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
     may_write.set()
     bench.engine.flush()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == SNAPSHOT_OPTIM_STEPS, "as of its capture"
-    for seq_id in (1, 2):  # the first turn learns what the last snapshot has cost
+    for seq_id in (1, 2):  # the first turn measures the cost of the last snapshot
         bench.forward(model, 3 * SNAPSHOT_OPTIM_STEPS + seq_id)
         bench.turns()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == 3 * SNAPSHOT_OPTIM_STEPS
@@ -242,9 +242,7 @@ def test_a_full_disk_is_not_tried_at_every_step(bench: Bench) -> None:
     assert state(bench) == before
 
 
-def test_what_is_unloaded_while_its_snapshot_is_written_leaves_no_file(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_unloaded_during_a_snapshot_leaves_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     may_write = threading.Event()
     write = bench.engine._snapshots._directories.write
@@ -267,12 +265,12 @@ def test_what_is_unloaded_while_its_snapshot_is_written_leaves_no_file(
 # Loads.
 
 
-def test_a_replay_does_not_load_what_has_overwritten_what_was_loaded(bench: Bench) -> None:
+def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
     model = bench.model()
     train_for(bench, model, 1)
     saved(bench, model, 3)
     path = f"tinker://{model}/weights/one"
-    bench.backend.breaks["save"] = FULL  # so that no snapshot stands for the load
+    bench.backend.breaks["save"] = FULL  # so that no snapshot covers the load
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
     bench.turns()
     bench.backend.breaks.clear()
@@ -441,7 +439,7 @@ def test_versions_that_have_files_leave_memory_without_being_written_again(bench
     assert {path.name for path in (bench.directory / "versions").iterdir()} == files
 
 
-# Models beyond the room for them.
+# More models than memory holds.
 
 
 def with_room_for(bench: Bench, models: int) -> None:
@@ -503,7 +501,7 @@ def test_models_stay_in_memory_as_long_as_they_cannot_be_written(bench: Bench) -
     assert len(bench.backend._models) == 3
 
 
-# Whose fault.
+# Attribution of crashes.
 
 
 def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> None:
@@ -535,7 +533,7 @@ def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "optim_step"])
-def test_what_does_not_fit_even_alone_is_the_users_to_make_smaller(bench: Bench, kind: str) -> None:
+def test_a_model_that_cannot_fit_alone_is_a_user_error(bench: Bench, kind: str) -> None:
     model, other = bench.model(), bench.model("t:train:0")
     method = "run_passes" if kind == "forward_backward" else "optim_step"
     inner = getattr(bench.backend, method)
@@ -555,7 +553,7 @@ def test_what_does_not_fit_even_alone_is_the_users_to_make_smaller(bench: Bench,
     assert fine is not None and fine.error is None
 
 
-def test_the_server_is_told_before_anything_is_tidied_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_woken_before_cleanup(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     saved(bench, model, 1)
     order: list[str] = []
@@ -601,7 +599,7 @@ def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ev
     assert outcome is not None and outcome.error is None
 
 
-def test_no_directory_that_somebody_needs_is_swept(bench: Bench) -> None:
+def test_directories_in_use_are_not_swept(bench: Bench) -> None:
     model = bench.model()
     bench.publish(model, 1, 0)
     train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS, 2)

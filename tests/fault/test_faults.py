@@ -38,12 +38,12 @@ from unit.test_janitor import parts, silent_session, unloads  # noqa: F401  fixt
 only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, not the database")
 
 
-# A database that somebody else holds.
+# A database that another process locks.
 
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Another process has the database for itself until the end of the block."""
+    """Another process locks the database until the end of the block."""
     other = sqlite3.connect(path, isolation_level=None, timeout=10)
     other.execute("BEGIN EXCLUSIVE")
     try:
@@ -54,7 +54,7 @@ def held(path: Path) -> Iterator[None]:
 
 
 @only_sqlite
-def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(tmp_path: Path) -> None:
+def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> None:
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=0.5)
     with held(tmp_path / "tinsmith.db"):
@@ -68,7 +68,7 @@ def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(t
         connection.execute(SESSIONS.delete())
     database.close()
     patient = Database(url, patience_s=60)
-    patient._write_lock._stuck_until = time.monotonic() + 60  # as after a writer that gave up
+    patient._write_lock._stuck_until = time.monotonic() + 60  # as after a writer's timeout
     with contextlib.ExitStack() as waiting:
         with held(tmp_path / "tinsmith.db"):
             first = waiting.enter_context(ThreadedWriter(patient))
@@ -82,7 +82,7 @@ def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(t
 
 
 class ThreadedWriter:
-    """A thread that writes once, and has begun to wait when the block begins."""
+    """A thread that writes once; it waits for the lock when the block begins."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -110,9 +110,7 @@ class ThreadedWriter:
 
 
 @only_sqlite
-def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_without_a_time_limit_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.db.sqlite.MAX_BUSY_TIMEOUT_S", 0.1)
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
@@ -127,7 +125,7 @@ def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
 
 @only_sqlite
 def test_a_run_beside_a_database_that_is_held_is_a_delay(tmp_path: Path) -> None:
-    # A lease that runs out meanwhile is nobody else's for that.
+    # A lease that expires meanwhile is not taken by another engine.
     with serving(tmp_path / "data", "--backend", "fake", settings={"ENGINE_LEASE_S": "2"}) as server:
         engine = engine_of(server)
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
@@ -157,7 +155,7 @@ WALL = time.time
 
 
 class SetClock:
-    """A clock that is set to another time than the others."""
+    """A clock that can be set."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -180,7 +178,7 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
 
 
 @pytest.mark.smoke
-def test_a_clock_set_forward_expires_nobody_who_is_still_there(
+def test_a_clock_set_forward_expires_no_active_session(
     db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,
@@ -203,7 +201,7 @@ def test_a_clock_set_forward_expires_nobody_who_is_still_there(
     assert len(unloads(db)) == 1, "who says nothing for the timeout that follows is gone"
 
 
-def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
+def test_a_clock_set_back_delays_no_expiry(
     db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,
@@ -285,7 +283,7 @@ def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) 
 
 
 def refuse_writes(database: Database) -> Callable[[], None]:
-    """From now on the database is read-only; call the result to end that."""
+    """Make the database read-only until the returned function is called."""
 
     def refused(_connection: Connection) -> NoReturn:
         raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
@@ -308,7 +306,7 @@ def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Pa
         looks = count()
 
         def stopping() -> bool:
-            if next(looks) == 4:  # it is asked before every attempt
+            if next(looks) == 4:  # it is called before every attempt
                 assert bench.outcome(second) is None and bench.outcome(first) is not None
                 end()
             return bench.outcome(second) is not None

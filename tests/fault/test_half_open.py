@@ -1,4 +1,4 @@
-"""A thousand connections that send half of something, or read nothing: others notice little, and all are closed."""
+"""A thousand connections that send half a request, or read nothing, are closed and hardly slow other clients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.live import API_KEY, LiveServer, serving
 from support.raw_client import RawClient, connect
 
 OF_EACH_KIND = 250
-FEW = 10  # connections that the server may have opened itself meanwhile
-MOST_MIB = 48  # a connection takes some 25 KiB, the half of a body 20 more; what is not read is one answer for all
+FEW = 10  # the server's own connections
+MAX_MIB = 48  # a connection takes some 25 KiB, half a body 20 more; unread answers share their bytes
 IMPATIENCE_S = 2.0
 IMPATIENT = f"from tinsmith.api import connections\nconnections.HEAD_S = connections.SILENCE_S = {IMPATIENCE_S}"
 LINE = b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -76,7 +76,7 @@ def seconds_of_steps(client: RawClient, model: str, first_seq_id: int) -> list[f
 
 @contextlib.contextmanager
 def watched(server: LiveServer) -> Iterator[dict[str, float]]:
-    """The most files and memory that the server has while the block lasts."""
+    """The peak of the server's open files and memory during the block."""
     most = {"files": 0.0, "mib": 0.0}
     ended = threading.Event()
 
@@ -108,7 +108,7 @@ def test_a_thousand_half_open_connections_cost_little_and_end(server: LiveServer
         assert open_files(server) <= files + FEW, "each was closed by the server"
     assert statistics.median(beside) < IMPATIENCE_S / 2, "nobody waits until they are closed"
     assert most["files"] > files + 2 * OF_EACH_KIND, "they were there meanwhile"
-    assert most["mib"] < memory_mib + MOST_MIB
+    assert most["mib"] < memory_mib + MAX_MIB
     for connection in connections:
         connection.close()
     client.http.close()

@@ -21,7 +21,7 @@ ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27,}(:[a-z]+:\d+)*|run-[^/]+|mine-\w+")
 
 @dataclass
 class Losing:
-    """Loses the response to the first request of each route, after the server has answered it."""
+    """A transport that drops the first response of each route."""
 
     lost: Counter[str] = field(default_factory=Counter)
     enabled: bool = False
@@ -42,7 +42,7 @@ class Losing:
 
 
 def journey(url: str, name: str) -> dict[str, object]:
-    """What a training loop sees: losses, samples of both kinds of sampler saves, a checkpoint that is loaded again."""
+    """Results of a training loop: losses, samples of both kinds of sampler weights, a reloaded checkpoint."""
     service, rest = (kind(base_url=url, api_key=API_KEY) for kind in (tinker.ServiceClient, tinker.RestClient))
     data = random_data(np.random.default_rng(3), [12] * 3)
     prompt, adam = data[0].model_input, types.AdamParams(learning_rate=1e-2)

@@ -41,7 +41,7 @@ DATA = make_data()
 def run(
     service: tinker.ServiceClient, kills: Mapping[tuple[int, str], Callable[[], None]] | None = None
 ) -> list[float]:
-    """The losses of a run with two accumulated passes per step; `kills` happen at a step and a moment of it."""
+    """The losses of a run with two accumulated passes per step; `kills` are (step, moment) pairs."""
     client = service.create_lora_training_client(NANO, rank=4, seed=11).result()
     losses = []
 
@@ -83,7 +83,7 @@ def undisturbed(server: LiveServer) -> list[float]:
 
 
 def kill_engine(server: LiveServer) -> int:
-    """Returns the pid that died; the supervisor starts another."""
+    """Kill the engine and return its pid; the supervisor starts another."""
     engine = engine_of(server)
     os.kill(engine, signal.SIGKILL)
     deadline = time.monotonic() + 30
@@ -119,7 +119,7 @@ def test_a_run_survives_a_kill_of_everything_while_its_poll_is_held(tmp_path: Pa
             freeze(engine, data_dir)  # so that the answer cannot come before the end
 
         def kill_all_and_start_again() -> None:
-            time.sleep(0.3)  # the poll is held by now; if not, the test is only easier
+            time.sleep(0.3)  # the poll is probably held by now; otherwise the test is merely easier
             os.kill(engine, signal.SIGKILL)
             first.stop(signal.SIGKILL)
             servers.enter_context(serving(data_dir, port=port))

@@ -27,7 +27,7 @@ from tinsmith.wire import tinker_public_pb2 as pb
 CONTEXT, VOCAB = 2048, 512
 MAX_BODY_BYTES = 1_000_000
 SETTINGS = {"HOLD_S": "1", "SEQ_GAP_S": "1", "MAX_BODY_BYTES": str(MAX_BODY_BYTES)}
-AT_ONCE_S = 20.0  # far below the 30 s that a client would wait for another attempt; far above what it takes
+AT_ONCE_S = 20.0  # far below the 30 s until a client's retry, far above the usual duration
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def client(server: LiveServer) -> Iterator[RawClient]:
 
 @pytest.fixture(scope="module")
 def model(server: LiveServer) -> str:
-    """One model for all wrong requests: each must leave it usable for the next."""
+    """One model for all invalid requests, each of which must leave it usable."""
     return connect(server).model()
 
 
@@ -58,7 +58,7 @@ def pending_rows(server: LiveServer) -> int:
     return server.count("futures WHERE state = 'pending'")
 
 
-# Twice, late, out of order.
+# Repeated, late and unordered requests.
 
 
 def raw_request(server: LiveServer, path: str, body: bytes, content_type: str, length: int | None = None) -> bytes:
@@ -70,14 +70,14 @@ def raw_request(server: LiveServer, path: str, body: bytes, content_type: str, l
 
 
 def cut(server: LiveServer, request: bytes) -> None:
-    """Send it whole and hang up without reading."""
+    """Send the request and close the connection without reading."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(request)
 
 
 def send_again_and_again(server: LiveServer, path: str, body: bytes, content_type: str) -> set[bytes]:
-    """First cut off, then eight at once; what they were answered."""
+    """Send a request with a dropped connection, then eight times at once; return the answers."""
     request = raw_request(server, path, body, content_type)
     cut(server, request)
 
@@ -109,7 +109,7 @@ def test_a_gradient_that_is_sent_ten_times_is_added_once(server: LiveServer, cli
     assert norms[0] == norms[1] > 0
 
 
-def test_whatever_is_sent_ten_times_happens_once(server: LiveServer, client: RawClient) -> None:
+def test_a_request_sent_ten_times_runs_once(server: LiveServer, client: RawClient) -> None:
     session = client.session()
     bodies = {
         "create_model": {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}},
@@ -132,7 +132,7 @@ def test_whatever_is_sent_ten_times_happens_once(server: LiveServer, client: Raw
 
 
 @pytest.mark.smoke
-def test_what_arrives_out_of_order_takes_effect_in_order(client: RawClient) -> None:
+def test_requests_out_of_order_run_in_order(client: RawClient) -> None:
     model = client.model()
     started = time.monotonic()
     last = client.step(model, 3)
@@ -151,14 +151,14 @@ def test_a_gap_is_given_up_and_what_waited_behind_it_runs(client: RawClient) -> 
     assert "arrived after" in client.error(client.step(model, 2))
 
 
-def test_a_number_at_the_end_of_the_world_harms_nobody(server: LiveServer, client: RawClient) -> None:
+def test_a_huge_seq_id_affects_no_other_model(server: LiveServer, client: RawClient) -> None:
     engine = engine_of(server)
     model = client.model()
     assert client.steps_taken(client.step(model, 2**62)) == 1
     assert server.engine_pids() == [engine]
 
 
-# Wrong.
+# Invalid requests.
 
 ONES = [1.0, 1.0, 1.0]
 POLICY = {"logprobs": tensor([-1.0] * 3, "float32"), "advantages": tensor(ONES, "float32")}
@@ -402,7 +402,7 @@ def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: 
     model = client.model()
     seq_ids = itertools.count(1)
     engine = engine_of(server)
-    noise = np.random.default_rng(0).bytes(100_000)  # kept by anyone, it would show
+    noise = np.random.default_rng(0).bytes(100_000)  # a leak of it would show
 
     def send(count: int) -> None:
         for _ in range(count):
@@ -427,7 +427,7 @@ def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: 
 
 @contextmanager
 def heartbeats(server: LiveServer, session: str) -> Iterator[None]:
-    """Keep `session` alive within the block, by a client of its own."""
+    """Keep `session` alive within the block, with a separate client."""
     client, ended = connect(server), threading.Event()
 
     def beat() -> None:
@@ -483,7 +483,7 @@ def test_a_heartbeat_keeps_a_session(tmp_path: Path) -> None:
             client.result(client.forward(model, 1))
 
 
-# One tenant's numbers.
+# Figures of one tenant.
 
 
 def test_a_tenant_with_infinite_weights_does_not_touch_another(nano_server: LiveServer) -> None:

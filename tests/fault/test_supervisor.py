@@ -1,4 +1,4 @@
-"""Processes that are stopped, killed or cannot start: what their clients see, and that none is left behind."""
+"""Processes that are stopped, killed or cannot start: what clients see, and that no process remains."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def client(server: LiveServer) -> Iterator[RawClient]:
 def test_a_poll_ends_in_time_and_says_that_the_engine_is_down(server: LiveServer, client: RawClient) -> None:
     model = client.model()
     engine = engine_of(server)
-    freeze(engine, server.data_dir)  # a request that the engine cannot have answered yet
+    freeze(engine, server.data_dir)  # a request that is still pending
     request_id = client.step(model, 1)
     started = time.monotonic()
     answer = client.post("retrieve_future", {"request_id": request_id})
@@ -66,7 +66,7 @@ def test_a_poll_ends_in_time_and_says_that_the_engine_is_down(server: LiveServer
             assert "the engine of tinsmith/nano is" in answer.json()["queue_state_reason"]
             break
         assert time.monotonic() < deadline
-    else:  # the pause before it starts again is twice as long as a poll is held
+    else:  # the pause before a restart is twice the duration of a poll
         raise AssertionError("the engine was back before it was missed")
     assert client.steps_taken(request_id) == 1, "the same request succeeds once the engine is back"
 
@@ -85,7 +85,7 @@ def test_requests_are_taken_while_the_engine_is_down(server: LiveServer, client:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_told_to_stop_answers_its_polls_and_leaves_nobody(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_stopping_server_answers_its_polls_and_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         client = connect(server)
         request_id = client.step(client.model(), 2)  # waits for its predecessor
@@ -137,7 +137,7 @@ def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: P
     try:
         with serving(tmp_path / "data", "--backend", "fake", settings=settings) as second:
             client = connect(second)
-            time.sleep(1.5)  # an engine that did not wait would be there by now
+            time.sleep(1.5)  # an engine that did not wait would have started by now
             answer = client.post("retrieve_future", {"request_id": request_id})
             assert (answer.status_code, answer.json()["queue_state"]) == (408, "paused_capacity")
             os.kill(old, signal.SIGCONT)
@@ -151,7 +151,7 @@ def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: P
 
 @pytest.mark.timeout(400)
 def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_path: Path) -> None:
-    """The model's own code raises at import, and the engine is restarted in vain: its clients do not wait for ever."""
+    """The model's code raises at import, so every restart fails; clients receive the error and do not wait for ever."""
     broken = tmp_path / "broken" / "torch"
     broken.mkdir(parents=True)
     secret = "postgresql://someone:hunter2@127.0.0.1/x"
@@ -188,7 +188,7 @@ def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_p
             health = httpx.get(f"{server.url}/healthz", timeout=20)
             assert health.status_code == 503 and "ImportError" in health.json()["reason"]
             assert "hunter2" not in health.text
-            broken.rename(tmp_path / "away")  # it is mended: the same requests are served
+            broken.rename(tmp_path / "away")  # after the repair the same requests are served
             deadline = time.monotonic() + 150  # the next start, which loads torch
             while "model_id" not in (said := client.post("retrieve_future", {"request_id": created})).json():
                 assert time.monotonic() < deadline, said.text
@@ -311,7 +311,7 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     assert (
         engines.id_of(Seat("local/tiny")) in failing and "times in a row, last with: it ended with status 1" in failing
     )
-    with monkeypatch.context() as later:  # when the one that runs now has proved to be steady
+    with monkeypatch.context() as later:  # when the current one has run long enough to count as stable
         later.setattr("tinsmith.cluster.supervisor.STEADY_S", 0.0)
         assert supervisor.failing() == ""
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]

@@ -1,7 +1,7 @@
 """Every route of the OpenAPI document, with data that fit their schemas and data that do not, by schemathesis.
 
-Nothing answers 500 or takes long, every answer is one that the document declares, and every refusal says why. Most
-of the ids are those of things that exist. `make test-fuzz` runs the same for longer.
+No answer is a 500 or slow, the document declares every answer, and every refusal has a reason. Most ids are of existing
+objects. `make test-fuzz` runs the same for longer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FUZZ = settings(examples(6), phases=(Phase.generate,), suppress_health_check=lis
 
 
 def strict(schema: object) -> object:
-    """The document without fields that nobody reads: random ones would be most of what is generated."""
+    """The document without undeclared fields, which would otherwise be most of the generated data."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -74,7 +74,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
 
 @pytest.fixture
 def things(harness: Harness) -> dict[str, str]:
-    """Ids that exist, by the names of the fields that hold them."""
+    """Ids of existing objects, by the names of their fields."""
     session_id = harness.session()
     model_id = harness.model(session_id)
     sampler_id = harness.sampler(session_id)
@@ -113,7 +113,7 @@ def parts_of(name: str, value: object) -> tuple[str, tuple[str | None, bytes]]:
 
 
 def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
-    """The same with most ids replaced by ids that exist."""
+    """The value with most ids replaced by existing ones."""
     if isinstance(value, list):
         return [aimed(each, things, draw) for each in value]
     if not isinstance(value, dict):
@@ -168,7 +168,7 @@ def test_no_pass_breaks_its_route(harness: Harness, at: int, change: bytes, enco
 
 
 def ids_of(label: str) -> list[str]:
-    """The fields of a body that hold ids or numbers of them."""
+    """The fields of a body that hold ids or sequence numbers."""
     declared = next(each for each in DECLARED if f"{each.method} {each.url}" == label)
     schema = body_schema(declared).get("properties", {})
     assert isinstance(schema, dict)
@@ -212,7 +212,7 @@ def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, things: dict[str, 
         filled = {each: quote(value if each == name else things.get(each, "x"), safe="") for each in names}
         url = "http://127.0.0.1" + path.format(**filled)
         answer = harness.client.request(method, url, headers={"X-API-Key": ALICE}, json={"project_id": "p"})
-        # 405 where an id holds a slash: that is another path. 403 is for links.
+        # 405 if an id contains a slash, which makes another path. 403 is for signed links.
         assert answer.status_code in (400, 403, 404, 405), (url, answer.text)
         assert words_of(answer)
 

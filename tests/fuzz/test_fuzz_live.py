@@ -1,4 +1,5 @@
-"""Thousands of bad requests of every kind to a live server: it answers each, and neither it nor its engine grows."""
+"""Thousands of bad requests of every kind to a live server: it answers each, and its memory and that of its engine stay
+bounded."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_two_thousand_bad_requests_leave_nothing_behind(server: LiveServer, clie
         started = time.monotonic()
         answer = next(bad)(number)
         slowest = max(slowest, time.monotonic() - started)
-        # Some are stored as refused, and say why where their client waits for the result.
+        # Some are stored as refused; the reason is in the result.
         assert answer.status_code in (200, 400, 401, 403, 404, 405, 413, 415), (answer.url, answer.text)
         said = answer.json()
         assert said.get("detail") or "request_id" in said, (answer.url, said)
@@ -116,8 +117,8 @@ def peak_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
-def test_what_is_small_on_the_wire_stays_bearable_in_memory(server: LiveServer, client: RawClient) -> None:
-    """Ten megabytes of brackets or of empty messages would be hundreds as objects."""
+def test_small_bodies_need_bounded_memory(server: LiveServer, client: RawClient) -> None:
+    """Ten megabytes of brackets or of empty messages would need hundreds of megabytes as objects."""
     before = resident_bytes(server.process.pid)
     brackets = b'{"a":[' + b",".join([b"[]"] * (3 * MIB)) + b"]}"
     empty = b"\x1a\x00" * (bodies.FREE_BYTES // 2 + 1000) * 2

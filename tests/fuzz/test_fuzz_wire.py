@@ -1,7 +1,5 @@
-"""Whatever bytes a client sends, reading them ends in a value or in a UserError, soon and in little memory.
-
-Random bytes, valid messages with something wrong in them, and what is small on the wire and large in memory.
-`make test-fuzz` runs the same for longer.
+"""Parsing any bytes returns a value or raises UserError, within bounds of time and memory. Inputs are random bytes,
+corrupted valid messages, and data that is small on the wire and large in memory. `make test-fuzz` runs longer.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ KNOWN_LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "
 
 
 def judge_pass(body: bytes) -> None:
-    """Everything that the server does with a pass before it is stored."""
+    """Parse and check a pass as the server does before it stores it."""
     message = training.parse_pass(body)
     pass_ = training.pass_of(message, "r")
     training.spans_of(message)
@@ -64,7 +62,7 @@ CHANGES = st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 3), st.b
 
 
 def changed(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
-    """Bytes cut out and put in at some places."""
+    """The bytes with random cuts and insertions."""
     for at, cut, put in changes:
         body = body[:at] + put + body[at + cut :]
     return body
@@ -296,7 +294,7 @@ def test_several_strange_values_are_refused_or_read(
 
 
 def dumped(body: object) -> bytes:
-    return json.dumps(body).encode()  # it writes numbers of any size
+    return json.dumps(body).encode()  # it writes integers of any size
 
 
 @FUZZ
@@ -310,7 +308,7 @@ def test_random_bytes_are_no_json_or_an_object(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"0x1", b'"\\ud800"', b"\xff"])
-def test_what_json_has_no_word_for_is_no_number(number: bytes) -> None:
+def test_non_finite_json_numbers_are_refused(number: bytes) -> None:
     with pytest.raises(UserError):
         read_step(fields.read_object(b'{"model_id":"m","adam_params":{"learning_rate":' + number + b"}}"))
 
@@ -332,11 +330,11 @@ def hidden(body: bytes) -> bytes:
     return compressor.compress(body) + compressor.flush()
 
 
-# What is small on the wire.
+# Data that is small on the wire.
 
 
 def peak(work: Callable[[], object]) -> tuple[int, float]:
-    """The most memory that Python held meanwhile, and the seconds that it took."""
+    """The peak of Python's memory, and the seconds of the call."""
     tracemalloc.start()
     started = time.monotonic()
     try:
@@ -406,13 +404,13 @@ def framed(number: int, body: bytes) -> bytes:
 
 
 def counted(count: int) -> bytes:
-    """So many empty data, in a body that is large enough to be counted."""
+    """A body with this many empty datums, large enough for the counting check."""
     return b"\x1a\x00" * count + framed(4, b"x" * bodies.FREE_BYTES)
 
 
 def test_messages_at_their_limit() -> None:
     bodies.check_messages(counted(bodies.MAX_MESSAGES), pb.ForwardBackwardRequest)
-    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # bytes are none
+    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # no bytes
     for wrong in (
         counted(bodies.MAX_MESSAGES + 1),
         framed(3, b"\x0a\x00" * bodies.FREE_BYTES),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.smoke
 
 SPEC = LoraSpec(4, seed=1)
 WEIGHTS, CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
-MOST_MEMORY_KIB = 256 * 1024  # that a refusal may add; what the files claim is far above it
+MAX_MEMORY_KIB = 256 * 1024  # that a refusal may allocate; the files claim far more
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_file_of_tensors_that_lies_is_refused_by_name(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=file):
         backend.load("new", SPEC, saved, optimizer=True)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY_KIB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MEMORY_KIB
     assert not backend.has_model("new")
 
 
@@ -142,7 +142,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 class Bomb:
-    """Unpickling it leaves a file."""
+    """Unpickling it writes a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

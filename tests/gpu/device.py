@@ -1,6 +1,5 @@
-"""The device that the tests of this directory compute on, beside the CPU that they compare with.
-
-TEST_DEVICE=cpu runs them without a GPU: then only the device is another, and what only a GPU has is skipped.
+"""The device under test, which is compared with the CPU. TEST_DEVICE=cpu runs these tests without a GPU and skips those
+of GPU features.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ ON_CUDA = DEVICE.startswith("cuda")
 
 
 def device() -> torch.device:
-    """With its number, as tensors on it have it."""
+    """The device with its index, as in `tensor.device`."""
     return torch.empty(0, device=DEVICE).device
 
 
 def pair(shape: ModelShape, **options: str | int) -> tuple[TorchBackend, TorchBackend]:
-    """A backend on the CPU, which the other tests hold against references, and one on the device, in float32."""
+    """A backend on the CPU, which other tests compare with references, and one on the device, both in float32."""
     given = {"dtype": "float32", **options}
     made = [TorchBackend(shape, device=where, **given) for where in ("cpu", DEVICE)]  # pyright: ignore
     return made[0], made[1]
 
 
 def create(backend: TorchBackend, model_id: str, spec: LoraSpec) -> None:
-    """A model whose B has values, so that A has gradients too; the same on every device."""
+    """Create a model with nonzero B, so that A has gradients; equal on every device."""
     backend.create_model(model_id, spec)
     adapter = backend._models[model_id].adapter
     fill(adapter, spec.seed or 0)

@@ -1,4 +1,4 @@
-"""Quantised bases on the device: codes are the host's, and sampling works over them."""
+"""Quantised base models on the device have the host's codes, and sampling works with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kin
         if isinstance(linear, QuantisedLinear):
             assert linear.weight.device == device()
             found, expected = linear.weight.cpu(), host.base.targets[name].weight
-            # Codes may differ where a number lies between two of them.
+            # Codes may differ for numbers halfway between two codes.
             assert relative(found, expected) < (1e-6 if kind == "int8" else 0.01), name
     from support.local_sampling import HOT, run
 

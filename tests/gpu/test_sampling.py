@@ -123,7 +123,7 @@ def test_in_bfloat16_a_trainer_finds_what_was_drawn(llama: ModelShape) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: ModelShape, dtype: str) -> None:
+def test_padding_rows_and_non_finite_weights_affect_no_other_row(llama: ModelShape, dtype: str) -> None:
     params = SamplingParams(max_tokens=25, temperature=0.0, stop_eos=False)
     samples = [
         make_sample(
@@ -140,7 +140,7 @@ def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: Model
         sampler.step()
     versions["d"].flat_P.fill_(float("nan"))
     versions["d"].refresh()
-    with torch.no_grad():  # the token of rows that pad
+    with torch.no_grad():  # the token of padding rows
         sampler._base.model.get_input_embeddings().weight[0] = float("nan")
     found = finish(sampler)
     for i, sample in enumerate(samples):

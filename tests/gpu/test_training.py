@@ -1,4 +1,4 @@
-"""Training on the device against training on the CPU: every loss, optimizer and kind of model, alone and in company."""
+"""Training on the device against training on the CPU: every loss, optimizer and kind of model, alone and batched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_loss_has_the_values_and_gradients_of_the_cpu(shape: ModelShape) -
     oracle = Reference(str(shape.path)) if shape.name != "tiny/gpt_oss" else None
     for number, loss_fn in enumerate(OUR_LOSSES):
         if oracle is None and loss_fn != "cross_entropy":
-            continue  # what its reference cannot merge, the families' test trains
+            continue  # the families' test trains models that the reference cannot merge
         model_id = f"m{number}"
         data = [sft(rng, n) if loss_fn == "cross_entropy" or oracle is None else rl(rng, n, oracle) for n in (9, 1, 33)]
         found = []
@@ -144,7 +144,7 @@ def test_a_tenant_that_is_not_finite_does_not_reach_its_neighbours(shape: ModelS
     assert isinstance(outcomes[1], NonFiniteGradientError) and isinstance(outcomes[0], dict)
 
 
-def test_what_is_saved_comes_back_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None:
+def test_saved_state_loads_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None:
     rng = np.random.default_rng(9)
     backend = TorchBackend(qwen, device=DEVICE, dtype="float32")
     spec = LoraSpec(6, seed=1)

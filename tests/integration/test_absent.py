@@ -1,4 +1,4 @@
-"""Samples of a session that is not heard of any more make way for those of others, and are lost only if it expires."""
+"""Samples of a session without heartbeats release their slots, and are dropped only if the session expires."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
             row = {"session_id": session, "tenant_id": "alice", "state": "active", "tags": [], "created_at": now()}
             with made.db.write() as connection:
                 connection.execute(SESSIONS.insert(), {**row, "last_heartbeat_at": now()})
-        # One decode step in each turn finishes nothing, so that places stay taken for as long as a test wants.
+        # One decode step in each turn finishes no sample, so that slots stay occupied for as long as a test needs.
         made.backend.sampler.step = lambda scopes=None: []  # type: ignore[method-assign]
         yield made
         made.close()
@@ -55,7 +55,7 @@ def samples(bench: Bench, session: str, count: int) -> list[str]:
 
 
 def look(bench: Bench) -> None:
-    for _ in range(2):  # what arrived is read at the end of a turn
+    for _ in range(2):  # arrivals are read at the end of a turn
         bench.engine.turn(0.0)
     bench.engine._next_check = 0.0
     bench.engine.turn(0.0)
@@ -67,7 +67,7 @@ def inside(bench: Bench) -> set[str]:
 
 
 def draw(bench: Bench) -> None:
-    """From now on decode steps finish samples."""
+    """Let decode steps finish samples."""
     del bench.backend.sampler.step  # type: ignore[attr-defined]
 
 

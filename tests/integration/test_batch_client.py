@@ -1,4 +1,4 @@
-"""Data sets and jobs, from the client's side, against a live server; and what is refused before anything is sent."""
+"""The client's data sets and jobs against a live server, and arguments that the client refuses."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_outputs_that_datasets_loads(client: Client, tmp_path: Path) -> None:
 def test_a_job_that_no_worker_can_run_is_refused_when_it_is_submitted(client: Client, tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
     for needs, said in {"num_gpus": (4, "num_gpus = 4"), "resources": ({"fpga": 1}, "fpga = 1")}.items():
-        with pytest.raises(JobRefusedError, match=said[1] + ", and a worker of the pool 'local' can have at most 0"):
+        with pytest.raises(JobRefusedError, match=said[1] + ", but a worker of pool 'local' can have at most 0"):
             data.map(lambda row: row, output=output, client=client, **{needs: said[0]})
 
 
-def test_a_job_has_as_many_workers_as_it_asks_for_and_says_what_they_do(client: Client, tmp_path: Path) -> None:
+def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tmp_path: Path) -> None:
     @batch.remote_function
     def held(gate: str) -> None:
         import os
@@ -235,7 +235,7 @@ def test_a_cancelled_job_streams_what_it_has_and_is_resumed(client: Client, tmp_
     assert len(again.batches()) == 4
 
 
-def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_path: Path) -> None:
+def test_a_refusal_of_the_server_is_an_error_with_its_message(client: Client, tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
     with pytest.raises(RuntimeError, match=r"no pool 'nowhere'.*'local'") as refusal:
         data.map(shout, "nowhere", output=output, client=client)
@@ -247,7 +247,7 @@ def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_
 
 
 @pytest.mark.filterwarnings("ignore:this data set was mapped")
-def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_by_the_client(tmp_path: Path) -> None:
     data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
 
     def nothing() -> None: ...
@@ -266,22 +266,22 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
         (lambda: data.map(shout, output=output, if_exists="ask"), ValueError, "if_exists is 'ask'"),
         (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits.x is not supported"),
         (lambda: data.map(shout, output="o.jsonl"), ValueError, "must be a writer"),  # type: ignore[arg-type]
-        (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "two names of one thing"),
+        (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "they are one option"),
         (
             lambda: data.map(row_of, batch_format="list"),
             ValueError,
             "batch_format is 'list'; it must be one of .'rows'",
         ),
         (lambda: data.map(shout, colour=1), NotSupportedError, "no option .'colour'."),  # type: ignore[call-arg]
-        (lambda: data.map(shout).map(row_of), ValueError, "cannot be one of several steps"),
+        (lambda: data.map(shout).map(row_of), ValueError, "must be the only step"),
         (lambda: data.map(row_of, batch_size=2).map(row_of, batch_size=3), ValueError, "batch_size is 2 at one step"),
         (lambda: data.flat_map(row_of).sample("m", prompt="p"), ValueError, "put the operation first"),
-        (lambda: data.sample("m", prompt="p", batched=True), NotSupportedError, "operations take no .'batched'."),
+        (lambda: data.sample("m", prompt="p", batched=True), NotSupportedError, ".'batched'. are options of functions"),
         (lambda: data.map(yielding, output=output), ValueError, "a row has one result; flat_map takes one"),
         (lambda: data.write_json("o.jsonl"), ValueError, "this data set has no step"),
         (lambda: data.map(row_of, fn_kwargs={"n": 1}), ValueError, "fn_kwargs"),
-        (lambda: batch.Dataset("in.xml"), UserError, "ending of 'in.xml' names no format"),
-        (lambda: batch.Dataset(5), UserError, "not of a int"),  # type: ignore[arg-type]
+        (lambda: batch.Dataset("in.xml"), UserError, "extension of 'in.xml' is not that of a format"),
+        (lambda: batch.Dataset(5), UserError, "is a int; give a reader"),  # type: ignore[arg-type]
         (lambda: batch.Dataset([5]), ValueError, "row 0 is a int"),  # type: ignore[list-item]
         (lambda: batch.JsonWriter(""), ValueError, "must name a file"),
     ]
@@ -290,7 +290,7 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
             call()
 
 
-def test_a_data_set_says_what_it_is(tmp_path: Path) -> None:
+def test_a_data_set_has_a_path_format_and_repr(tmp_path: Path) -> None:
     data = batch.Dataset(f"{tmp_path}/in.csv.gz")
     assert (data.path, data.input_format) == (f"{tmp_path}/in.csv.gz", "csv")
     assert "CsvReader" in repr(data)
@@ -312,7 +312,7 @@ def test_a_data_set_without_an_output_is_no_job() -> None:
         int(mapped)
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = mapped.colour
-    with pytest.warns(UserWarning, match="Nothing was run"):
+    with pytest.warns(UserWarning, match="No job was started"):
         del mapped
 
 

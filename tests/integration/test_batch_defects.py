@@ -1,4 +1,4 @@
-"""Ways in which another bulk-job engine lost rows, hung or ran what it should not; docs/batch.md has the table."""
+"""Defects of another bulk-job engine, such as lost rows and hangs, do not occur here; docs/batch.md has the table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> Iterator[tuple[BatchJobs, str]]:
 
 
 def job(directory: Path, batch_size: int = 2, **changes: Any) -> JobSpec:  # noqa: ANN401
-    """`in.jsonl` to `out.jsonl`."""
+    """A job that maps `in.jsonl` to `out.jsonl`."""
     outputs = [{"format": "json", "path": str(directory / "out.jsonl")}]
     rows = {"format": "json", "path": str(directory / "in.jsonl")}
     given: dict[str, Any] = {"batch_input_format": rows, "batch_output_formats": outputs, "limits": LIMITS, **changes}
@@ -48,7 +48,7 @@ def job(directory: Path, batch_size: int = 2, **changes: Any) -> JobSpec:  # noq
 
 
 def run(jobs: BatchJobs, url: str, directory: Path, spec: JobSpec) -> int:
-    """To the job's end, with one worker."""
+    """Run a job to its end with one worker."""
     job_id = jobs.create("local", spec)
     asyncio.run(coordinate(Place(url, str(directory), job_id), jobs, workers=1))
     return job_id
@@ -58,8 +58,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_a_file_holds_is_what_comes_out(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
-    """Blank lines are no records, and the last record needs no line end."""
+def test_every_record_of_a_file_is_in_the_output(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+    """Blank lines are skipped, and the last record needs no line end."""
     texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:3], "", "  ", *lines[3:]]))
@@ -82,7 +82,7 @@ def test_two_outputs_in_one_directory(place: tuple[BatchJobs, str], tmp_path: Pa
 
 
 def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
-    """The output was whole and recorded before the first part went; it is not made of what is left."""
+    """The output was recorded before the first part was deleted; it is not published again from the rest."""
     jobs, url = place
     job_id = submit(jobs, tmp_path, double)
     process = start_process(Place(url, str(tmp_path), job_id), "batch.recorded")
@@ -99,7 +99,8 @@ def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tm
 
 
 def test_a_bad_row_costs_no_other_batch_anything(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
-    """Five batches on one worker, one row of the third is bad: what is committed can be read, and the rest is done."""
+    """Five batches run on one worker, and one row of the third fails: committed rows can be read, and the other batches
+    run."""
     texts = [f"FAIL{index}" if index == 5 else f"t{index}" for index in range(10)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     jobs, url = place

@@ -1,4 +1,4 @@
-"""Bulk jobs from the client to the output, on live servers: what is killed, cancelled, resumed and shared."""
+"""Bulk jobs from the client to the output on live servers: kills, cancellation, resumption and shared pools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def broken() -> None:
 
 @batch.remote_function
 def suicidal(marker: str, victim: str) -> None:
-    """Once, in the middle: kill the worker, or its own process."""
+    """In the middle of a job, kill the worker or its own process once."""
     import os
     import signal
     from pathlib import Path
@@ -186,8 +186,8 @@ def too_few() -> None:
 
 
 def test_a_batch_with_too_few_results_fails_the_job_at_once(client: Client, tmp_path: Path) -> None:
-    job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # with the usual pauses between tries: 14 s
-    with pytest.raises(JobFailedError, match=r'gave 1 row for a batch of 5; .* With rows="any"'):
+    job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # the default backoff takes 14 s
+    with pytest.raises(JobFailedError, match=r'returned 1 row for a batch of 5; .* With rows="any"'):
         job.wait()
     (state,) = job.batches()
     assert (state["status"], state["attempt_id"]) == ("FAILED", 1), "neither tried again nor halved"
@@ -217,7 +217,7 @@ def test_an_input_that_is_not_there_is_one_line(client: Client, tmp_path: Path) 
     assert isinstance(job, Job)
     with pytest.raises(JobFailedError) as failure:
         job.wait()
-    assert str(failure.value) == f"bulk job {int(job)} is FAILED: no file is named {tmp_path}/none.jsonl"
+    assert str(failure.value) == f"bulk job {int(job)} is FAILED: no file matches {tmp_path}/none.jsonl"
 
 
 def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(client: Client, tmp_path: Path) -> None:
@@ -238,21 +238,21 @@ def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(clie
     for python, says in expected.items():
         assert says in interpreter_problem(python)
     assert interpreter_problem(sys.executable) == ""
-    job = start(client, tmp_path, double, python=str(bare))  # with the usual pauses between tries
+    job = start(client, tmp_path, double, python=str(bare))  # with the default backoff
     with pytest.raises(JobFailedError, match=re.escape(f"setup_failed: {bare} {expected[str(bare)]}")):
         job.wait()
     assert {state["attempt_id"] for state in job.batches()} <= {0, 1} and not list(job.errors())
 
 
 @pytest.mark.parametrize("victim", ["worker", "mapper"])
-def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_path: Path, victim: str) -> None:
+def test_a_killed_workers_batches_are_retried(client: Client, tmp_path: Path, victim: str) -> None:
     options = {"marker": str(tmp_path / "died"), "victim": victim}
     job = start(client, tmp_path, suicidal, fn_kwargs=options)
     job.wait()
     assert (tmp_path / "died").exists()
     assert lines(tmp_path / "out.jsonl") == doubled(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
-    # What a mapper had in hand its worker gives to the next mapper; what a worker had is attempted again.
+    # A worker gives a dead mapper's batches to the next mapper; a dead worker's batches are attempted again.
     assert sum(state["attempt_id"] for state in job.batches()) - 25 >= (victim == "worker")
     until(lambda: not alive(int((tmp_path / "died").read_text())))
 
@@ -337,7 +337,7 @@ def test_an_output_that_exists_is_refused_without_a_question(client: Client, tmp
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
 
 
-def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_count(
+def test_a_silent_worker_is_lost_and_its_late_results_are_rejected(
     server: LiveServer, client: Client, tmp_path: Path
 ) -> None:
     job = start(client, tmp_path, slow, rows=60, limits={**QUICK, "heartbeat_timeout_s": 1.5})

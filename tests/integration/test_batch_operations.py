@@ -1,4 +1,4 @@
-"""Operations: rows that the service itself answers, beside the real SDK asked for the same."""
+"""Operations, whose rows the service itself answers, return what the real SDK returns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def until(condition: Any, timeout_s: float = 20) -> Any:  # noqa: ANN401
 
 
 def used(server: LiveServer, session_id: str) -> tuple[int, int]:
-    """The tokens of a session's prompts and answers, as the tenant is told of them."""
+    """The tokens of a session's prompts and answers in the tenant's usage."""
     hour = int(time.time()) // 3600 * 3600
     start, end = (time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(each)) for each in (hour - 3600, hour + 3600))
     events = server.get(f"billing/usage/events?starting_on={start}&ending_before={end}").json()["data"]

@@ -1,4 +1,4 @@
-"""Operations beside the real SDK on the embedded model: the same tokens and logprobs, however batched and killed."""
+"""Operations and the real SDK return the same tokens and logprobs on the embedded model, however batched and killed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROWS = [{"q": f"Say {index} please", "ids": list(range(10 + index, 30 + index))}
 
 @pytest.fixture(scope="module")
 def nano_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Rows of a job are decoded together, the SDK's requests one by one. Without `--deterministic` the two are rounded
-    differently, which changes a token now and then.
+    """Rows of a job are decoded together, the SDK's requests one by one. Without `--deterministic` rounding would
+    differ and sometimes change a token.
     """
     with serving(tmp_path_factory.mktemp("exact") / "data", "--deterministic") as server:
         yield server
@@ -44,7 +44,7 @@ def service(nano_server: LiveServer) -> Iterator[tinker.ServiceClient]:
 
 @pytest.fixture(scope="module")
 def adapter(service: tinker.ServiceClient) -> str:
-    """The path of an adapter that has moved the model away from its base."""
+    """The path of a trained adapter, whose logprobs differ from the base model's."""
     client = service.create_lora_training_client(NANO, rank=8, seed=3).result()
     tokens = list(range(100, 125))
     arrays: Any = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
@@ -92,7 +92,7 @@ def asked(
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", ["base", "adapter"])
-def test_a_sample_is_what_the_sdk_gets(
+def test_a_sample_equals_the_sdks(
     kind: str, batch_size: int, service: tinker.ServiceClient, client: Client, tmp_path: Path, adapter: str
 ) -> None:
     path = adapter if kind == "adapter" else None
@@ -156,7 +156,7 @@ def test_a_model_grades(
     tmp_path: Path,
     tokenizer: Any,  # noqa: ANN401
 ) -> None:
-    """The embedded model makes no judge: what it says where no score can be found fails the row by name."""
+    """The embedded model rarely returns a score; rows without a score fail by name."""
     sampler = service.create_sampling_client(base_model=NANO).result()
     rows = [{"output": f"text {index}"} for index in range(3)]
     fields: dict[str, Any] = {"by": "model", "model": NANO, "template": "Is {output} good?", "max_tokens": 6, "seed": 3}
@@ -173,7 +173,7 @@ def test_a_model_grades(
     none = batch.Grade(pattern="(Q{9})", **fields)
     assert run(client, rows, none, tmp_path / "none.jsonl", errors=errors, max_failed_rows=3) == []
     assert [repr(each) in row["message"] for each, row in zip(said, lines(tmp_path / "err.jsonl"), strict=True)]
-    assert "holds no score" in lines(tmp_path / "err.jsonl")[0]["message"]
+    assert "has no score that matches" in lines(tmp_path / "err.jsonl")[0]["message"]
 
 
 def by_hand(
@@ -183,7 +183,7 @@ def by_hand(
     seeds: list[int],
     replies: list[str],
 ) -> list[dict[str, Any]]:
-    """A conversation with fixed replies, as a user of the SDK has it."""
+    """Run a conversation with fixed replies through the SDK."""
     made = []
     for seed, reply in zip(seeds, [*replies, ""], strict=True):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -197,7 +197,7 @@ def by_hand(
     return made
 
 
-def test_a_rollout_is_what_one_does_by_hand(
+def test_a_rollout_equals_a_manual_conversation(
     service: tinker.ServiceClient,
     client: Client,
     tmp_path: Path,
@@ -227,7 +227,7 @@ def test_a_rollout_is_what_one_does_by_hand(
 
 
 def check_datums(trajectory: dict[str, Any]) -> None:
-    """Every sampled token once, in order, behind what it was sampled after, with its logprob."""
+    """Datums contain every sampled token once, in order, after its prompt, with its logprob."""
     sampled = [pair for turn in trajectory["turns"] for pair in zip(turn["tokens"], turn["logprobs"], strict=True)]
     found = []
     for datum in trajectory["datums"]:
@@ -266,7 +266,7 @@ def results(data_dir: Path) -> dict[str, bytes]:
 
 @pytest.mark.extended
 def test_what_was_sampled_before_a_crash_is_not_sampled_again(tmp_path: Path) -> None:
-    """Without seeds: whatever were sampled twice would differ."""
+    """Without seeds, a row that was sampled twice would differ."""
     from tinsmith.batch.operations.runtime import sampled_of
 
     data_dir, out, port = tmp_path / "data", tmp_path / "out.jsonl", free_port()

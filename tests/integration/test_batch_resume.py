@@ -1,4 +1,4 @@
-"""Jobs that are resumed: of which input, with which function, into which format; and what is read while they end."""
+"""Resumed jobs: changed inputs, functions and formats; and readers while a job ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_rows(path: Path, texts: list[str]) -> None:
 
 
 def careful(row: dict[str, Any], gate: str) -> dict[str, Any]:
-    """Fails for one row, until the gate is there."""
+    """Fails for one row until the gate file exists."""
     from pathlib import Path
 
     if row["text"] == "bad" and not Path(gate).exists():
@@ -59,7 +59,7 @@ def careful(row: dict[str, Any], gate: str) -> dict[str, Any]:
 
 
 def stopped(client: Client, directory: Path, source: str, **options: Any) -> Job:  # noqa: ANN401
-    """A job that has failed in its second batch of two rows, and would succeed now."""
+    """A job whose second batch of two rows has failed, and which would succeed now."""
     given: dict[str, Any] = {"output": batch.JsonWriter(f"{directory}/out.jsonl"), "batch_size": 2, "limits": QUICK}
     kwargs = {"gate": f"{directory}/gate"}
     data = batch.read_json(source)
@@ -153,7 +153,7 @@ def test_a_file_that_changes_under_a_reader_gives_no_rows(tmp_path: Path) -> Non
     reader = JsonReader(str(source))
     assert len(reader) == 5
     write_rows(source, ["new", *TEXTS])
-    with pytest.raises(input_versions.InputChangedError, match="was changed while the job ran"):
+    with pytest.raises(input_versions.InputChangedError, match="changed while the job ran"):
         reader.download_batch(0, 1, "")
 
 
@@ -169,7 +169,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
 
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
     data = batch.read_json(str(source))
-    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function differs: .*resume_from="):
+    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function is .*resume_from="):
         data.map(other, output=output, batch_size=2, if_exists="resume", client=client)
     kwargs = {"gate": f"{tmp_path}/gate"}
     same = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
@@ -177,7 +177,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
     assert [row["length"] for row in lines(tmp_path / "out.jsonl")] == [1, 2, 3, 4, 5]
     done = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
     assert isinstance(done, Job) and int(done) == int(same), "it finds its job done"
-    with pytest.raises(JobRefusedError, match=r"is SUCCEEDED .* its function differs"):
+    with pytest.raises(JobRefusedError, match=r"SUCCEEDED, .* its function is"):
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
 
 
@@ -195,7 +195,7 @@ def temporary_directories(path: Path) -> list[str]:
 
 @batch.remote_function
 def held(gate: str) -> None:
-    """The batch of row 4 waits for the gate."""
+    """A job whose batch of row 4 waits for the gate."""
     import time
     from pathlib import Path
 
@@ -208,7 +208,7 @@ def held(gate: str) -> None:
 
 
 class Racing(Client):
-    """Something happens after the first status that it is told."""
+    """A client that calls a function after it received the first status."""
 
     def __init__(self, url: str, then: Callable[[], None]) -> None:
         super().__init__(url, API_KEY)
@@ -315,7 +315,8 @@ def test_types_go_together_by_rules_that_are_written_down(one: object, other: ob
 
 @batch.remote_function
 def mixed(gate: str) -> None:
-    """Numbers and texts in one column. The batch of row 2 waits for the gate, and is read before anything is there."""
+    """Numbers and strings in one column. The batch of row 2 waits for the gate, so that it is read before it has
+    results."""
     import time
     from pathlib import Path
 
@@ -354,7 +355,7 @@ def test_a_row_whose_types_do_not_go_with_the_others_fails_when_it_comes(
 
 @batch.remote_function
 def counted(log: str, blocker: str) -> None:
-    """Notes each batch that it does, and puts a file where the output is to be."""
+    """Records each batch, and creates a file at the output's path."""
     from pathlib import Path
 
     from tinsmith import batch
@@ -392,7 +393,7 @@ def test_a_job_that_is_resumed_into_another_format_does_the_rest_in_it(client: C
     job = stopped(client, tmp_path, str(source), output=batch.ParquetWriter(f"{tmp_path}/out/"))
     with pytest.raises(UserError, match="format is 'xml'; it must be one of"):
         job.resume(format="xml")
-    with pytest.raises(UserError, match="has 1 outputs, and the one that resumes it has 2"):
+    with pytest.raises(UserError, match="it has 1 outputs and the new job has 2"):
         job.resume(output=[batch.JsonWriter(f"{tmp_path}/{name}.jsonl") for name in "ab"])
     again = job.resume(output=batch.CsvWriter(f"{tmp_path}/out.csv", column=["length"]))
     again.wait()

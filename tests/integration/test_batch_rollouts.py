@@ -1,4 +1,4 @@
-"""Rollouts with a service that answers from a list: how conversations go, end, and become datums."""
+"""Rollouts with a scripted service: the course and end of conversations, and their datums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 
 
 class Letters:
-    """A tokenizer of one token a character, and a template that says who speaks with one more."""
+    """A tokenizer with one token per character, and a chat template with one token per role."""
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         marks = {"user": 1, "assistant": 2}
@@ -28,7 +28,7 @@ class Letters:
 
 
 class Scripted:
-    """Answers in the order of rollouts and turns; remembers what it was asked."""
+    """Answers in the order of rollouts and turns; records the requests."""
 
     row_idx = 4
 
@@ -95,7 +95,7 @@ def test_how_a_conversation_ends() -> None:
     assert (made["reward"], made["turns"][-1]["reward"]) == (1.0, 1.0)
 
 
-def test_what_a_model_grades_has_questions_of_its_own() -> None:
+def test_a_model_grade_has_its_own_requests() -> None:
     grade = batch.Grade(by="model", model="m", template="{output}?", scores={"good": 1, "bad": 0})
     answers = {"0.0": "a", "0.0.g": "so BAD", "0.1": "a", "0.1.g": "good, not bad? good", "0.end": "good"}
     service = Scripted(answers)
@@ -123,8 +123,8 @@ def test_datums_hold_every_sampled_token_once() -> None:
     }  # fmt: skip
 
 
-def test_seeds_stay_what_they_are() -> None:
-    """Whoever wrote results down by their seeds finds them again."""
+def test_seeds_do_not_change_between_versions() -> None:
+    """Recorded results stay reproducible by their seeds."""
     assert batch.row_seed(0, 0) == 8000154919901005727
     assert batch.row_seed(1, 2, 3, 4) == 2930429999423258495
     drawn = {
@@ -143,7 +143,7 @@ def test_seeds_stay_what_they_are() -> None:
     [
         ({"environment": {"kind": "chess"}}, "environment.kind is 'chess'"),
         ({"environment": {"kind": "turns", "row": "a"}}, "environment has no field ['row']"),
-        ({"environment": {"kind": "retry", "grade": {"by": "exact"}}}, "lacks 'reference'"),
+        ({"environment": {"kind": "retry", "grade": {"by": "exact"}}}, "needs 'reference'"),
         ({"environment": {"kind": "retry", "grade": 3}}, "environment.grade is 3"),
         ({"environment": batch.Turns(""), "num_rollouts": 1}, "environment.column is ''"),
         ({"environment": batch.Turns("c"), "num_rollouts": 0}, "num_rollouts is 0"),

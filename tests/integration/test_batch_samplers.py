@@ -1,4 +1,4 @@
-"""A bulk job whose samples dedicated samplers draw, one of which is killed in the middle: each row once, as ever."""
+"""A bulk job on dedicated samplers, one of which is killed in the middle, returns each row once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_sampler_is_killed_in_the_middle_of_a_bulk_job(tmp_path: Path) -> None
 
         until(lambda: len(samplers()) == 2, server)
         victim, other = samplers()
-        freeze(victim.pid, server.data_dir)  # so that what it is given is there still when it dies
+        freeze(victim.pid, server.data_dir)  # so that its requests are still pending when it dies
         sample = batch.Sample(NANO, tokens_column="ids", max_tokens=MAX_TOKENS, seed=SEED, tokens=True)
         writer = batch.JsonWriter(str(out))
         job = batch.Dataset(ROWS).map(sample, output=writer, stream=False, client=client, batch_size=10)

@@ -1,4 +1,4 @@
-"""Bulk jobs and security: what runs where, who may run it, and which files a job reaches."""
+"""Security of bulk jobs: where code runs, which tenants may run it, and which files a job can access."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tinsmith.storage import locations
 
 MARKER = "a text that only the code of this job holds"
 
-# Every Python that finds this file writes down which code it compiles, runs and unpickles, and what it imports.
+# A Python process that imports this file records the code that it compiles, runs and unpickles, and its imports.
 HOOK = """
 import os, sys
 _log = open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "a", buffering=1)
@@ -67,7 +67,7 @@ class MarkedReader(InputReader):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Path]]:
-    """A server each of whose processes writes down what it runs."""
+    """A server whose processes record the code that they run."""
     directory = tmp_path_factory.mktemp("watched")
     (directory / "sitecustomize.py").write_text(HOOK)
     (directory / "logs").mkdir()
@@ -111,7 +111,7 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer,
     assert not [line for line in imported if "'cloudpickle'" in line]
 
 
-# Who may run code.
+# Permission to run code.
 
 FUNCTION = "bm8gb3BlcmF0aW9u"
 ROWS = {"format": "json", "path": "in.jsonl"}
@@ -119,7 +119,7 @@ SOURCE = {"_class_source": "class A: ...", "_class_imports": {}, "_class_name": 
 
 
 def job(**changes: object) -> dict[str, object]:
-    """A job of operations; `changes` make it one with code, or with other places."""
+    """A job of operations; `changes` give it code or other locations."""
     payload = operations.payload_of([Sample(model="local/tiny", prompt="text", max_tokens=1)])
     outputs = [{"format": "json", "path": "out.jsonl"}]
     spec = {"batch_serialized_fn": payload, "batch_input_format": ROWS, "batch_output_formats": outputs}
@@ -138,7 +138,7 @@ CODE: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_so(tmp_path: Path, code: str) -> None:
+def test_only_allowed_tenants_run_code_and_none_if_it_is_off(tmp_path: Path, code: str) -> None:
     cases = [
         ({"local": True}, ALICE, 200, ""),
         ({"local": True, "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
@@ -153,7 +153,7 @@ def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_
             answer = harness.post("batch/jobs", job(**CODE[code]), key)
             assert answer.status_code == status, (settings, answer.text)
             assert words in answer.text
-            assert harness.services.batch_jobs.listing(key.removeprefix("tml-"), 9, 0)[1] == (
+            assert harness.services.batch_jobs.page(key.removeprefix("tml-"), 9, 0)[1] == (
                 1 if status == 200 and not settings.get("local") else 0
             )
         finally:
@@ -161,7 +161,7 @@ def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_
 
 
 def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> None:
-    """Neither with keys nor without; the server was started anew with the setting."""
+    """With and without keys, after the server was restarted with the setting."""
     made = make_harness(tmp_path, local=True, batch_user_code=False, batch_workers=1)
     jobs, coordinator = made.services.batch_jobs, made.services.coordinator
     job_id = jobs.create("local", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))
@@ -183,7 +183,7 @@ def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> No
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    """Alice may run code; bob may not, and has a directory of his own besides."""
+    """Alice may run code; bob may not, and has an additional directory."""
     (tmp_path / "shared" / "bob").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     roots = (f"{tmp_path}/shared/{{tenant}}", "s3://bucket/for/{tenant}/", "gs://all")
@@ -209,10 +209,10 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
     assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
 
 
-def test_who_may_not_run_code_can_neither_resume_its_way_to_it_nor_resize_a_pool(harness: Harness) -> None:
+def test_a_tenant_without_code_cannot_resume_code_or_resize_a_pool(harness: Harness) -> None:
     assert harness.send("PUT", "batch/pools/local", {"workers": 9}, BOB).status_code == 403
     jobs = harness.services.batch_jobs
-    job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # when he still was allowed to
+    job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # while he was allowed to
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     assert jobs.set_status(job_id, "token", "FAILED", "for a test")
     assert harness.send("POST", f"batch/jobs/{job_id}/resume", {}, BOB).status_code == 403
@@ -244,7 +244,7 @@ PLACES = {
     "file://{tmp}/shared/bob/%2e%2e/alice/in.jsonl": False,
     "{tmp}/shared/bob/link/in.jsonl": False,
     "{tmp}/shared/bob/link": False,
-    "{tmp}/shared/bob/link/../shared/alice/x": True,  # one of his own: `..` goes before links are followed
+    "{tmp}/shared/bob/link/../shared/alice/x": True,  # below his directory: `..` is resolved before links
     "{tmp}/data/batch/alice/in.jsonl": False,
     "{tmp}/data/checkpoints/": False,
     "s3://bucket/for/alice/in.jsonl": False,
@@ -277,7 +277,7 @@ def test_a_job_without_code_uses_formats_that_open_files_in_the_one_way(harness:
 
 
 def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What became a link after the job was taken; what a pattern finds."""
+    """Links that appear after the submission, and matches of patterns."""
     own, other = tmp_path / "own", tmp_path / "other"
     for directory in (own, other):
         directory.mkdir()
@@ -308,7 +308,7 @@ def keep() -> None:
         batch.save_results(rows)
 
 
-def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(tmp_path: Path) -> None:
+def test_a_confined_job_writes_only_below_its_roots(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for directory in (own, other):
         directory.mkdir()
@@ -333,5 +333,5 @@ def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(
                 assert len((own / "texts" / made).read_text().splitlines()) == 5
             else:
                 assert found.status == "FAILED", given
-                assert "may read and write" in str(found.error) or "no file is named" in str(found.error), found.error
+                assert "may read and write" in str(found.error) or "no file matches" in str(found.error), found.error
         assert [path.name for path in other.iterdir()] == ["in.jsonl"]

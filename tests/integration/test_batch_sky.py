@@ -1,4 +1,4 @@
-"""Code of `sky.batch` by changing one import: the two examples of its users, in our words, with their own names."""
+"""Code for `sky.batch` runs after changing one import: two examples, rewritten with the original names."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_example_with_formats_of_its_own_runs_by_changing_its_import(server:
     assert merged == [{"id": index, "squared": index**2} for index in range(20)]
 
 
-def test_nothing_is_called_sky_unless_it_is_asked_for() -> None:
+def test_the_sky_module_exists_only_on_request() -> None:
     script = (
         "import sys; from tinsmith import batch; batch.Dataset; assert 'sky' not in sys.modules\n"
         "from tinsmith.batch import sky; import sky as other, sky.batch as b\n"
@@ -150,7 +150,7 @@ def test_nothing_is_called_sky_unless_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_a_skypilot_that_is_installed_stays_what_it_is(tmp_path: Path) -> None:
+def test_an_installed_skypilot_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "sky").mkdir()
     (tmp_path / "sky" / "__init__.py").write_text("real = True")
     script = "from tinsmith.batch import sky as ours\nimport sky\nassert sky.real and sky is not ours"
@@ -184,7 +184,7 @@ def test_a_job_is_gone_on_with_by_its_output(server: LiveServer, tmp_path: Path)
     assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == rows
 
 
-def test_what_comes_by_position_comes_once() -> None:
+def test_positional_arguments_cannot_repeat_as_keywords() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'batch_size'"):
         batch.from_items([]).map(len, "local", 2, batch_size=3)  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional arguments"):

@@ -1,4 +1,4 @@
-"""What the smoke tests of sky.batch ask for, against a live server; docs/batch.md says which is which."""
+"""The requirements of sky.batch's smoke tests, against a live server; docs/batch.md has the list."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_simple(client: Client, tmp_path: Path) -> None:
 
 
 def test_diffusion(client: Client, tmp_path: Path) -> None:
-    """One function, two outputs: images by their rows, and a manifest beside them."""
+    """One function with two outputs: an image per row, and a manifest."""
 
     @batch.remote_function
     def paint() -> None:
@@ -149,7 +149,7 @@ def test_diffusion(client: Client, tmp_path: Path) -> None:
 @registry.INPUT_READER_REGISTRY.type_register(name="smoke_range")
 @dataclass
 class RangeReader(InputReader):
-    """Numbers, from no file at all."""
+    """A reader of numbers without a file."""
 
     count: int = 0
 
@@ -163,7 +163,7 @@ class RangeReader(InputReader):
 @registry.OUTPUT_WRITER_REGISTRY.type_register(name="smoke_text")
 @dataclass
 class TextFilesWriter(OutputWriter):
-    """One file for each row: nothing is left to be merged."""
+    """Writes one file per row, so that there is nothing to merge."""
 
     def upload_batch(self, results: list[dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> None:
         Path(self.path).mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ class TextFilesWriter(OutputWriter):
 @registry.OUTPUT_WRITER_REGISTRY.type_register(name="smoke_yaml")
 @dataclass
 class YamlWriter(OutputWriter):
-    """A file for each batch, merged into one."""
+    """Writes a file per batch and merges them."""
 
     def upload_batch(self, results: list[dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> None:
         directory = Path(f"{self.path}.{job_id}")
@@ -251,7 +251,7 @@ def test_resume_of_a_failed_job_with_another_function(client: Client, tmp_path: 
 
 
 def test_a_job_that_runs_is_not_resumed(client: Client, tmp_path: Path) -> None:
-    """Nor by a job that names it; once it is cancelled, both work."""
+    """Neither directly nor with resume_from; after its cancellation both work."""
     source = batch.JsonReader(input_of(tmp_path, [f"t{index}" for index in range(200)]))
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
     job = started(client, source, double_slowly, output)
@@ -268,7 +268,7 @@ def test_a_job_that_runs_is_not_resumed(client: Client, tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_progress_never_goes_back_when_the_server_is_killed(tmp_path: Path, database_kind: str) -> None:
-    """Twice; what was committed before a kill is there after it, and is not done again."""
+    """The server is killed twice; batches committed before a kill remain and are not repeated."""
     url = fresh_url(tmp_path, database_kind)
     database = Database(url)
     jobs = BatchJobs(database)

@@ -1,4 +1,5 @@
-"""Tables as inputs and outputs of bulk jobs, on SQLite and Postgres: in order, whole or absent, once, and discreet."""
+"""Tables as inputs and outputs of bulk jobs, on SQLite and Postgres: ordered, atomic, exactly once, without leaked
+passwords."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:
 
 
 def make(url: str, count: int, spacing: int = 3) -> list[Row]:
-    """A table whose keys have gaps, and whose rows do not lie in their order."""
+    """Create a table whose keys have gaps and whose rows are stored in another order."""
     rows = [{"id": index * spacing - 50, "name": f"r{index}"} for index in range(count)]
     execute(url, "CREATE TABLE items (id BIGINT PRIMARY KEY, name TEXT)")
     execute(url, "INSERT INTO items VALUES (:id, :name)", rows=rows[::-1])
@@ -127,12 +128,12 @@ def test_a_table_that_changes_under_a_job_fails_the_batch_and_shifts_nothing(url
 def test_a_job_does_not_count_again_what_it_has_counted(url: str, tmp_path: Path) -> None:
     make(url, 10)
     reader = batch.SqlReader(url, table="items").of_job(["out.jsonl"])
-    with pytest.raises(RuntimeError, match="no longer on this machine"):
+    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
         reader.download_batch(0, 1, "")
     assert len(reader) == 10
     for file in tmp_path.glob("sql-*"):
         file.unlink()
-    with pytest.raises(RuntimeError, match="no longer on this machine"):
+    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
         registry.reader_from_dict(reader.to_dict()).download_batch(0, 1, "")
 
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, and for how long: the rule over random arrivals, and what an engine makes of it."""
+"""The batching window: the rule over random arrivals, and an engine that follows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pending(seq_id: int, kind: str, created_at: float = 0.0) -> Pending:
 
 
 def quick(pause_s: float, answered_at: float = 0.0) -> Rhythm:
-    """Of a client that took this long twice."""
+    """The rhythm of a client that took this long twice."""
     rhythm = Rhythm()
     for _ in range(2):
         rhythm.answered(0.0)
@@ -58,11 +58,11 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
         assert moment + wait_s <= began + most_s + 1e-9 or not wait_s
         assert wait_s in (0.0, *beside_s, *quick_s)
         if not wait_s:
-            gathering.ran(steps_s[0])  # what was held runs now
+            gathering.ran(steps_s[0])  # held requests run now
             most_s, began = gathering.most_s(), None
 
 
-def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_expected() -> None:
+def test_there_is_no_wait_before_a_timed_step_or_without_expected_passes() -> None:
     gathering = BatchingWindow()
     assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0
     gathering.ran(1.0)

@@ -26,7 +26,7 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 
 def run(*flags: str) -> Result:
-    output.width = 200  # its width is otherwise that of the terminal in which the first test imported it
+    output.width = 200  # otherwise the width is that of the terminal of the first import
     return CliRunner().invoke(app, ["bench", "--key", API_KEY, "--runs", "2", *flags])
 
 
@@ -71,8 +71,8 @@ def test_json_bodies_of_earlier_sdks_do_the_same_work(fake_server: LiveServer) -
 
 
 class OtherMake(http.server.BaseHTTPRequestHandler):
-    """A server as an earlier SDK knew them: a key of its own, JSON alone, bare results after short polls, no health
-    check, no sampling sessions, and 500 where an operation failed. Its optimizer is broken.
+    """A server of an earlier SDK's protocol: its own key, only JSON, bare results after short polls, no health check,
+    no sampling sessions, and 500 for failed operations. Its optimizer is broken.
     """
 
     protocol_version = "HTTP/1.1"
@@ -162,7 +162,7 @@ def test_a_key_that_another_make_refuses_is_an_error_in_one_line(other_make: str
     assert "--dialect is 'grpc'; it must be sdk or json" in str(answer.exception)
 
 
-def test_an_address_where_nobody_is_is_refused_at_once(fake_server: LiveServer) -> None:
+def test_an_address_without_a_server_is_refused_at_once(fake_server: LiveServer) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(SettingsError, match=f"no server responds at {url}.*tinsmith serve"):
         bench.bench_as_json([bench.BenchTarget(url, API_KEY)], runs=1, rank=1, patience_s=1)

@@ -1,7 +1,5 @@
-"""The benchmarks still run: each script once, as small as it gets, on a server whose engine computes nothing.
-
-What they find is not looked at, but that they find it; the scripts run in this process, so that the SDK and torch are
-loaded once.
+"""The benchmarks still run: each script once, with minimal sizes, on a server with the fake backend. Tests check that
+figures exist, not their values. The scripts run in this process, so that the SDK and torch are loaded once.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks_can_be_imported() -> Iterator[None]:
-    """As they are by each other, and by no test after this file's."""
+    """Make the benchmarks importable for this file's tests only."""
     sys.path.insert(0, str(BENCHMARKS))
     yield
     sys.path.remove(str(BENCHMARKS))
@@ -36,7 +34,7 @@ def benchmarks_can_be_imported() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """The fake backend behind the shape of a model that benchmarks use."""
+    """The fake backend with the shape of the benchmarks' model."""
     directory = tmp_path_factory.mktemp("bench")
     model = importlib.import_module("models").make("tiny", directory / "tiny")
     with serving(directory / "data", "--backend", "fake", "--model", f"{MODEL}={model}") as live:
@@ -45,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A script's `main` with flags; what it printed."""
+    """Run a script's `main` with flags; return its output."""
 
     def call(name: str, *flags: str) -> str:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
@@ -68,7 +66,7 @@ def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that wait for each other on a busy machine take minutes."""
+    """Use one thread, since several take minutes on a busy machine."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -139,7 +137,7 @@ def test_sampling(server: LiveServer, run: Run) -> None:
 
 
 def test_every_script_can_be_started() -> None:
-    """What a script imports is there: from its neighbours, too. The rarely run ones rot first."""
+    """All imports of each script work, also those of other scripts."""
     for path in BENCHMARKS.glob("*.py"):
         importlib.import_module(path.stem)
 
@@ -194,7 +192,7 @@ def test_the_suite_asks_for_flags_that_the_scripts_have() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_training_beside_peft(run: Run, tmp_path: Path) -> None:
-    """With a server, a child that computes the step alone and one with PEFT, in turns."""
+    """Runs a server, a child that computes the step alone and one with PEFT in turns."""
     flags = ("--sizes", "tiny", "--dtypes", "float32", "--works", "2", "--runs", "1")
     printed = run("training", *flags, "--json", str(tmp_path / "training.json"))
     rows = {row["what"]: row for row in json.loads((tmp_path / "training.json").read_text())}

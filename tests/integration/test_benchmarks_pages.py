@@ -1,4 +1,4 @@
-"""What the benchmarks make of their figures: runs that take turns, ratios, and the page of targets."""
+"""Evaluation of the benchmarks' figures: interleaved runs, ratios, and the page of targets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spread(median: float, runs: int = 5) -> dict[str, float]:
 
 
 def training(size: str, work: str, rates: dict[str, float]) -> list[dict]:
-    """Rows as training.py writes them, of runs that all took the same time."""
+    """Rows in training.py's format, of runs with equal times."""
     base = rates["PEFT float32"]
     rows = []
     for what, rate in rates.items():
@@ -59,12 +59,12 @@ def sampling(at_once: int, what: str, rate: float, of: dict[str, float]) -> dict
 
 
 def verdicts(page: str) -> dict[tuple[str, str, str], str]:
-    """By measure, what it is against, and which of several it is."""
+    """Verdicts by measure, baseline and number."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
     return {(row[0], row[1], row[2]): row[6].rpartition(": ")[2].strip("*") for row in rows[1:]}
 
 
-def test_each_target_is_met_or_missed_by_what_was_measured(targets: ModuleType, tmp_path: Path) -> None:
+def test_each_target_is_judged_by_its_figures(targets: ModuleType, tmp_path: Path) -> None:
     latency = {"tiny": {"forward, one datum": LATENCY, "forward, one datum, 8 clients": LATENCY | {"p50_ms": 26.0}}}
     (tmp_path / "latency.json").write_text(json.dumps(latency))
     (tmp_path / "latency-m50.json").write_text(json.dumps({"m50": {"publish + first token": LATENCY}}))
@@ -162,7 +162,7 @@ def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
 
 
 def test_ratios_are_of_runs_that_followed_each_other(turns: ModuleType) -> None:
-    """A machine that slows down by half between turns changes no ratio."""
+    """Ratios are of interleaved runs, so a machine that slows down by half does not change them."""
     ours, theirs = [1.0, 2.0, 4.0], [3.0, 6.0, 12.0]
     assert turns.times_as_fast(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
 

@@ -1,6 +1,5 @@
-"""The benchmarks that are no part of `make bench` still run, each as a process of its own and as small as it gets.
-
-Most are slow ones: `make test-benchmarks`.
+"""Benchmarks outside of `make bench` still run, each as a process with minimal sizes. Most are slow: `make
+test-benchmarks`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ WITHOUT_JSON = {
 
 def run(script: str, *flags: str) -> str:
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *flags]
-    # Threads that wait for each other on a busy machine take minutes.
+    # Several threads take minutes on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,7 +58,7 @@ def test_it_runs_and_prints_its_figures(script: str) -> None:
 
 
 def test_every_benchmark_is_run_by_some_test() -> None:
-    """A new script has a place here, or another test names it. Helpers have no `main`; sampling.py runs peers.py."""
+    """Every script is listed here or named by another test. Helpers have no `main`; sampling.py runs peers.py."""
     tests = [path for path in Path(__file__).parents[1].rglob("test_*.py") if path.name != Path(__file__).name]
     elsewhere = "".join(path.read_text() for path in tests)
     for path in BENCHMARKS.glob("*.py"):

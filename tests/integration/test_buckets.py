@@ -1,4 +1,4 @@
-"""Directories in a bucket: the promises of those on a disk (test_storage.py), through a cache that may be lost."""
+"""Directories in a bucket keep the guarantees of local ones (test_storage.py), with a cache that may be lost."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ BucketDirectories(sys.argv[1], Cache(data_dir / "cache", 1 << 30)).write(fill)
     ("point", "left"),
     [("versions.writing", []), ("versions.sealed", ["a"]), ("versions.placed", ["a", "manifest.json"])],
 )
-def test_what_a_killed_writer_leaves_is_whole_or_swept(
+def test_a_killed_writers_files_are_complete_or_swept(
     bucket: Bucket, prefix: str, tmp_path: Path, point: str, left: list[str]
 ) -> None:
     data_dir = tmp_path / "one"
@@ -225,7 +225,7 @@ def test_a_bucket_that_does_not_answer_is_not_taken_for_damage(
 
 
 def room(count: int) -> int:
-    """Bytes in which so many of the directories of `fill` fit."""
+    """The bytes of this many directories of `fill`."""
     return count * 300
 
 
@@ -233,9 +233,7 @@ def cached(data_dir: Path) -> set[str]:
     return {path.name for path in (data_dir / "cache/versions").iterdir()}
 
 
-def test_the_cache_is_bounded_and_what_was_not_read_for_longest_goes(
-    bucket: Bucket, prefix: str, tmp_path: Path
-) -> None:
+def test_the_cache_is_bounded_and_evicts_the_least_recently_read(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
     names = [writer.write(fill)[0] for _ in range(4)]
     reader = machine(bucket, prefix, tmp_path / "two", room(3))
@@ -250,7 +248,7 @@ def test_the_cache_is_bounded_and_what_was_not_read_for_longest_goes(
     assert content(reader, names[1]) == FILLED, "it is fetched again"
 
 
-def test_what_is_being_read_stays_however_small_the_cache(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
+def test_files_being_read_stay_in_any_cache(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
     held, other = writer.write(fill)[0], writer.write(fill)[0]
     one, two = (machine(bucket, prefix, tmp_path / "two", 1) for _ in range(2))
@@ -263,7 +261,7 @@ def test_what_is_being_read_stays_however_small_the_cache(bucket: Bucket, prefix
     assert cached(tmp_path / "two") == set()
 
 
-def test_what_a_dead_process_left_in_the_cache_goes(directories: BucketDirectories, tmp_path: Path) -> None:
+def test_a_dead_processs_cache_files_are_deleted(directories: BucketDirectories, tmp_path: Path) -> None:
     root = tmp_path / "one/cache/versions"
     left, fresh = root / ".left", root / ".fresh"
     for path in (left, fresh):

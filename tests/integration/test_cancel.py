@@ -1,4 +1,4 @@
-"""Cancelling: a sample that nobody waits for leaves its queue or the batch; everything else goes on."""
+"""Cancellation: a cancelled sample leaves its queue or the batch; all others continue."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
     outcome = bench.outcome(other)
     assert outcome is not None and outcome.error is None
     assert bench.futures.cancel_of_closed_sessions() == 0
-    late = bench.sample(SAMPLER, 9999)  # its admission and the end of the session crossed each other
+    late = bench.sample(SAMPLER, 9999)  # it was admitted while the session ended
     assert bench.futures.cancel_of_closed_sessions() == 1
     bench.turns()
     outcome = bench.outcome(late)
@@ -197,7 +197,7 @@ def test_a_cancel_of_anything_else_is_answered_without_an_effect(harness: Harnes
     assert harness.kinds() == {step: "optim_step"}
 
 
-def test_a_cancel_of_what_is_not_mine_is_404_and_of_nothing_400(harness: Harness) -> None:
+def test_cancelling_a_foreign_request_is_404_and_without_an_id_400(harness: Harness) -> None:
     request_id = harness.ok("asample", sample_request(harness.sampler()))["request_id"]
     assert harness.post("cancel_future", {"request_id": request_id}, BOB).status_code == 404
     assert harness.post("cancel_future", {"request_id": "nothing"}).status_code == 404

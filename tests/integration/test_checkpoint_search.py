@@ -1,4 +1,4 @@
-"""The search of checkpoints (SDK 0.39): filters, pages, and whose they are."""
+"""The search of checkpoints (SDK 0.39): filters, pages and tenants."""
 
 from __future__ import annotations
 

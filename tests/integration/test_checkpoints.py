@@ -1,4 +1,4 @@
-"""Checkpoints as rows and directories: names, overwriting, expiry, copies, what is swept, what is damaged."""
+"""Checkpoints as rows and directories: names, overwriting, expiry, copies, sweeps and damage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Bench:
         self.checkpoints = Checkpoints(self.db, self.files)
 
     def save(self, ref: CheckpointRef = REF, *, overwrite: bool = False, content: bytes = b"weights", **more) -> str:
-        """A save as the engine does it; returns the directory."""
+        """Save as the engine does; return the directory."""
         new = NewCheckpoint(ref, more.pop("tenant_id", ALICE), "base", LoraSpec(4), **more)
         replaced = self.checkpoints.begin(new, overwrite=overwrite)
         directory, size_bytes = self.files.write(lambda path: (path / "adapter").write_bytes(content) and None)
@@ -117,7 +117,7 @@ def test_a_failed_save_leaves_its_name_free(bench: Bench) -> None:
     assert bench.get().directory == directory
 
 
-# Going away.
+# Deletion and expiry.
 
 
 def test_expiry_hides_at_once_and_the_sweep_deletes(bench: Bench) -> None:

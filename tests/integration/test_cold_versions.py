@@ -1,4 +1,4 @@
-"""Versions of more models than memory holds leave it, and answer as before when they are sampled again."""
+"""Versions of more models than fit in memory are evicted, and give the same answers when they are sampled again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_room_for(bench: Bench, versions: int) -> None:
 
 
 def published(bench: Bench, number: int) -> str:
-    """A sampling session of a model of its own, with weights of its own."""
+    """A sampling session of a separate model with its own weights."""
     model = bench.model(f"s{number}:train:0")
     bench.train(model, 1)
     bench.step(model, 2, rate=0.01 * (1 + number))
@@ -72,7 +72,7 @@ def test_versions_of_many_models_take_the_room_of_a_few_and_answer_as_before(ben
     assert answers(bench, more, 1) == again
 
 
-def test_what_was_sampled_last_stays(bench: Bench) -> None:
+def test_the_most_recently_sampled_version_stays(bench: Bench) -> None:
     with_room_for(bench, 3)
     kept = published(bench, 0)
     for number in range(1, 6):
@@ -138,7 +138,7 @@ def test_a_publish_lets_those_go_that_have_files_already(bench: Bench) -> None:
     assert len(versions._ephemeral[model]) == VERSIONS_IN_MEMORY == len(versions._in_memory)
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY
     assert answers(bench, samplers[:-1], 1) == expected
-    # Those that have no file yet stay, however many they are.
+    # All versions without a file stay in memory.
     for number in range(len(samplers), len(samplers) + VERSIONS_IN_MEMORY + 1):
         samplers.append(bench.publish(model, number + 1, number))
     bench.turns(20)

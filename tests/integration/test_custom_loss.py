@@ -1,6 +1,4 @@
-"""Custom losses: the tables, what is refused, the interpreter against the client's own autograd, and both ways
-through the SDK.
-"""
+"""Custom losses: tables, refusals, the interpreter against the client's autograd, and both paths through the SDK."""
 
 from __future__ import annotations
 
@@ -164,7 +162,7 @@ def test_nothing_grows_beyond_its_bounds_and_none_of_it_is_computed_first() -> N
 
 
 @pytest.mark.parametrize("target", ["torch.cat", "torch.outer", "torch.where"])
-def test_what_would_be_too_large_is_not_computed(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_oversized_intermediates_are_refused(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     function = custom_loss._FUNCTIONS[target]
 
     def without_memory(*args: object, **kwargs: object) -> object:
@@ -208,7 +206,7 @@ def test_a_loss_that_writes_to_its_inputs_changes_neither_the_request_nor_the_re
     assert weights.tolist() == [1, 1, 1]
 
 
-# What is refused.
+# Refusals.
 
 
 GOOD = request(trace(*LOSSES["sequence_ratio"]))
@@ -318,7 +316,7 @@ KWARGS = st.dictionaries(st.sampled_from(sorted(graphs.KEYWORDS)), VALUES, max_s
 @given(
     calls=st.lists(st.tuples(CALLS, REFS, st.lists(VALUES, max_size=3), KWARGS), min_size=1, max_size=4), data=st.data()
 )
-def test_whatever_a_graph_calls_nothing_but_a_user_error_comes_of_it(calls: list[Any], data: st.DataObject) -> None:
+def test_a_graphs_calls_raise_only_user_errors(calls: list[Any], data: st.DataObject) -> None:
     nodes = [{"op": "placeholder", "name": name, "target": name} for name in ("logprobs", "weights")]
     for index, ((op, target), first, args, kwargs) in enumerate(calls):
         name = f"n{index + 2}"
@@ -365,7 +363,7 @@ def cross_entropy(model_id: str, data: list[Datum]) -> Pass:
 def gradients(
     backend: TorchBackend, *passes: Pass
 ) -> tuple[list[PassResult | UserError], dict[str, torch.Tensor | None]]:
-    """What a step returns, and each model's gradient of it; adapters are fresh and warm."""
+    """Return a step's results and each model's gradient, with fresh and trained adapters."""
     models = sorted({pass_.model_id for pass_ in passes})
     for number, model_id in enumerate(models):
         backend.create_model(model_id, LoraSpec(4, seed=number))
@@ -375,7 +373,7 @@ def gradients(
     return list(results), {model_id: backend._models[model_id].gradient_P for model_id in models}
 
 
-def test_a_failing_loss_leaves_others_and_its_own_models_other_passes_as_they_would_be(backend: TorchBackend) -> None:
+def test_a_failing_loss_does_not_change_other_passes(backend: TorchBackend) -> None:
     rng = np.random.default_rng(0)
     fn, ranks = LOSSES["weighted"]
     good = [arrays(traced_losses.datum(rng, 12, 500, ranks)) for _ in range(3)]

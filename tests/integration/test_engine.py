@@ -1,4 +1,4 @@
-"""The engine turn by turn, over a real database and the fake backend; no process, no socket but its mailbox."""
+"""The engine turn by turn, with a real database and the fake backend, but without other processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinsmith.db.database import now
 from tinsmith.db.schema import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
 from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.versions import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
+from tinsmith.engine.versions import MAX_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import parse_path
@@ -51,7 +51,7 @@ def test_a_refused_number_counts_as_used(bench: Bench) -> None:
 
 def test_a_refused_number_whose_row_was_committed_late_is_found_by_the_gap(bench: Bench) -> None:
     model = bench.model()
-    with bench.db.write() as connection:  # an arrival that is taken and not yet to be seen
+    with bench.db.write() as connection:  # an arrival number that was allocated and is not yet visible
         reserved = connection.scalar(sa.select(sa.func.max(FUTURES.c.arrival))) + 1
         connection.execute(FUTURES.insert(), {"request_id": "x", "kind": "sample", "state": "done"} | UNNAMED)
     after = bench.forward(model, 2)
@@ -160,7 +160,7 @@ def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> No
     assert bench.outcome(single, "bob") is not None
 
 
-# Whose fault.
+# Attribution of crashes.
 
 
 def test_a_request_that_breaks_a_packed_step_fails_alone(bench: Bench) -> None:
@@ -453,7 +453,7 @@ def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_sampler_outlives_its_engine_however_that_ends(bench: Bench, end: str) -> None:
+def test_a_sampler_survives_any_end_of_its_engine(bench: Bench, end: str) -> None:
     model = bench.model()
     bench.train(model, 1)
     bench.step(model, 2)
@@ -514,7 +514,7 @@ def test_a_cached_prompt_is_found_by_its_own_tenant_only(bench: Bench, monkeypat
     assert sorted(scopes) == ["alice", "bob"]
 
 
-def test_a_publish_under_a_name_in_use_is_refused_and_harms_nobody(bench: Bench) -> None:
+def test_a_publish_under_a_name_in_use_is_refused_without_effect(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, number=7)
     bench.turns()
@@ -539,7 +539,7 @@ def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) 
     assert not list((bench.directory / "versions").glob("*"))
     bench.engine.turn(2 * QUIET_S)  # idle for a moment
     assert len(list((bench.directory / "versions").glob("*"))) == 3
-    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MOST_VERSIONS_IN_MEMORY + 3):
+    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MAX_VERSIONS_IN_MEMORY + 3):
         bench.publish(model, number + 1, number)
     bench.turns(200)
     assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY
@@ -626,6 +626,6 @@ def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkey
     assert not bench.engine._queues.lanes
     third = bench.step(model, 3)
     bench.turns()
-    bench.engine._arrivals.fetch_late()  # finds what is refused
+    bench.engine._arrivals.fetch_late()  # finds the refused requests
     bench.turns()
     assert bench.optimizer_step(third) == 2 and bench.outcome(refused) is not None

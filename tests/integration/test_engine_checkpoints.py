@@ -1,5 +1,5 @@
-"""The engine and its checkpoints: exports, damage, crashes between a save's files and its row, samplers whose
-checkpoint goes away. Over a real database and the fake backend.
+"""The engine and its checkpoints: exports, damage, crashes between a save's files and its row, samplers of deleted
+checkpoints. With a real database and the fake backend.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
     new = saved(bench, request_id)
     assert (new.user_metadata, new.expires_at) == ({"step": "2"}, None)
     assert b'"step": 2' in files_of(bench, new)[STATE]
-    assert len(bench.checkpoints.sweep_directories(-1)) == 1  # what the first attempt wrote
+    assert len(bench.checkpoints.sweep_directories(-1)) == 1  # files of the first attempt
     files_of(bench, new)
 
 
@@ -155,7 +155,7 @@ def test_damaged_weights_are_not_loaded(bench: Bench) -> None:
     assert not bench.backend.has_version(path)
 
 
-# Samplers whose checkpoint goes away.
+# Samplers of deleted checkpoints.
 
 
 def disappear(bench: Bench, checkpoint: Checkpoint, how: str) -> None:
@@ -190,7 +190,7 @@ def test_loaded_weights_go_on_being_sampled_and_new_loads_are_refused(bench: Ben
     assert "does not exist" in str(sample(2))
 
 
-def test_a_version_that_made_room_for_others_is_loaded_again_only_if_it_may_be(bench: Bench) -> None:
+def test_an_evicted_version_is_reloaded_only_while_permitted(bench: Bench) -> None:
     trained(bench)
     checkpoint = saved(bench, save(bench, 3, "save_weights_for_sampler", path="first"))
     sampler = sampler_of(bench, checkpoint.ref.path)
@@ -221,7 +221,7 @@ def test_an_overwritten_sampler_checkpoint_is_sampled_with_its_new_weights(bench
     assert bench.backend._versions[path] == bench.weight() != before
 
 
-# Whose.
+# Tenants.
 
 
 def test_the_engine_reads_a_granted_checkpoint_as_the_tenant_who_granted_it(bench: Bench) -> None:
@@ -256,7 +256,7 @@ def test_a_checkpoint_is_loaded_under_another_name_of_its_base_only_if_that_was_
 
 
 def test_a_run_keeps_its_newest_checkpoints_of_a_kind(bench: Bench) -> None:
-    """And those that are published; another kind and another run are left alone."""
+    """Published checkpoints remain, and other kinds and runs are not affected."""
     trained(bench)
     seq_id = 2
 

@@ -1,4 +1,4 @@
-"""What the event loop leaves to threads: files, large results, and writers that may have to wait."""
+"""The event loop delegates files, large results and writes that may wait to threads."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
         opened_on_a_loop.append(str(arguments[0]))
 
 
-sys.addaudithook(_watch)  # for good: there is no way to take one away
+sys.addaudithook(_watch)  # permanently: audit hooks cannot be removed
 
 
 @contextmanager
 def watching() -> Iterator[list[str]]:
-    """The files that are opened on an event loop within the block."""
+    """Record the files that an event loop opens within the block."""
     global opened_on_a_loop
     opened_on_a_loop = found = []
     try:
@@ -88,7 +88,7 @@ def fetched(harness: Harness, request_id: str) -> bytes:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The bytes of each result that was read, and whether an event loop read it."""
+    """Record the bytes of each result that is read, and whether an event loop read it."""
     found: list[tuple[int, bool]] = []
     outcome = Futures.outcome
 
@@ -105,8 +105,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def test_a_large_result_is_read_by_a_thread(harness: Harness, reads: list[tuple[int, bool]]) -> None:
     request_id = settled(harness, LARGE_BYTES)
     assert len(fetched(harness, request_id)) == LARGE_BYTES
-    by_path = harness.get(f"retrieve_future/{request_id}")  # as older clients ask, who want JSON
-    assert by_path.status_code in (200, 500)  # these bytes are no result that could be read
+    by_path = harness.get(f"retrieve_future/{request_id}")  # as older clients, which request JSON
+    assert by_path.status_code in (200, 500)  # these bytes are not a readable result
     assert reads == [(LARGE_BYTES, False)] * 2
 
 
@@ -194,7 +194,7 @@ def test_whether_there_are_keys_is_asked_by_a_thread(tmp_path: Path, monkeypatch
 
 
 def tour(harness: Harness) -> None:
-    """One request of every kind that reads or writes files, or that writes to the database."""
+    """Send one request of every kind that reads or writes files, or writes to the database."""
     session_id = harness.session()
     model_id = harness.model(session_id)
     sampler = harness.sampler(session_id)
@@ -224,7 +224,7 @@ def tour(harness: Harness) -> None:
 def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, max_file_bytes=1 << 24)
     with harness.client:
-        tour(harness)  # whatever is imported or read once is there now
+        tour(harness)  # imports and files that are read once are loaded now
         with watching() as found:
             tour(harness)
     close(harness)
@@ -232,7 +232,7 @@ def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
 
 
 def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that may wait for others is a thread's; `write_nowait` waits for nobody."""
+    """Writers that may wait for the lock run on threads; `write_nowait` does not wait."""
     writers: list[bool] = []
     write: Callable[[Database], object] = Database.write
 
@@ -242,5 +242,5 @@ def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest
 
     monkeypatch.setattr(Database, "write", spied)
     tour(harness)
-    # The harness settles by itself, on the thread of the test.
+    # The harness settles requests itself, on the test's thread.
     assert writers and not any(writers)

@@ -1,4 +1,4 @@
-"""Uploads by signed links (SDK 0.39): start, PUT, finish; what is checked, what expires, and what is swept.
+"""Uploads by signed links (SDK 0.39): start, PUT, finish; checks, expiry and sweeps.
 
 The tests send the requests that SDK 0.39 sends; the installed SDK is tested in `contract/test_sdk_surface.py`.
 """
@@ -60,13 +60,13 @@ def finish(harness: Harness, started: dict[str, Any], key: str = ALICE) -> Respo
 
 
 def kept(harness: Harness) -> list[Path]:
-    """The bytes that wait for a finish."""
+    """The bytes of uploads that are not finished."""
     root = harness.services.files.path("x")
     assert root is not None
     return sorted(root.parent.glob("upload-*"))
 
 
-def test_what_was_put_becomes_a_checkpoint_of_the_project(harness: Harness) -> None:
+def test_uploaded_files_become_a_checkpoint_of_the_project(harness: Harness) -> None:
     started = start(harness, destination_project_id="p")
     assert set(started["urls"]) == set(FILES) and started["expires"].endswith("Z")
     put_all(harness, started)
@@ -154,7 +154,7 @@ def test_a_link_is_for_its_file_and_its_hour(harness: Harness, monkeypatch: pyte
     assert finish(harness, started).status_code == 410
 
 
-def test_what_is_abandoned_is_swept(harness: Harness) -> None:
+def test_abandoned_uploads_are_swept(harness: Harness) -> None:
     put_all(harness, start(harness))
     waiting = kept(harness)
     assert len(waiting) == 2

@@ -1,4 +1,4 @@
-"""The engine where its files are in a bucket: nobody waits for the network but whose files are on their way."""
+"""The engine with its files in a bucket: only requests whose files are in transfer wait for the network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATH = f"tinker://{ONE}/weights/one"
 
 
 class Gate:
-    """What is placed waits here while it is closed, and fails while it is told to."""
+    """Placing a directory waits while the gate is closed, and fails while it is set to."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -134,7 +134,7 @@ def test_a_save_that_an_engine_died_over_is_made_by_the_next(bench: FarBench) ->
     saved = bench.submit(ONE, 2, "save_weights", {"path": "one"})
     bench.until(lambda: len(bench.engine._uploads))
     first = bench.engine
-    bench.restart()  # the first one is gone, with what it was sending
+    bench.restart()  # the first engine is dead, with its unfinished upload
     bench.lose_the_disk()
     bench.gate.open.set()
     bench.until(lambda: bench.outcome(saved))
@@ -200,7 +200,7 @@ def test_a_load_whose_snapshot_cannot_be_sent_is_replayed(bench: FarBench) -> No
 
 
 def trained_past_a_snapshot(bench: FarBench) -> int:
-    """The last seq_id of a model that has a snapshot and some steps after it."""
+    """Train past a snapshot; return the last seq_id."""
     bench.model(ONE)
     for seq_id in range(1, 2 * snapshots.SNAPSHOT_OPTIM_STEPS + 4, 2):
         bench.train(ONE, seq_id)

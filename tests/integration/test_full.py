@@ -1,4 +1,4 @@
-"""Full fine-tuning: losses, gradients, steps and samples are those of the model alone, in float64."""
+"""Full fine-tuning: losses, gradients, steps and samples match a float64 reference of the model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(backend: TorchBackend, *passes: Pass) -> list[PassResult]:
 
 
 def reference_loss(reference: Reference, data: list[Datum], loss_fn: str) -> Tensor:
-    """Its parameters get the gradient when this is differentiated."""
+    """The loss; differentiating it gives the parameters their gradients."""
     total = torch.zeros((), dtype=torch.float64)
     for each in data:
         inputs = {name: dense(array) for name, array in each.inputs.items()}
@@ -119,7 +119,7 @@ def test_every_gradient_is_the_models_own(shape: ModelShape, loss_fn: str) -> No
     assert found.keys() == expected.keys()
     largest = max(float(grad.norm()) for grad in expected.values())
     for name, gradient in found.items():
-        # The bias of keys moves no attention: its gradient is rounding.
+        # Key biases do not change attention, so their gradient is only rounding.
         error = float((gradient.double() - expected[name]).norm())
         assert error < 1e-4 * max(float(expected[name].norm()), 1e-3 * largest), name
 
@@ -135,7 +135,7 @@ def test_steps_are_those_of_adamw(qwen: ModelShape) -> None:
     params = AdamParams(1e-3, 0.8, 0.9, 1e-6, weight_decay=0.1, grad_clip_norm=0.5)
     for _ in range(4):
         data = [datum(rng, length) for length in (9, 14)]
-        run(backend, fb("m", data[:1]), fb("m", data[1:]))  # they add up
+        run(backend, fb("m", data[:1]), fb("m", data[1:]))  # they are accumulated
         (outcome,) = backend.optim_step([OptimStep("s", "m", params)])
         reference_loss(reference, data, "cross_entropy").backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.5)
@@ -248,7 +248,7 @@ def test_training_goes_on_where_a_save_was_made(qwen: ModelShape, tmp_path: Path
     assert not other.has_model("o")
 
 
-def test_what_is_not_for_all_weights_is_refused_by_name(qwen: ModelShape, tmp_path: Path) -> None:
+def test_options_unsupported_by_full_training_are_refused_by_name(qwen: ModelShape, tmp_path: Path) -> None:
     for options, words in (
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"quantize": "int8"}, "quantize"),
@@ -323,7 +323,9 @@ def test_a_part_of_the_weights_is_refused(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("sampler", "vllm"), ("data_parallel", 2), ("shard_base", True)])
-def test_what_needs_adapters_is_refused_at_start(qwen: ModelShape, tmp_path: Path, name: str, value: object) -> None:
+def test_settings_that_need_adapters_are_refused_at_start(
+    qwen: ModelShape, tmp_path: Path, name: str, value: object
+) -> None:
     settings = Settings.model_validate({"backend": "full", "data_dir": tmp_path, name: value})
     with pytest.raises(SettingsError, match=name):
         open_backend(settings, qwen, "here", {})

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
-    # Threads that wait for each other on a busy machine take minutes.
+    # Several threads take minutes on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, str(SCRIPT), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

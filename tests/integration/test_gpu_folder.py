@@ -1,4 +1,4 @@
-"""The tests for a GPU are sound where there is none: all are collected, and some pass with a CPU in its place."""
+"""The GPU tests work without a GPU: all are collected, and some pass on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mirror of the Hugging Face hub, asked by hand and by the hub's own client, transformers and PEFT."""
+"""The mirror of the Hugging Face hub, through plain requests, the hub's client, transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def serve(harness: Harness, **changes: object) -> None:
-    """The embedded model beside bases that are names only."""
+    """A server of the embedded model and of base models that are only names."""
     settings = harness.services.settings.model_copy(update=changes)
     bases = Bases((read_shape(NANO, nano.path()), *SHAPES))
     harness.app.state.services = replace(harness.services, bases=bases, settings=settings)
@@ -84,7 +84,7 @@ def test_a_base_model_gives_its_tokenizer_and_keeps_its_weights(harness: Harness
     assert ask(harness, f"api/models/{NANO}").json()["sha"] != facts["sha"]
 
 
-def test_what_lies_beside_a_model_is_not_given_away(harness: Harness, tmp_path: Path) -> None:
+def test_other_files_of_a_model_directory_are_not_served(harness: Harness, tmp_path: Path) -> None:
     tiny_models.make(tmp_path / "base")
     (tmp_path / "base" / "secrets.json").write_text("{}")
     (tmp_path / "secret.txt").write_text("x")
@@ -119,7 +119,7 @@ def test_a_file_has_a_length_a_digest_and_ranges(harness: Harness) -> None:
     assert {each["rfilename"]: each["size"] for each in facts["siblings"]} == {n: len(c) for n, c in FILES.items()}
 
 
-def test_what_is_not_there_says_what_in_the_hub_s_words(harness: Harness) -> None:
+def test_missing_objects_have_the_hubs_error_codes(harness: Harness) -> None:
     for path, code in (
         ("api/models/x/y", "RepoNotFound"),
         ("x/y/resolve/main/config.json", "RepoNotFound"),

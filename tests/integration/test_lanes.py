@@ -1,4 +1,4 @@
-"""What is long holds up nothing that is short: uploads and downloads have threads of their own, and so have sweeps."""
+"""Slow work does not delay quick requests: uploads, downloads and sweeps have separate thread pools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinsmith.api.routes import downloads, uploads
 from tinsmith.runtime.threads import TRANSFERS
 
 MANY = 40
-"""More than all lanes of a server have threads."""
+"""More than the threads of all pools of a server."""
 PATIENCE_S = 60.0
 
 
@@ -30,7 +30,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 class Held:
-    """Calls of a function that do not end before they may."""
+    """Wraps a function so that its calls block until they are released."""
 
     def __init__(self) -> None:
         self._ends = threading.Event()
@@ -54,7 +54,7 @@ class Held:
 
 @contextlib.contextmanager
 def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
-    """Many uploads to `path`, as many as may be under way; they end with the block. Their statuses come then."""
+    """Start the maximum number of uploads to `path`. They end with the block, which then has their statuses."""
     statuses: list[int] = []
 
     def upload(index: int) -> None:
@@ -104,11 +104,11 @@ def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pyte
     session_id = harness.session()
     held = Held()
     harness.services.tenants._cache.clear()
-    monkeypatch.setattr(harness.services.batch_jobs.__class__, "listing", lambda *_args: held() and ([], 0))
+    monkeypatch.setattr(harness.services.batch_jobs.__class__, "page", lambda *_args: held() and ([], 0))
     with ThreadPoolExecutor(MANY) as pool:
         try:
             slow = [pool.submit(harness.get, "batch/jobs") for _ in range(MANY)]
-            held.wait_for(6)  # as many threads as two processors had for everything
+            held.wait_for(6)  # the former number of threads of two processors
             for _ in range(5):
                 harness.services.tenants._cache.clear()  # so that the database is asked who calls
                 harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
@@ -120,7 +120,7 @@ def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pyte
 
 @contextlib.contextmanager
 def full(*pools: ThreadPoolExecutor) -> Iterator[None]:
-    """Every thread of these pools is busy, and more work waits for it, until the end of the block."""
+    """Keep every thread of these pools busy, with more work queued, until the end of the block."""
     held = Held()
     try:
         for pool in pools:

@@ -1,4 +1,4 @@
-"""The older JSON dialect, spoken with plain HTTP in the shapes that its clients use."""
+"""The legacy JSON protocol, in plain HTTP requests with the bodies of its clients."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def training(model_id: str, **changes: object) -> dict[str, object]:
     return {"model_id": model_id, "data": [datum()], "loss_fn": "cross_entropy"} | changes
 
 
-# A whole loop against a live server.
+# A complete training loop against a live server.
 
 
 class Client:
-    """As a client of the dialect polls: short requests, until the status says that it is over."""
+    """Polls as the protocol's clients do: short requests until the status is final."""
 
     def __init__(self, server: LiveServer) -> None:
         self.http = httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": API_KEY}, timeout=5.0)
@@ -183,7 +183,7 @@ def test_two_requests_never_share_a_number(harness: Harness, monkeypatch: pytest
     model_id = harness.model()
     futures = type(harness.services.futures)
     honest = futures.next_seq_id
-    answers = iter([1])  # what another server was told, a moment ago
+    answers = iter([1])  # as stored by another server a moment ago
     monkeypatch.setattr(futures, "next_seq_id", lambda self, model: next(answers, None) or honest(self, model))
     send_pass(harness, pass_bytes(model_id, 1))
     request_id = harness.ok("optim_step", {"model_id": model_id, "adam_params": {}})["request_id"]
@@ -345,7 +345,7 @@ def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
     "name",
     ["weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"],
 )
-def test_a_plain_list_is_what_the_sdk_takes_it_for(name: str) -> None:
+def test_a_plain_list_is_parsed_as_by_the_sdk(name: str) -> None:
     inputs = {"target_tokens": [1, 2, 3], name: [1, 0, 2]}
     message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
     found = read_pass(message.SerializeToString(), "r").data[0].inputs

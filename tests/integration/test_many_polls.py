@@ -1,4 +1,4 @@
-"""Many polls held at once: what they cost, and that nothing is left of those whose client went away."""
+"""Many concurrent long polls: their cost, and that those of disconnected clients are released."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new(seq_id: int, sampler: str = SAMPLER) -> NewFuture:
 # Wake-ups that were lost.
 
 
-def test_a_lost_wake_up_is_made_good_for_the_settled_and_for_nobody_else(db: Database) -> None:
+def test_a_lost_wake_up_is_repaired_for_settled_requests_only(db: Database) -> None:
     futures, samplers, waiters = Futures(db), SamplingSessions(db), Waiters()
     names = [f"s:sample:{number}" for number in range(3)]
     for name in names:
@@ -92,7 +92,7 @@ def test_ten_thousand_held_polls_are_looked_after_with_a_few_questions(tmp_path:
     database.close()
 
 
-# Clients that go away.
+# Clients that disconnect.
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_poll_ends_when_its_client_goes(harness: Harness, path: str) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (POLLS // 4, hard))  # the server inherits it, and is to raise it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (POLLS // 4, hard))  # the server inherits the limit and must raise it
     with serving(tmp_path_factory.mktemp("polls") / "data", "--backend", "fake") as live:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * POLLS)), hard))
         yield live
@@ -150,7 +150,7 @@ def client(server: LiveServer) -> Iterator[RawClient]:
 
 
 def hold(server: LiveServer, path: str, body: object) -> socket.socket:
-    """A connection with a poll on it, unanswered."""
+    """Open a connection with a pending poll."""
     address = urlsplit(server.url)
     content = json.dumps(body).encode()
     head = (
@@ -178,7 +178,7 @@ def test_a_thousand_clients_that_vanish_leave_nothing_and_the_next_is_answered_a
     server: LiveServer, client: RawClient
 ) -> None:
     model = client.model()
-    waiting = client.step(model, 2)  # for its predecessor, which has not come
+    waiting = client.step(model, 2)  # for its predecessor, which has not arrived
     before = open_files(server)
     connections = [hold(server, "retrieve_future", {"request_id": waiting}) for _ in range(POLLS)]
     half_sent = [socket.create_connection(connections[0].getpeername()) for _ in range(50)]

@@ -94,7 +94,7 @@ def test_batches_come_in_pages_and_are_not_openais(client: anthropic.Anthropic, 
         ([{"custom_id": "a", "params": {}, "method": "POST"}], "method"),
     ],
 )
-def test_what_a_batch_cannot_be_is_refused_by_name(client: anthropic.Anthropic, requests: Any, words: str) -> None:  # noqa: ANN401
+def test_invalid_batches_are_refused_by_name(client: anthropic.Anthropic, requests: Any, words: str) -> None:  # noqa: ANN401
     with pytest.raises(anthropic.BadRequestError, match=words):
         client.messages.batches.create(requests=requests)
 
@@ -125,7 +125,7 @@ def test_a_batch_that_is_cancelled_before_it_runs_names_every_request(harness: H
     assert [line for line in lines if '"canceled"' in line] == lines and len(lines) == 2
     assert asked(harness, "GET", "?after_id=x&before_id=y").status_code == 400
     assert asked(harness, "DELETE", f"/{batch_id}").json() == {"id": batch_id, "type": "message_batch_deleted"}
-    assert harness.services.files.listing("alice", 10, after=None, ascending=False, purpose=None)[0] == []
+    assert harness.services.files.page("alice", 10, after=None, ascending=False, purpose=None)[0] == []
 
 
 def test_a_batch_whose_requests_are_gone_has_ended_with_the_reason(harness: Harness) -> None:

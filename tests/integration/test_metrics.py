@@ -1,4 +1,4 @@
-"""What operators scrape: every meter is documented, shown and counted by server and engine, and told to no tenant."""
+"""Prometheus metrics: every meter is documented, exported and counted by server and engine, and hidden from tenants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 
 def samples_of(text: str) -> Samples:
-    """Name, and values of labels by their names -> value; a text that Prometheus would not read raises."""
+    """Map (name, labels) to values. Raises for text that Prometheus could not parse."""
     return {
         (sample.name, tuple(value for name, value in sorted(sample.labels.items()) if name != "le")): sample.value
         for family in text_string_to_metric_families(text)
@@ -145,7 +145,7 @@ def train_and_sample(server: LiveServer) -> None:
 
 
 def scraped_with(server: LiveServer, *wanted: tuple[str, tuple[str, ...]]) -> str:
-    """The first text that has all of these."""
+    """Scrape until the text has all of these."""
     deadline = time.monotonic() + 60
     while True:
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
@@ -171,7 +171,7 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
         nano = "tinsmith/nano"
         (engine,) = (row.engine_id for row in server_engines(server))
         train_and_sample(server)
-        # What an engine has now is written once a second, and a sample is counted right after its client was told.
+        # An engine writes its gauges once a second, and a sample is counted right after its result was sent.
         text = scraped_with(
             server,
             ("tinsmith_engine_samples_running", (nano, engine)),
@@ -191,7 +191,7 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
         assert found["tinsmith_server_database_seconds_count", ()] > 5
         shown = {re.sub(r"_(total|bucket)$", "", name) for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}
         absent = {name.removesuffix("_total") for name in METERS} - shown
-        # Only while something waits, behind a step or in a bulk job.
+        # These appear only while requests wait, behind a step or in a bulk job.
         assert absent <= {"tinsmith_queue_requests", "tinsmith_queue_oldest_seconds", "tinsmith_batch_jobs"}
         (pid,) = server.engine_pids()
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What operations are told by the service: whose samples they are, that the same question is one, what ends them."""
+"""Requests of operations to the service: the owner of samples, idempotency, and cancellation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.model_gateway import ModelGateway, Question, RequestRouter
+from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
 from tinsmith.batch.types import Assignment
@@ -33,14 +33,14 @@ def question(
     model: str = BASE,
     tenant_id: str = "alice",
     **changes: Any,  # noqa: ANN401
-) -> Question:
+) -> RowRequest:
     payload = {"model": model, "request": {**REQUEST, **changes.pop("request", {})}}
     fields = {"job_id": 5, "job_name": "", "key": "0", **changes}
-    return Question(tenant_id=tenant_id, verb=verb, row_idx=row_idx, payload=payload, **fields)
+    return RowRequest(tenant_id=tenant_id, verb=verb, row_idx=row_idx, payload=payload, **fields)
 
 
 async def pending(harness: Harness, count: int) -> list[str]:
-    """The ids of the samples that wait, once they are so many."""
+    """Wait until this many samples are pending; return their ids."""
     kinds: list[str] = []
     for _ in range(500):
         kinds = [request_id for request_id, kind in harness.kinds().items() if kind == "sample"]
@@ -97,7 +97,7 @@ def test_questions_are_the_tenants_own(harness: Harness) -> None:
     asyncio.run(work())
 
 
-def test_what_is_not_valid_is_refused_and_not_stored(harness: Harness) -> None:
+def test_invalid_requests_are_refused_and_not_stored(harness: Harness) -> None:
     answers = harness.services.model_gateway
 
     async def work() -> None:
@@ -112,7 +112,7 @@ def test_what_is_not_valid_is_refused_and_not_stored(harness: Harness) -> None:
         ):
             with pytest.raises(UserError):
                 await answers.answer(bad)
-        with pytest.raises(NotSupportedError, match="cannot ask for 'dance'"):
+        with pytest.raises(NotSupportedError, match="verb is 'dance'; it must be one of"):
             await answers.answer(question(verb="dance"))
         assert await pending(harness, 0) == []
 
@@ -161,7 +161,7 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
         closed = sessions.get("alice", "bulk-job-5-1")
         assert (closed.state, closed.finish_type) == ("finished", "interrupted")
         assert closed.closed_at is not None
-        await answers.ended(77, "alice", "SUCCEEDED")  # one that never asked
+        await answers.ended(77, "alice", "SUCCEEDED")  # a job without requests
 
     asyncio.run(work())
 
@@ -187,8 +187,8 @@ def test_a_quota_is_waited_for(tmp_path: Path) -> None:
     close(harness)
 
 
-def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
-    """Or its rows would wait for as long as a batch may take."""
+def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> None:
+    """Otherwise its rows would wait for the batch's whole time limit."""
 
     async def lost(_answers: list[dict[str, Any]]) -> None:
         raise ConnectionError("the worker has gone")
@@ -228,7 +228,7 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
     assert "not valid" in answers[4]["refused"]
 
 
-def test_a_channel_that_closes_gives_up_what_is_open() -> None:
+def test_closing_a_channel_cancels_open_requests() -> None:
     sent: list[dict[str, Any]] = []
     channel = Channel(sent.append)
     assignment = Assignment(0, 0, 1, 1, ())
@@ -249,8 +249,8 @@ def test_a_channel_that_closes_gives_up_what_is_open() -> None:
     asyncio.run(work())
 
 
-def test_a_function_is_no_operation() -> None:
-    """So whatever its process says, it is not answered."""
+def test_a_functions_requests_are_not_answered() -> None:
+    """The server does not answer requests of its process."""
 
     def shout(row: dict[str, Any]) -> dict[str, Any]:
         return {"text": row["text"].upper()}

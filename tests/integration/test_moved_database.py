@@ -1,4 +1,5 @@
-"""A database that is moved, deleted or replaced below a running process: nothing more is acknowledged, and it stops."""
+"""A database that is moved, deleted or replaced below a running process: the process acknowledges no further request
+and stops."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ def test_nothing_is_written_to_files_that_have_lost_their_names(
         database.check_files()
 
 
-def test_files_that_stay_are_what_they_were(database: Database, tmp_path: Path) -> None:
-    """Other processes come and go, the log is moved to the file, and backups are made."""
+def test_files_that_are_not_replaced_cause_no_stop(database: Database, tmp_path: Path) -> None:
+    """Other processes start and end, checkpoints truncate the log, and backups run."""
     for index in range(20):
         written(database, f"{index}")
         other = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}", exists=True)

@@ -1,4 +1,4 @@
-"""OpenAI's batches through the real `openai` client: every status, both files, what is refused, what a kill leaves."""
+"""OpenAI's batches through the real `openai` client: every status, both files, refusals, and kills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.http_harness import ALICE, BOB, Harness
 from support.live import LiveServer, free_port, serving
 from tinsmith.auth.keys import Keys
 from tinsmith.batch.openai import rows
-from tinsmith.batch.openai.reconciler import Reconciler, in_turns
+from tinsmith.batch.openai.reconciler import Reconciler, round_robin
 from tinsmith.batch.openai.rows import Batch, check
 from tinsmith.db.database import Database
 
@@ -106,7 +106,7 @@ def test_a_batch_answers_every_request_as_its_endpoint_does(client: openai.OpenA
     assert output.expires_at == output.created_at + 30 * 86400
 
 
-def test_what_is_refused_is_in_the_error_file_and_the_rest_goes_on(
+def test_refused_requests_are_in_the_error_file_and_the_rest_runs(
     client: openai.OpenAI, fake_server: LiveServer
 ) -> None:
     requests = [completion("good"), completion("long", max_tokens=10**9), completion("odd", temperature="hot")]
@@ -156,7 +156,7 @@ def test_a_file_that_is_wrong_fails_its_batch_with_the_numbers_of_its_lines(clie
     assert all(each.message for each in failed.errors.data)
 
 
-def test_a_batch_that_is_cancelled_keeps_what_was_done_and_names_the_rest(client: openai.OpenAI) -> None:
+def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(client: openai.OpenAI) -> None:
     made = submit(client, [chat(str(number)) for number in range(3000)])
     running = wait_for_some(client, made.id)
     assert running.status == "in_progress" and running.usage is None
@@ -187,7 +187,7 @@ def wait_for_some(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
 
 
 def assert_whole(client: openai.OpenAI, ended: openai.types.Batch, total: int, code: str) -> None:
-    """Every request has one line, in one of the two files, in a batch of which a part was done."""
+    """Every request of a partly completed batch has exactly one line, in one of the two files."""
     done, rest = lines_of(client, ended.output_file_id), lines_of(client, ended.error_file_id)
     assert done and rest
     names = Counter(line["custom_id"] for line in [*done, *rest])
@@ -199,7 +199,7 @@ def assert_whole(client: openai.OpenAI, ended: openai.types.Batch, total: int, c
 
 
 @pytest.mark.extended
-def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_was_done(tmp_path: Path) -> None:
+def test_any_tenant_has_batches_and_expired_ones_keep_their_results(tmp_path: Path) -> None:
     """On a server with keys, whose tenants may not run code."""
     data_dir = tmp_path / "data"
     data_dir.mkdir()
@@ -224,7 +224,7 @@ def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_w
 
 @pytest.mark.extended
 @pytest.mark.parametrize("point", ["openai.submitted", "batch.committed:3", "openai.written"])
-def test_a_killed_server_goes_on_and_no_request_is_answered_twice(tmp_path: Path, point: str) -> None:
+def test_a_killed_servers_batch_continues_without_repeated_requests(tmp_path: Path, point: str) -> None:
     port, settings = free_port(), {"FAILPOINTS": point}
     names = [f"request {number}" for number in range(60)]
     with serving(tmp_path / "data", "--backend", "fake", port=port, settings=settings) as first:
@@ -296,7 +296,7 @@ def uploaded(harness: Harness, content: bytes, key: str = ALICE) -> str:
         ({"priority": "high"}, "priority", 400),
     ],
 )
-def test_what_a_batch_cannot_be_is_refused_by_name(
+def test_invalid_batches_are_refused_by_name(
     harness: Harness, changes: dict[str, object], param: str | None, status: int
 ) -> None:
     body = {"input_file_id": uploaded(harness, b"x"), "endpoint": CHAT, "completion_window": "24h"}
@@ -333,7 +333,9 @@ def test_a_file_of_results_is_no_input(harness: Harness) -> None:
         (b"\xef\xbb\xbf" + as_lines([chat("a")]) + b"\r\n" + as_lines([chat("b")]).strip(), []),
     ],
 )
-def test_what_a_file_must_be(tmp_path: Path, content: bytes, found: list[tuple[str, int | None, str | None]]) -> None:
+def test_invalid_input_files_are_refused(
+    tmp_path: Path, content: bytes, found: list[tuple[str, int | None, str | None]]
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     checked = check(str(tmp_path / "in.jsonl"), CHAT, LINE_BYTES)
     assert [(each["code"], each["line"], each["param"]) for each in checked.problems] == found
@@ -397,7 +399,7 @@ def test_tenants_take_turns(harness: Harness) -> None:
 
     mine = [made(ALICE) for _ in range(3)]
     theirs = made(BOB)
-    assert list(in_turns([*mine, theirs])) == [mine[0], theirs, mine[1], mine[2]]
+    assert list(round_robin([*mine, theirs])) == [mine[0], theirs, mine[1], mine[2]]
 
 
 def test_a_directory_of_a_batch_that_ended_is_swept(harness: Harness) -> None:

@@ -1,4 +1,4 @@
-"""Prompts as transformers makes them, text as the tokenizer decodes it, calls as models write them."""
+"""Prompts match transformers', text matches the tokenizer's, and tool calls are parsed as models write them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_model_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> No
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Pieces with a mark for a space, and single bytes for what is not among them."""
+    """A SentencePiece-like tokenizer: pieces with a space mark, and byte fallback."""
     pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
     inner = Tokenizer(
         models.BPE(
@@ -176,7 +176,7 @@ def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[s
     if first is None:
         assert streamed == written and choice.stopped_by is None
     else:
-        # A token may complete two stops at once: what is cut begins no later than the first of them.
+        # A token may complete two stops at once: the text is cut at the first of them.
         assert written.startswith(streamed) and len(streamed) <= first + max(map(len, stops))
         assert not any(stop in streamed for stop in stops)
 
@@ -201,13 +201,13 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         (LLAMA, "plain words {", "plain words {", []),
     ],
 )
-def test_calls_are_found_and_what_is_none_stays_text(
+def test_calls_are_found_and_other_text_stays_text(
     use: ToolUse, written: str, content: str, calls: list[str], whole: bool
 ) -> None:
     assert pieces_of(plan_of(tools=use), written, whole=whole)[:2] == (content, calls)
 
 
-def test_an_end_token_ends_the_text_and_what_follows_is_not_shown() -> None:
+def test_text_ends_at_the_end_token() -> None:
     choice = Choice(plan_of(), TEXT, 0)
     ids = TEXT.encode("hi<|im_end|>more", special=False)
     for token in ids:
@@ -226,7 +226,7 @@ Said = tuple[str, str, list[str], str | None]
 
 
 def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
-    """What an answer says: its thought, its text, its calls and the stop that ended it."""
+    """An answer's reasoning, text, tool calls and stop reason."""
     choice = Choice(plan, TEXT, 0)
     thought = text = ""
     for token in TEXT.encode(written, special=False):
@@ -304,7 +304,9 @@ def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
     st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
     st.booleans(),
 )
-def test_a_stream_thinks_and_says_what_the_whole_does(written: list[str], stops: list[str], begun: bool) -> None:
+def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
+    written: list[str], stops: list[str], begun: bool
+) -> None:
     plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
     text = "".join(written)
     assert said(plan, text, whole=False) == said(plan, text, whole=True)
@@ -346,7 +348,7 @@ def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
     st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
     st.booleans(),
 )
-def test_marks_never_leak_whatever_is_written(written: list[str], stops: list[str], begun: bool) -> None:
+def test_markers_never_leak_into_text(written: list[str], stops: list[str], begun: bool) -> None:
     plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=begun))
     found = said(plan, "".join(written), whole=False)
     assert found == said(plan, "".join(written), whole=True)
@@ -412,7 +414,7 @@ def test_completions_and_messages_have_ranges_of_their_own() -> None:
             message({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more)
 
 
-def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
+def test_models_with_separate_reasoning(tmp_path: Path) -> None:
     grammar = {"type": "json_object"}
     assert chat().thinking == chat(chat_template_kwargs={"enable_thinking": False}).thinking == THINKING
     assert chat(response_format=grammar).thinking is None, "it cannot think"
@@ -519,7 +521,7 @@ def test_a_request_that_cannot_be_honoured_is_refused(more: dict[str, object], w
 @pytest.mark.parametrize(
     "empty", [{"functions": None}, {"tools": []}, {"user": "x", "metadata": {"a": "b"}}, {"stop": None}]
 )
-def test_what_asks_for_nothing_is_taken(empty: dict[str, object]) -> None:
+def test_fields_without_effect_are_accepted(empty: dict[str, object]) -> None:
     assert chat(**empty).params == chat().params
 
 

@@ -1,4 +1,4 @@
-"""Files through the real `openai` client: uploads, lists, downloads; what is refused; what bounds them."""
+"""Files through the real `openai` client: uploads, lists, downloads, refusals and limits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_lists_come_in_pages_newest_first(client: openai.OpenAI) -> None:
     assert [each.id for each in client.files.list(after=made[3], order="asc").data] == made[4:]
     oldest = client.files.list(order="asc").data
     assert [each.id for each in oldest][-5:] == made
-    outputs = client.files.list(purpose="batch_output", after=made[2]).data  # others' batches may have made some
+    outputs = client.files.list(
+        purpose="batch_output", after=made[2]
+    ).data  # batches of other tests may have added some
     assert {each.purpose for each in outputs} <= {"batch_output"} and not {each.id for each in outputs} & set(made)
     assert made[2] in [each.id for each in client.files.list(purpose="batch")]
 
@@ -131,7 +133,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert refused.value.param == param
 
 
-def test_a_stranger_is_told_so_in_openai_s_words(harness: Harness) -> None:
+def test_a_missing_key_has_openais_error(harness: Harness) -> None:
     for headers in ({}, {"Authorization": "Bearer tml-carol"}, {"Authorization": "Basic tml-alice"}):
         answer = harness.client.get("/v1/files", headers=headers)
         assert answer.status_code == 401
@@ -147,7 +149,7 @@ def form(harness: Harness, content: bytes, *, key: str = ALICE, **changes: objec
     return harness.client.post("/v1/files", headers={"X-API-Key": key}, **asked)  # type: ignore[arg-type, return-value]
 
 
-def test_what_is_another_tenant_s_is_not_listed(harness: Harness) -> None:
+def test_foreign_files_are_not_listed(harness: Harness) -> None:
     mine = form(harness, b"x").json()["id"]
     form(harness, b"y", key=BOB)
     listed = harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
@@ -215,7 +217,7 @@ def test_a_page_that_cannot_be_is_refused(harness: Harness, query: str) -> None:
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_what_a_tenant_stores_is_bounded(tmp_path: Path) -> None:
+def test_a_tenants_stored_bytes_are_bounded(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, limits=QuotaLimits(file_bytes=10))
     try:
         first = form(harness, b"x" * 6).json()["id"]
@@ -233,7 +235,7 @@ def test_an_expired_file_is_not_there_and_is_swept(files: Files) -> None:
     kept, gone = (files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, 60) for _ in range(2))
     with files._db.write() as connection:
         connection.execute(UPLOADS.update().where(UPLOADS.c.file_id == gone.file_id).values(expires_at=1.0))
-    found, more = files.listing("t", 10, after=None, ascending=False, purpose=None)
+    found, more = files.page("t", 10, after=None, ascending=False, purpose=None)
     assert ([each.file_id for each in found], more) == ([kept.file_id], False)
     assert files.sweep_expired() == [gone.file_id]
     assert files.sweep_expired() == []
@@ -265,4 +267,4 @@ def test_bytes_that_were_cut_short_are_no_file(files: Files) -> None:
 def test_a_file_made_twice_under_one_id_is_one_file(files: Files) -> None:
     for _ in range(2):
         made = files.add("t", files.store("file-1", [b"x"]), "a.jsonl", BATCH, None)
-    assert files.listing("t", 10, after=None, ascending=False, purpose=None) == ([made], False)
+    assert files.page("t", 10, after=None, ascending=False, purpose=None) == ([made], False)

@@ -1,4 +1,4 @@
-"""Answers without HTTP, partials that are lost or wrong, and the sessions that stand behind them."""
+"""Answers without HTTP, lost or wrong partials, and implicit sessions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def result(*texts: str) -> SampleResult:
 
 
 async def pending(harness: Harness, count: int = 1) -> list[str]:
-    """The samples that an engine would find, as soon as there are so many."""
+    """Wait until this many samples are pending; return them."""
     for _ in range(200):
         rows = [row for row in incoming(harness.services.futures._db, nano.MODEL_NAME) if row.state == "pending"]
         if len(rows) >= count:
@@ -166,7 +166,7 @@ def test_pages_of_models_go_on_in_both_directions(harness: Harness, monkeypatch:
     assert page("limit=2&before_id=local/b") == (["a"], False)
 
 
-def test_a_stranger_is_told_so_in_the_words_that_clients_match_on(harness: Harness) -> None:
+def test_a_missing_key_has_the_error_that_clients_expect(harness: Harness) -> None:
     wrong, none = {"Authorization": "Bearer tml-carol"}, {}
     for path, headers, words_ in (
         ("/v1/models", wrong, "Incorrect API key provided: "),
@@ -191,7 +191,7 @@ def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_p
     close(made)
 
 
-def test_whoever_stops_waiting_cancels_the_samples(harness: Harness) -> None:
+def test_a_disconnect_cancels_the_samples(harness: Harness) -> None:
     async def scenario() -> None:
         answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
         (request_id,) = await pending(harness)
@@ -227,7 +227,7 @@ def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
 def stream(
     harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
 ) -> list[News]:
-    """The news of a stream whose engine tells these partials and settles with this result."""
+    """The events of a stream whose engine sends these partials and settles with this result."""
 
     async def collect(services: Services) -> list[News]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
@@ -264,7 +264,7 @@ def test_partials_are_shown_as_they_come(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_what_is_lost_comes_with_the_result(harness: Harness, lost: int) -> None:
+def test_lost_partials_come_with_the_result(harness: Harness, lost: int) -> None:
     def told(name: str) -> list[Partial]:
         partials = partials_of(name, "hello there")
         return partials[:lost] + partials[lost + 1 :]
@@ -282,7 +282,7 @@ def test_several_choices_are_kept_apart(harness: Harness) -> None:
     assert (text_of(news), text_of(news, 1)) == ("one two", "six ten")
 
 
-def test_what_a_model_thinks_is_told_as_it_comes(harness: Harness) -> None:
+def test_reasoning_is_streamed(harness: Harness) -> None:
     written = "<think>\nso it is\n</think>\n\nhello there"
     news = stream(harness, lambda name: partials_of(name, written), result(written))
     pieces = [one.piece for one in news if one.piece]
@@ -309,7 +309,7 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
     asyncio.run(scenario())
 
 
-# Standing sessions.
+# Implicit sessions.
 
 
 def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:
@@ -332,7 +332,7 @@ def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harn
     assert implicit.next_sample("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
 
 
-def test_whoever_waits_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_client_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[str] = []
     monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
     moment = [0.0]

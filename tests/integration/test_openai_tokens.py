@@ -1,4 +1,4 @@
-"""Tokens in and out of the endpoints for OpenAI's clients: prompts and answers as ids, whole and in pieces."""
+"""Token ids in OpenAI's endpoints: prompts and answers as ids, whole and streamed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids(written: str) -> list[int]:
 
 
 def result(plan: GenerationPlan, written: str, num_prompt_top: int = 0) -> SampleResult:
-    """An answer with one logprob after another, and likeliest tokens of the prompt."""
+    """An answer with increasing logprobs, and top tokens of the prompt."""
     tokens = np.array(ids(written), np.int32)
     prompt = len(plan.prompts[0])
     return SampleResult(
@@ -61,7 +61,7 @@ ENDED = "yes no<|im_end|>"
 
 @pytest.mark.parametrize("stop", [None, "no"])
 def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str | None) -> None:
-    """Also those that are not in the text: the end token, and the tokens of a stop string."""
+    """These include the end token and the tokens of a stop string, which are not in the text."""
     plan = chat(return_token_ids=True, logprobs=True, stop=stop)
     found: Any = whole(plan, TEXT, CHAT_HEAD, [result(plan, ENDED)])
     assert (
@@ -145,7 +145,7 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
         ({"stop": None, "skip_special_tokens": False}, "yes no no"),
     ],
 )
-def test_what_of_its_end_and_its_special_tokens_an_answer_shows(more: dict[str, Any], text: str) -> None:
+def test_end_and_special_tokens_of_an_answer(more: dict[str, Any], text: str) -> None:
     choice = Choice(completion(**({"stop": ["no"]} | more)), TEXT, 0)
     for token in ids("yes no no<|im_end|>"):
         choice.push(token, -1.0)

@@ -1,4 +1,4 @@
-"""How many tokens a step has, given what tokens cost and who is there; and what an engine makes of it."""
+"""The number of tokens of a step, from their cost and the active tenants; and an engine that follows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = st.floats(1e-6, 100.0)
 
 def shared(step_seconds: float = 1.0) -> Pace:
     pace = Pace(step_seconds)
-    pace.saw(["alice", "bob"], 0.0)
+    pace.record_tenants(["alice", "bob"], 0.0)
     return pace
 
 
@@ -44,7 +44,7 @@ def test_a_tenant_that_is_alone_has_long_steps_and_decodes_for_as_long_as_one(
 ) -> None:
     pace = Pace(1.0)
     for moment in range(3):
-        pace.saw(["alice"], float(moment))
+        pace.record_tenants(["alice"], float(moment))
     assert not pace.is_shared
     tokens = pace.step_tokens(BUDGET, token_s, samples=True)
     assert tokens == BUDGET or tokens == 1 or (tokens + 1) * token_s >= SINGLE_TENANT_FACTOR * (1 - 1e-9)
@@ -65,9 +65,9 @@ def test_decoding_among_tenants_takes_half_of_the_bound_at_most_with_what_was_de
 
 def test_a_tenant_counts_for_a_minute_after_its_last_work() -> None:
     pace = shared()
-    pace.saw(["alice"], ACTIVE_S)
+    pace.record_tenants(["alice"], ACTIVE_S)
     assert pace.is_shared
-    pace.saw(["alice"], ACTIVE_S + 1)
+    pace.record_tenants(["alice"], ACTIVE_S + 1)
     assert not pace.is_shared
 
 
@@ -89,7 +89,7 @@ def test_without_a_bound_every_step_has_the_whole_budget() -> None:
 def test_the_price_of_a_token_is_one_that_was_seen(steps: list[tuple[int, float]]) -> None:
     prices = CostModel()
     for tokens, seconds in steps:
-        prices.note_passes(tokens, seconds)
+        prices.record_passes(tokens, seconds)
     seen = [seconds / tokens for tokens, seconds in steps[-9:]]
     token_s = prices.token_s()
     assert token_s is not None and min(seen) * (1 - 1e-9) <= token_s <= max(seen) * (1 + 1e-9)
@@ -98,8 +98,8 @@ def test_the_price_of_a_token_is_one_that_was_seen(steps: list[tuple[int, float]
 def test_short_steps_which_are_mostly_overhead_do_not_make_tokens_expensive() -> None:
     prices = CostModel()
     for _ in range(5):
-        prices.note_passes(32, 0.032)  # ten times as much for a token
-        prices.note_passes(3200, 0.32)
+        prices.record_passes(32, 0.032)  # ten times as much for a token
+        prices.record_passes(3200, 0.32)
     token_s = prices.token_s()
     assert token_s is not None and token_s < 1.2e-4
 
@@ -107,8 +107,8 @@ def test_short_steps_which_are_mostly_overhead_do_not_make_tokens_expensive() ->
 def test_work_that_becomes_more_expensive_shows_after_one_step() -> None:
     prices = CostModel()
     for _ in range(9):
-        prices.note_passes(1000, 0.1)
-    prices.note_passes(1000, 0.5)
+        prices.record_passes(1000, 0.1)
+    prices.record_passes(1000, 0.5)
     token_s = prices.token_s()
     assert token_s is not None and token_s == pytest.approx(3e-4)
 
@@ -163,7 +163,7 @@ def test_a_step_beside_waiting_samples_has_half_of_the_bound(bench: Bench, monke
 
 
 class _Long:
-    """A backend's run_passes with parts, between which something else happens."""
+    """A backend whose run_passes has several parts, with other work between them."""
 
     def __init__(self, bench: Bench, meanwhile: Callable[[int], None]) -> None:
         self._run = bench.backend.run_passes
@@ -247,7 +247,7 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
 
 
 class _SlowSampler:
-    """A sampler whose steps take as long as they have tenants' sequences, and never end a request."""
+    """A sampler whose step time grows with its tenants' sequences, and which never ends a request."""
 
     runs_by_itself = False
     inference_server = None

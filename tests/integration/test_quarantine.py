@@ -1,4 +1,4 @@
-"""Requests that end the engine's process: they are found among the others, and in the end they are not tried again."""
+"""Requests that kill the engine's process are isolated from the others, and finally fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_STARTS = 12
 
 
 class DeathError(BaseException):
-    """The end of the process, as far as the engine's code can tell."""
+    """Simulates the death of the process."""
 
 
 def pending(request_id: str) -> Pending:
@@ -42,7 +42,7 @@ def pending(request_id: str) -> Pending:
 # The note.
 
 
-def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Path) -> None:
+def test_suspects_run_in_batches_of_an_eighth(tmp_path: Path) -> None:
     path = tmp_path / "note"
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(path).running(names):
@@ -80,7 +80,7 @@ def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
     assert not quarantine and [len(group) for group in quarantine.groups([pending(n) for n in "abc"])] == [3]
 
 
-def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Path) -> None:
+def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
@@ -107,7 +107,7 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
     assert last.verdict("innocent") is None
 
 
-def test_an_engine_that_ended_in_good_order_leaves_nobody_behind(tmp_path: Path) -> None:
+def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
     quarantine = Quarantine(tmp_path / "note")
     with pytest.raises(DeathError), quarantine.running(["a"]):
         quarantine.clear()
@@ -142,7 +142,7 @@ def test_an_inner_block_ends_and_the_outer_one_is_to_blame_again(tmp_path: Path)
         assert Quarantine(path).batch_size("outer") and not Quarantine(path).batch_size("inner")
 
 
-def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
+def test_a_stopped_engine_has_no_suspects(tmp_path: Path) -> None:
     path = tmp_path / "note"
     quarantine = Quarantine(path)
     with quarantine.running(["a"]):
@@ -154,12 +154,12 @@ def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "note", [b"", b"\n", b"{", b"[]\n", b'{"running": 3, "suspects": {}}\n', b"\xff\n", b'{"running"']
 )
-def test_a_note_that_cannot_be_read_blames_nobody(tmp_path: Path, note: bytes) -> None:
+def test_an_unreadable_note_has_no_suspects(tmp_path: Path, note: bytes) -> None:
     (tmp_path / "note").write_bytes(note)
     assert not Quarantine(tmp_path / "note")
 
 
-def test_a_note_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_note_stops_no_request(tmp_path: Path) -> None:
     with Quarantine(tmp_path / "no such directory" / "note").running(["a"]):
         pass
 
@@ -183,7 +183,7 @@ def test_groups_keep_the_order_and_never_mix(sizes: list[int]) -> None:
 
 
 class DeadlyBackend(FlakyBackend):
-    """Dies of a pass or a sample that holds the token POISON, and of any optim_step of the models named in `deadly`."""
+    """Dies on a pass or a sample with the token POISON, and on any optim_step of the models in `deadly`."""
 
     deadly: frozenset[str] = frozenset()
 
@@ -200,7 +200,7 @@ class DeadlyBackend(FlakyBackend):
 
 
 class DeadlySampler:
-    """Dies in the step after a sample with the token POISON came in; otherwise the sampler it is put around."""
+    """Dies in the step after a sample with the token POISON was submitted; otherwise delegates to a sampler."""
 
     def __init__(self, inner: object) -> None:
         self._inner = inner
@@ -231,7 +231,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def work(bench: Bench) -> int:
-    """Start engines until one has done everything; returns how many died."""
+    """Start engines until one has done all work; return the number of deaths."""
     for deaths in range(MOST_STARTS):
         try:
             bench.turns(300)
@@ -311,7 +311,7 @@ def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench:
 
 
 def poison_sample(bench: Bench, seq_id: int) -> str:
-    """The request is rewritten where it is stored."""
+    """Rewrite the stored request so that it contains POISON."""
     request_id = bench.sample(SAMPLER, seq_id)
     body = json.loads(bench.futures.bodies([request_id])[request_id])
     body["prompt"]["chunks"][0]["tokens"] = [1, POISON]
@@ -321,7 +321,7 @@ def poison_sample(bench: Bench, seq_id: int) -> str:
     return request_id
 
 
-def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engines_own_failure_has_no_suspects(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     request_id = bench.train(model, 1)
 
@@ -366,7 +366,7 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
         model, other = bench.model(), bench.model("t:train:0")
         guilty, innocent = bench.train(model, 1, (1, POISON)), bench.train(other, 1)
         with bench.db.write() as connection:
-            connection.execute(MODELS.update().values(engine_id=None))  # the bench's own engine is done with them
+            connection.execute(MODELS.update().values(engine_id=None))  # the bench's engine has settled them
         (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
         seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00"}
@@ -386,7 +386,7 @@ MODEL_CONFIG = {"architectures": ["Tiny"], "vocab_size": 50, "max_position_embed
 
 
 def run_engine(bench: Bench, spec: str, awaited: str) -> int:
-    """One engine until it dies, or has settled a request and is told to stop; returns its exit status."""
+    """Run one engine until it dies, or settles a request and is stopped; return its exit status."""
     process = subprocess.Popen([sys.executable, "-c", KILLER], stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     process.stdin.write(spec)

@@ -1,4 +1,4 @@
-"""Quotas: what is refused, with which words, what never is; and that refusing stores nothing."""
+"""Quotas: refusals and their messages, requests that are never refused, and that refusals store nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def new(number: int, tenant_id: str = "alice", body: bytes = b"12345", num_token
 
 
 def harness_with(directory: Path, **limits: int) -> Harness:
-    """A harness in which ten seconds pass between any two looks at the clock, so that each request is counted anew."""
+    """A harness whose clock advances ten seconds per reading, so that each request is counted anew."""
     made = make_harness(directory, limits=QuotaLimits(**limits))
     made.services.quotas._clock = itertools.count(0, 10).__next__
     return made
@@ -209,7 +209,7 @@ def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clo
         quotas.admit(new(2, num_tokens=1))
 
 
-def test_what_is_stored_is_never_refused_and_its_tokens_count_once(database: Database, clock: Clock) -> None:
+def test_stored_requests_are_not_refused_and_count_once(database: Database, clock: Clock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=10), clock)
     quotas.admit(new(0, num_tokens=6))
     futures.submit(new(0, num_tokens=6))
@@ -261,8 +261,8 @@ def test_a_refused_operation_stores_nothing_and_its_retry_is_taken(tmp_path: Pat
         close(harness)
 
 
-def test_what_a_models_queue_waits_for_is_taken_however_full_it_is(tmp_path: Path) -> None:
-    """Otherwise numbers that overtook it would hold the places that it needs."""
+def test_the_next_seq_id_is_accepted_in_a_full_queue(tmp_path: Path) -> None:
+    """Otherwise later seq_ids that arrived first would occupy the quota that it needs."""
     harness = harness_with(tmp_path, queued_requests=2)
     try:
         model_id = harness.model()
@@ -288,7 +288,7 @@ def test_samples_are_held_to_the_quotas(tmp_path: Path) -> None:
         close(harness)
 
 
-def test_a_wrong_request_is_told_so_whatever_the_quotas_say(tmp_path: Path) -> None:
+def test_an_invalid_request_is_refused_before_quotas(tmp_path: Path) -> None:
     harness = harness_with(tmp_path, queued_requests=1)
     try:
         sampler = harness.sampler()
@@ -487,7 +487,7 @@ def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp
 
 
 def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, database_kind: str) -> None:
-    """The one that came first has not committed when the second one counts."""
+    """The first creation has not committed when the second one counts."""
     url = fresh_url(tmp_path, database_kind)
     one, two = Database(url), Database(url)
     counted: list[int] = []
@@ -497,7 +497,7 @@ def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, dat
         def admit_first(loaded: int) -> None:
             counted.append(loaded)
             second.append(pool.submit(Models(two).create, model("s:train:1"), counted.append))
-            wait(second, timeout=0.3)  # it may not go on before this transaction has ended
+            wait(second, timeout=0.3)  # it must not continue before this transaction ends
 
         Models(one).create(model("s:train:0"), admit_first)
         second[0].result(timeout=60)
@@ -510,13 +510,13 @@ def model(model_id: str) -> NewModel:
     return NewModel(model_id, "s", "alice", BASE, LoraSpec(4))
 
 
-# What is remembered of tenants.
+# Cached state of tenants.
 
 
 def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
     database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas_module, "MOST_TENANTS", 10)
+    monkeypatch.setattr(quotas_module, "MAX_TENANTS", 10)
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
     quotas.admit(new(0, "debtor", num_tokens=6000))
     with pytest.raises(TooManyRequestsError):

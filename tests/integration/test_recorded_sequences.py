@@ -1,4 +1,4 @@
-"""Recorded sequences: what a sample leaves behind, what spans may claim of it, and for how long."""
+"""Recorded sequences: the record of a sample, the spans that may refer to it, and their expiry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def sampled(length: int, offset: int = 0, sequence_id: str = ONE) -> Span:
     return Span(True, sequence_id, offset, length)
 
 
-# Four tokens of prompt and two of the three sampled ones go in; three of prompt and three sampled are predicted.
+# The input has four prompt tokens and two of the three sampled ones; the targets are three prompt tokens and three
+# sampled.
 SPANS = DatumSpans((prompt(4), sampled(2)), (prompt(3, 1), sampled(3)))
 ADVANTAGES = (0.0, 0.0, 0.0, 1.0, -1.0, 1.0)
 
@@ -56,7 +57,7 @@ def pass_of(advantages: tuple[float, ...] = ADVANTAGES, *, forward_only: bool = 
 
 
 def admit(db: Database, spans: DatumSpans, advantages: tuple[float, ...] = ADVANTAGES, **changes: bool) -> None:
-    """The second datum is the one in question."""
+    """Admit a pass whose second datum has these spans."""
     Sequences(db).admit("s", pass_of(advantages, **changes), [SPANS, spans])
 
 
@@ -71,7 +72,7 @@ def age(db: Database, seconds: float) -> None:
         connection.execute(SEQUENCES.update().values(valid_until=SEQUENCES.c.valid_until - seconds))
 
 
-def test_true_spans_are_admitted_in_whatever_pieces(db: Database) -> None:
+def test_true_spans_are_admitted_in_any_pieces(db: Database) -> None:
     admit(db, SPANS)
     admit(db, DatumSpans((prompt(1), prompt(3, 1), sampled(0), sampled(2)), (prompt(3, 1), sampled(1), sampled(2, 1))))
     admit(db, DatumSpans((prompt(4), sampled(2, 0, TWO)), SPANS.loss_fn_inputs))
@@ -139,7 +140,7 @@ def test_a_pass_costs_one_query_and_writes_once_an_hour(db: Database) -> None:
 
 
 def rollout(service: tinker.ServiceClient, *, record: bool) -> tuple[tinker.TrainingClient, tinker.Datum]:
-    """A model, and a datum made of what its sampler said."""
+    """A model, and a datum of its sampler's answer."""
     model = service.create_lora_training_client("tinsmith/nano", rank=4).result()
     path = model.save_weights_for_sampler("one").result().path
     sampler = service.create_sampling_client(model_path=path, record_stability_info=record).result()
@@ -183,7 +184,7 @@ def test_what_was_sampled_and_recorded_can_be_trained_on(
             stranger.forward_backward([datum], "stable_reinforce").result()
 
 
-def test_what_was_not_recorded_cannot_but_other_losses_do_not_care(fake_service: tinker.ServiceClient) -> None:
+def test_unrecorded_tokens_are_refused_only_by_losses_that_need_them(fake_service: tinker.ServiceClient) -> None:
     model, datum = rollout(fake_service, record=False)
     with pytest.raises(tinker.RequestFailedError, match="sample it there with record_stability_info"):
         model.forward_backward([datum], "stable_reinforce").result()

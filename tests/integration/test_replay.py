@@ -1,4 +1,4 @@
-"""Replays on the real backend: what comes back is what was there, bit by bit, wherever the log begins."""
+"""Replays on the real backend restore the state bit by bit, from any beginning of the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 class TorchBench(Bench):
-    """The same with a tiny model behind it."""
+    """A Bench with the torch backend and a tiny model."""
 
     def restart(self) -> None:
         if not hasattr(self, "shape"):

@@ -1,4 +1,4 @@
-"""Requests for responses as chats, answers as items, and what is stored of them."""
+"""The responses API: requests as chats, answers as items, and stored responses."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_request_is_the_chat_in_other_words() -> None:
         ({"conversation": "x"}, "conversation is not supported"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(harness: Harness, more: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_are_refused_by_name(harness: Harness, more: dict[str, Any], words: str) -> None:
     asked = {"model": nano.MODEL_NAME, "input": "hi", **more}
     found = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
     assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
@@ -153,7 +153,7 @@ def seen(harness: Harness, response_id: str, method: str = "GET", path: str = ""
 
 
 def test_a_response_in_the_background_is_polled_and_gone_on_from(harness: Harness) -> None:
-    """Its answer is made of its durable sample, by whichever server is asked first; there is no task to lose."""
+    """The first server that is asked creates the answer from the durable sample; no background task can be lost."""
     made = in_background(harness, instructions="be brief")
     assert made["status"] == "queued" and seen(harness, made["id"])["status"] == "in_progress"
     early = {"model": nano.MODEL_NAME, "input": "so", "previous_response_id": made["id"]}

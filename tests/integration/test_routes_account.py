@@ -1,4 +1,4 @@
-"""What a tenant can read about itself: its sessions by search, projects, usage, audit log, traces."""
+"""A tenant's own data: search of sessions, projects, usage, audit log, traces."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness
     assert lanes[slices[pending][0]["pid"]] == sampler
 
 
-def test_a_trace_is_for_whoever_has_its_link_and_nobody_else(harness: Harness) -> None:
+def test_a_trace_needs_its_link(harness: Harness) -> None:
     mine, other = harness.session(), harness.session(BOB)
     url = urlsplit(harness.get(f"sessions/{mine}/trace_export").json()["url"])
     assert harness.get(f"sessions/{mine}/trace_export", BOB).status_code == 404

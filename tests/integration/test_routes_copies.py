@@ -1,4 +1,4 @@
-"""Copies of checkpoints, and reading by access token: who may, what is kept, what a retry finds."""
+"""Copies of checkpoints, and reads by access token: permission, copied fields, and retries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def source(harness: Harness) -> str:
 
 
 def copy(harness: Harness, source: str, key: str = ALICE, headers: dict[str, str] | None = None, **body) -> Response:
-    """Into a project, unless the body says otherwise."""
+    """Copy into a project, unless the body names another destination."""
     if "session_id" not in body:
         body = {"destination_project_id": "archive"} | body
     sent = {"X-API-Key": key, "X-Idempotency-Key": str(uuid.uuid4()), **(headers or {})}
@@ -84,7 +84,7 @@ def test_a_copy_keeps_its_kind_and_survives_its_source(harness: Harness, kind: s
     assert directories(harness) == []
 
 
-# Whose.
+# Permission.
 
 
 def test_another_tenants_checkpoint_is_copied_if_published_or_opened_by_token(harness: Harness, source: str) -> None:
@@ -96,7 +96,7 @@ def test_another_tenants_checkpoint_is_copied_if_published_or_opened_by_token(ha
     run_id = source.split("/")[2]
     harness.send("POST", f"training_runs/{run_id}/checkpoints/weights/one/publish")
     of_published = copied(copy(harness, source, BOB))
-    assert run_of(harness, of_published, BOB).user_metadata is None  # published was the checkpoint, not the run
+    assert run_of(harness, of_published, BOB).user_metadata is None  # the checkpoint is public, the run is not
     assert not checkpoint_of(harness, of_published, BOB).public
 
 
@@ -114,11 +114,11 @@ def test_a_token_may_be_one_that_a_key_was_exchanged_for(harness: Harness, sourc
 
 def test_a_token_opens_its_owners_checkpoints_only(harness: Harness, source: str) -> None:
     assert "does not exist" in detail(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": BOB}), 404)
-    # One's own stay readable with somebody else's token.
+    # A tenant's own checkpoints stay readable with another tenant's token.
     copied(copy(harness, source, ALICE, {"X-Tinker-Weights-Access-Token": BOB}))
 
 
-# Once.
+# Idempotency.
 
 
 def test_a_retry_finds_the_copy_that_it_made_before(harness: Harness, source: str) -> None:
@@ -171,7 +171,7 @@ def test_a_wrong_request_is_refused_by_name(harness: Harness, source: str, body:
     assert len(directories(harness)) == 1
 
 
-# A copied run is no model.
+# A copied run is not a model.
 
 
 @pytest.mark.parametrize("taker", ["create_model", "load_weights"])

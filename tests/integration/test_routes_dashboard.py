@@ -1,4 +1,4 @@
-"""The routes behind the dashboard, and the files that it is made of."""
+"""The dashboard's routes and static files."""
 
 from __future__ import annotations
 
@@ -414,7 +414,7 @@ def test_the_overview_lists_engines_and_samplers_with_what_is_ones_own(harness: 
     assert [(seat["runs"], seat["waiting_requests"]) for seat in others] == [(0, 0), (0, 0)]
 
 
-# What a tenant has.
+# A tenant's objects.
 
 
 def test_the_overview_counts_what_is_ones_own(harness: Harness) -> None:
@@ -500,7 +500,7 @@ def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
 
 
 def keep_group(harness: Harness, request_id: str, prompt: list[int], answers: list[list[int]]) -> list[str]:
-    """A kept sample with these answers, and their digests."""
+    """Store a sample with these answers; return their digests."""
     digests = [tokens_digest(prompt, answer) for answer in answers]
     sequences = [
         KeptSequence(answer, [-0.5] * len(answer), "stop", digest, len(answer))
@@ -588,7 +588,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
     assert "set-cookie" not in answer.headers
 
 
-def test_a_client_that_is_no_browser_is_told_the_addresses(harness: Harness) -> None:
+def test_clients_other_than_browsers_receive_the_addresses(harness: Harness) -> None:
     answer = harness.client.get("/")
     assert answer.headers["content-type"] == "text/plain; charset=utf-8"
     assert "TINKER_BASE_URL=http://" in answer.text and "<" not in answer.text

@@ -1,4 +1,4 @@
-"""Signed links to a checkpoint's files: what they open, for how long, and whom they do not help."""
+"""Signed links to a checkpoint's files: their scope, expiry and forgery."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def urls(harness: Harness, path: str, key: str = ALICE, **headers: str) -> dict[
 
 
 def fetch(harness: Harness, url: str, **headers: str) -> Response:
-    """Without a key."""
+    """Fetch without a key."""
     parts = urlsplit(url)
     return harness.client.get(f"{parts.path}?{parts.query}", headers=headers)  # type: ignore[return-value]
 
@@ -208,7 +208,7 @@ def test_an_archive_that_has_begun_ends_whole(harness: Harness) -> None:
         assert tar.getnames() == sorted(FILES)
 
 
-# The address in front.
+# The public address.
 
 
 def test_a_link_has_the_address_that_the_client_used(harness: Harness, export: str) -> None:
@@ -229,7 +229,7 @@ def test_forwarded_headers_count_only_if_they_are_trusted(harness: Harness, expo
     fixed = with_settings(harness, trust_forwarded_headers=True, public_url="https://fixed.example/a/b/")
     url = urls(fixed, export, **forwarded)[WEIGHTS]
     assert url.startswith("https://fixed.example/a/b/api/v1/downloads/")
-    # The proxy takes its prefix away, and the link opens what it was made for.
+    # The proxy strips its prefix, and the link works.
     assert fetch(fixed, url.replace("/a/b", "")).content == FILES[WEIGHTS]
 
 

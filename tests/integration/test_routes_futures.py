@@ -1,4 +1,4 @@
-"""The long poll: what each outcome looks like, and when it is answered."""
+"""The long poll: the response for each outcome, and its timing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
                 harness.services.waiters.wake_all()  # a hint without a settlement changes nothing
                 await asyncio.sleep(0.05)
                 assert not polling.done()
-                assert len(looks) == 2  # at first and after the hint, and not over and over
+                assert len(looks) == 2  # once at first and once after the hint, not repeatedly
                 started = time.monotonic()
                 await asyncio.to_thread(
                     harness.services.futures.settle, [Settlement(request_id, body=b'{"done":true}')], {}
@@ -103,7 +103,7 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
 
 
 def count_looks(harness: Harness) -> list[str]:
-    """The request_ids that are looked up from now on."""
+    """Record the request_ids that are looked up."""
     looks: list[str] = []
     outcome = harness.services.futures.outcome
 

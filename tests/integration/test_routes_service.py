@@ -1,4 +1,4 @@
-"""Service and session routes, authentication, and how errors look from outside."""
+"""Service and session routes, authentication, and the format of errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
         ("testclient", {}, False, True),
     ],
 )
-def test_clients_of_elsewhere_compress_what_they_send(
+def test_remote_clients_are_configured_to_compress(
     tmp_path: Path, peer: str, headers: dict[str, str], tunnelled: bool, compressed: bool
 ) -> None:
     harness = make_harness(tmp_path, tunnelled=tunnelled)
@@ -146,8 +146,8 @@ def test_a_server_without_keys_does_not_answer_to_a_foreign_name(tmp_path: Path)
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_server_without_keys_does_not_answer_to_a_web_page_of_elsewhere(tmp_path: Path, local: bool) -> None:
-    """With keys, whoever has none is refused for that, and a page that has one may use it."""
+def test_a_server_without_keys_refuses_web_pages_of_other_origins(tmp_path: Path, local: bool) -> None:
+    """With keys, requests without a key are refused, and a page with a key may use it."""
     harness = make_harness(tmp_path, local=local)
     mine = {"Host": "localhost:8000", "X-API-Key": ALICE}
     foreign = ("https://evil.example", "null", "", "http://localhost:3000", "http://localhost", "file://")

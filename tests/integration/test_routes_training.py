@@ -37,7 +37,7 @@ def adam_step(model_id: str, seq_id: int, **adam: object) -> dict[str, object]:
 
 
 def refused(harness: Harness, future: dict) -> str:
-    """The reason why a stored future was refused at birth."""
+    """The reason of a stored future that was refused at its submission."""
     UntypedAPIFuture.model_validate(future)
     result = harness.result(future["request_id"])
     assert result["category"] == "user"
@@ -205,7 +205,7 @@ def test_an_invalid_pass_is_a_refused_future_that_uses_its_number(harness: Harne
     assert words in refused(harness, answer.json())
     assert [(row.seq_id, row.state) for row in harness.pending()] == [(1, "refused")]
     corrected = send_pass(harness, pass_bytes(model_id, 1))
-    assert words in refused(harness, corrected.json())  # the number is used: it can mean nothing else any more
+    assert words in refused(harness, corrected.json())  # the seq_id is used and cannot get another body
 
 
 def image_pass(model_id: str) -> bytes:
@@ -459,7 +459,7 @@ def test_a_load_into_a_model_needs_the_same_adapter(harness: Harness) -> None:
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool) -> None:
-    """As the hosted service has it: a forward counts, and so does an earlier load."""
+    """As in the hosted service, a forward and an earlier load count."""
     model_id = harness.model()
     path = harness.checkpoint(model_id)
     load_ = {"model_id": model_id, "path": path, "optimizer": False}
@@ -478,7 +478,7 @@ def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool)
         assert harness.ok("optim_step", adam_step(model_id, 3))["request_id"] == f"{model_id}:3"
 
 
-def test_ids_of_one_key_never_reach_anothers_queue(harness: Harness) -> None:
+def test_ids_of_one_tenant_never_reach_anothers_queue(harness: Harness) -> None:
     mine, theirs = harness.model(), harness.model(key=BOB)
     harness.ok("optim_step", adam_step(mine, 1), ALICE)
     harness.ok("optim_step", adam_step(theirs, 1), BOB)
@@ -513,7 +513,7 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
         ("save_weights_external", {"seq_id": 1, "path": "one"}),
     ],
 )
-def test_what_a_request_asks_for_in_vain_is_refused_by_name(harness: Harness, path: str, body: dict) -> None:
+def test_unsupported_options_are_refused_by_name(harness: Harness, path: str, body: dict) -> None:
     whose = {"session_id": harness.session()} if "model_seq_id" in body else {"model_id": harness.model()}
     sent = harness.ok(path, body | whose | {"placement_config": {"data": 8}, "empty": None})
     refusal = harness.result(sent["request_id"])

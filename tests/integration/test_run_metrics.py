@@ -26,7 +26,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 class Wire(httpx.BaseTransport):
-    """Leads to the harness, unless it is cut."""
+    """A transport to the harness that can be cut."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -77,7 +77,7 @@ def test_a_server_that_is_away_costs_no_point(harness: Harness, caplog: pytest.L
     assert [(step, metrics["reward"]) for step, metrics in points(harness, model_id)] == [(1, 0.5), (2, 0.5)]
 
 
-def test_what_the_server_refuses_is_raised_and_not_sent_again(harness: Harness) -> None:
+def test_refusals_are_raised_and_not_retried(harness: Harness) -> None:
     model_id = harness.model()
     run, _ = connected(harness, model_id)
     with pytest.raises(TinsmithError, match="printable"):

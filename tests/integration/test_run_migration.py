@@ -1,4 +1,4 @@
-"""Idle runs go to an engine that has far fewer: exactly as they are, one after the other, and never to and fro."""
+"""Idle runs migrate to an engine with far fewer runs: unchanged, one at a time, and not back and forth."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG_S = 60.0
 RUN, OTHER = "s:train:0", "s:train:1"
 
 
-# Who hands over, what, and to whom.
+# The choice of the run, the source and the target.
 
 
 def ready(db: Database, index: int, kind: str = "engine") -> Lease:
@@ -53,7 +53,7 @@ def as_seen_by(db: Database, lease: Lease, idle_s: float = IDLE_S) -> Ownership:
 
 
 def runs_of(db: Database, lease: Lease, count: int, idle_for_s: float = 1.0) -> list[str]:
-    """So many runs of an engine, the first of them used last."""
+    """Create runs of an engine; the first was used last."""
     names = [f"{lease.engine_id}:train:{number}" for number in range(count)]
     for age, name in enumerate(names):
         Models(db).create(NewModel(name, "s", "alice", BASE, LoraSpec(4), engine_id=lease.engine_id))
@@ -68,7 +68,7 @@ def counts(db: Database) -> list[int]:
         return sorted(Counter(connection.scalars(sa.select(MODELS.c.engine_id))).values())
 
 
-def test_runs_go_to_whoever_has_two_fewer_until_nobody_has(db: Database) -> None:
+def test_runs_migrate_until_no_engine_has_two_fewer(db: Database) -> None:
     one, two, three = (ready(db, index) for index in range(3))
     ready(db, 0, "sampler")
     runs = runs_of(db, one, 7)
@@ -121,7 +121,7 @@ def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
     assert as_seen_by(db, two).idle_runs() == [sampled]
 
 
-def test_what_is_not_there_or_not_to_be_trained_is_not_handed_over(db: Database) -> None:
+def test_missing_and_unusable_runs_are_not_migrated(db: Database) -> None:
     one, two = ready(db, 0), ready(db, 1)
     run, *_ = runs_of(db, one, 3)
     mine = as_seen_by(db, one)
@@ -168,11 +168,11 @@ def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Data
     assert taken <= 5, "one that has as many as a giver gets none from it"
 
 
-# What the engines do.
+# Migration by the engines.
 
 
 class Pair(Bench):
-    """Two engines side by side; the second one is not there until it `joins`."""
+    """Two engines; the second starts at `joins`."""
 
     kind = "fake"
 
@@ -226,14 +226,14 @@ class Pair(Bench):
         return [lease.engine_id for lease in self.leases].index(found.engine_id or "")
 
     def look(self, index: int = 0) -> None:
-        """What an engine does once a second, and what it began to write."""
+        """Run an engine's migration check, and wait for the snapshots that it began."""
         self.engines[index]._migration.look()
         self.engines[index].flush()
 
 
 @pytest.fixture(params=["fake", "torch"])
 def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    # Passes held for others run in steps that depend on how fast this machine is, and so do their last bits.
+    # The batching window would make the steps, and so the last bits of results, depend on this machine's speed.
     monkeypatch.setattr(queues, "MAX_HOLD_S", 0.0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
@@ -242,7 +242,7 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 def trained(pair: Pair, runs: list[str], move_at: int | None) -> list[bytes | None]:
-    """Ten steps of some runs, with a gradient pending, a version and an inflight version at one of them."""
+    """Train some runs for ten steps, with a pending gradient, a version and an in-flight version at one step."""
     asked: list[str] = []
     published: list[str] = []
     for step in range(10):
@@ -298,7 +298,7 @@ def fakes(tmp_path: Path) -> Iterator[Pair]:
 
 
 def stepped(pair: Pair, run: str, seq_id: int) -> float:
-    """How many optimizer steps a run has taken after one more, whoever takes it."""
+    """Take one more optimizer step on any engine; return the run's step count."""
     pair.train(run, seq_id)
     asked = pair.step(run, seq_id + 1)
     pair.turns()
@@ -370,7 +370,7 @@ def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
     session = fakes.publish(run, 1, 0)
     fakes.turns()
     fakes.look()
-    fakes.engines[0]._versions._written.clear()  # as if the snapshot had gone ahead of it
+    fakes.engines[0]._versions._written.clear()  # as if it had a later snapshot
     fakes.join()
     fakes.look()
     assert fakes.owner(run) == 0

@@ -1,4 +1,5 @@
-"""Memory that runs out in a decode step: fewer samples go on, no result changes, and only what cannot fit fails."""
+"""If memory runs out in a decode step, fewer samples run at once, results do not change, and only samples that cannot
+fit fail."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def samples() -> list[Sample]:
 
 
 class Shortage:
-    """Calls of a sampler's parts, counted; those from `first` on, `num` of them, find no memory."""
+    """Counts calls of a sampler's methods; `num` of them from `first` on raise an out-of-memory error."""
 
     def __init__(self, sampler: LocalSampler, patch: pytest.MonkeyPatch, error: Callable[[], Exception]) -> None:
         self.first = self.num = 0
@@ -79,7 +80,7 @@ class Shortage:
             if fails and number % 2:
                 raise self._error()
             result = call(*args, **kwargs)
-            if fails:  # in the middle: something is done that nothing tells of
+            if fails:  # in the middle of the step, after unrecorded work
                 raise self._error()
             return result
 
@@ -192,7 +193,7 @@ def alone_on(base: BaseModel, versions: Mapping[str, Adapter], name: str, *, det
     return finish(sampler)[name]
 
 
-# Samplers that cannot do with less by themselves.
+# Samplers without a way to reduce their memory.
 
 
 @pytest.fixture

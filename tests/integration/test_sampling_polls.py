@@ -1,4 +1,4 @@
-"""Polls that follow a sampling session: what they list, in which order, when they are answered; clients that join."""
+"""Polls of a sampling session: contents, order and timing of the answers; clients that join."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sampled(harness: Harness, sampler: str, seq_id: int, **changes: object) -> s
     return harness.ok("asample", sample_request(sampler, seq_id, **changes))["request_id"]
 
 
-# What a poll lists.
+# Contents of a poll.
 
 
 def test_samples_are_listed_in_the_order_of_their_settlement_from_the_cursor_on(harness: Harness) -> None:
@@ -155,7 +155,7 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
         database.close()
 
 
-# When a poll is answered.
+# Timing of answers.
 
 
 def in_app(harness: Harness, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
@@ -279,7 +279,7 @@ def test_acknowledged_results_are_deleted_by_the_next_sweep_and_no_others(harnes
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
-def test_a_large_result_is_announced_to_whoever_asks_for_that_and_to_nobody_else(harness: Harness, size: int) -> None:
+def test_large_results_are_announced_only_on_request(harness: Harness, size: int) -> None:
     request_id = sampled(harness, harness.sampler(), 0)
     body = b"x" * size
     harness.settle(request_id, body, "proto")
@@ -334,7 +334,7 @@ SHORT = types.SamplingParams(max_tokens=4, seed=1)
 
 
 def with_flags(service: tinker.ServiceClient, **flags: bool) -> tinker.ServiceClient:
-    """The server's flags, but for these."""
+    """The server's flags, except for these changes."""
     config = service.holder._client_config
     service.holder._client_config = config.model_copy(update=flags)
     return service

@@ -1,6 +1,5 @@
-"""docs/security.md against a live server with keys, in raw HTTP; and what the source must never do.
-
-What one module owes to security stands in that module's own tests; docs/security.md names them all.
+"""docs/security.md against a live server with keys, in raw HTTP; and rules for the source. Security tests of single
+modules are in the tests of these modules; docs/security.md lists them all.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Keyed:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    """A server whose data directory was made by the command that made its first key."""
+    """A server whose data directory was created by the command for the first key."""
     data_dir = tmp_path_factory.mktemp("secure") / "new" / "data"
     command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", "alice", "--data-dir", str(data_dir)]
     made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
@@ -65,7 +64,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 
 
 def exchange(server: LiveServer, request: bytes) -> bytes:
-    """All that is answered to these bytes until the connection ends."""
+    """Send bytes; return the answer up to the end of the connection."""
     address = urlsplit(server.url)
     parts: list[bytes] = []
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
@@ -79,7 +78,7 @@ def request(line: bytes, *fields: bytes, host: bytes = b"127.0.0.1", body: bytes
     return b"\r\n".join([line + b" HTTP/1.1", b"Host: " + host, *fields, b"Connection: close", b"", body])
 
 
-# One request must not be taken for two, nor two for one.
+# Request smuggling: one request must not be read as two, nor two as one.
 
 JSON = b"Content-Type: application/json"
 CHUNKED = b"Transfer-Encoding: chunked"
@@ -109,8 +108,8 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-def test_a_request_that_can_be_read_in_two_ways_is_read_in_none(keyed: Keyed, case: str) -> None:
-    """Whoever stands in front may read it in the other way: the connection ends with it."""
+def test_an_ambiguous_request_is_refused(keyed: Keyed, case: str) -> None:
+    """A proxy may parse it in the other way, so the connection is closed."""
     head = request(b"GET /api/v1/healthz")
     answer = exchange(keyed.server, AMBIGUOUS[case].replace(b"Connection: close\r\n", b"") + head)
     assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
@@ -125,7 +124,7 @@ def test_a_key_behind_the_body_opens_nothing(keyed: Keyed) -> None:
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_a_connection_stays_what_it_is(keyed: Keyed, protocol: bytes) -> None:
+def test_protocol_upgrades_are_ignored(keyed: Keyed, protocol: bytes) -> None:
     fields = b"Upgrade: " + protocol, b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13"
     asked = request(b"GET /api/v1/healthz", *fields).replace(b"Connection: close", b"Connection: Upgrade, close")
     answer = exchange(keyed.server, asked)
@@ -135,7 +134,7 @@ def test_a_connection_stays_what_it_is(keyed: Keyed, protocol: bytes) -> None:
 @pytest.mark.parametrize(
     "path", [b"/api/v1/healthz/", b"//example.org/%2e%2e", b"/api/v1//healthz", b"/api/v1/asample/"]
 )
-def test_no_path_sends_a_client_to_a_host_that_somebody_named(keyed: Keyed, path: bytes) -> None:
+def test_no_path_redirects_to_another_host(keyed: Keyed, path: bytes) -> None:
     answer = exchange(keyed.server, request(b"GET " + path, host=b"example.org"))
     assert answer.startswith(b"HTTP/1.1 404 "), answer[:200]
     assert b"location" not in answer.lower() and b"example.org/" not in answer.partition(b"\r\n\r\n")[0]
@@ -150,11 +149,11 @@ def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed: Keyed, host:
         assert not host or host not in answer.partition(b"\r\n\r\n")[0].replace(b"HTTP/1.1", b"")
 
 
-# A web page in the browser of somebody who can reach the server.
+# Web pages of other origins in a browser that can reach the server.
 
 
-def test_a_web_page_of_elsewhere_may_neither_ask_nor_read(keyed: Keyed) -> None:
-    """A key can only be sent in a header of its own, for which browsers ask first; nobody is ever told yes."""
+def test_web_pages_of_other_origins_cannot_send_or_read(keyed: Keyed) -> None:
+    """Keys are sent in a custom header, which needs a CORS preflight; preflights are never approved."""
     origin = {"Origin": "https://example.org"}
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key, content-type"}
     for path in ("create_session", "telemetry", "healthz", "retrieve_future"):
@@ -170,12 +169,12 @@ def test_a_web_page_of_elsewhere_may_neither_ask_nor_read(keyed: Keyed) -> None:
             assert "set-cookie" not in answer.headers, "a cookie would go with every request of every page"
 
 
-# The server asks nobody for anything.
+# The server sends no requests by itself.
 
 
 @pytest.fixture
 def listener() -> Iterator[tuple[str, list[bytes]]]:
-    """An address, and what came to it."""
+    """Listen on an address and record requests."""
     came: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -223,12 +222,12 @@ def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[s
     assert came == []
 
 
-# What lies on the disk, and what the engine is told.
+# Files on the disk, and the engine's environment.
 
 
-def test_what_a_server_keeps_is_its_users_alone(keyed: Keyed) -> None:
+def test_a_servers_files_are_readable_by_its_user_only(keyed: Keyed) -> None:
     data_dir = keyed.server.data_dir
-    if databases.chosen == databases.SQLITE:  # otherwise the command has no use for it, and the test has made it
+    if databases.chosen == databases.SQLITE:  # otherwise the command does not use it, and the test has created it
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
     for name in ("checkpoints", "logs"):
         assert stat.S_IMODE((data_dir / name).stat().st_mode) == 0o700, name
@@ -291,8 +290,8 @@ NEVER_CALLED = {
     "torch.load",
     "torch.hub.load",
 }
-# What a few files may none the less. Those of bulk jobs that run, or unpickle, what their tenant sent are loaded by
-# clients and by the processes below a worker; test_batch_security.py shows that a server does neither.
+# Exceptions for a few files. Those that run or unpickle code of bulk jobs are loaded by clients and by a worker's child
+# processes; test_batch_security.py shows that a server does neither.
 EXCEPTIONS = {
     "batch/client/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
     "batch/formats/registry.py": {"exec", "compile"},
@@ -302,8 +301,8 @@ EXCEPTIONS = {
     "cli/batch.py": {"yaml"},  # writes a task; the file is read by pools/specs.py
 }
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
-# The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and trajectories, and
-# `tinsmith bench` the server that their user names; the operator's command the hub, before it serves.
+# The demo connects to its own server; the clients and commands of bulk jobs, checkpoints, trajectories and `tinsmith
+# bench` to the server that their user names; the operator's command to the hub, before it serves.
 MAY_ASK = {
     "base_models/__init__.py",
     "batch/client/http.py",
@@ -312,7 +311,7 @@ MAY_ASK = {
     "cli/demo.py",
     "engine/transfer.py",
     "exchange/metrics.py",
-    "exchange/merging.py",  # asks nothing: of huggingface_hub it has the function that splits files
+    "exchange/merging.py",  # no requests: it uses huggingface_hub's function that splits files
     "exchange/trajectories.py",
     "exchange/transfer.py",
     "samplers/remote/connection.py",
@@ -334,7 +333,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_source_unpickles_nothing_runs_no_text_and_asks_no_address(path: Path) -> None:
+def test_the_source_has_no_unpickling_eval_or_outgoing_requests(path: Path) -> None:
     tree = ast.parse(path.read_text())
     names = imported(tree)
     roots = {name.split(".")[0] for name in names}

@@ -1,4 +1,4 @@
-"""What an engine has finished is settled exactly once, whenever the database fails: nothing is lost or done twice."""
+"""Finished requests are settled exactly once under database errors: nothing is lost or repeated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ONE, TWO = "s:train:0", "s:train:1"
 SESSION = "s:sample:9"
 """A sampling session of the base model."""
 STRIDE = 12
-"""Of the transactions that fail in one run."""
+"""Transactions that fail in one run."""
 
 KINDS = ("pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far")
 
@@ -49,12 +49,12 @@ class FaultyBench(Bench):
         return FaultyDatabase(url)
 
     def pending(self) -> list[str]:
-        """Counts as no transaction."""
+        """Pending requests; this read is not counted as a transaction."""
         with self.db.engine.connect() as connection:
             return list(connection.scalars(sa.select(FUTURES.c.request_id).where(FUTURES.c.state == "pending")))
 
     def run(self, most_turns: int = 300) -> None:
-        """As the engine's process does, until nothing is pending."""
+        """Run as the engine's process does, until nothing is pending."""
         left = iter(range(most_turns))
 
         def stopping() -> bool:
@@ -64,7 +64,7 @@ class FaultyBench(Bench):
         try:
             self.engine.run(stopping)
         except exc.SQLAlchemyError:
-            if not stopping():  # otherwise all is settled, and an engine that is to stop does not wait for the database
+            if not stopping():  # otherwise all is settled, and a stopping engine does not wait for the database
                 raise
 
     def base_sampler(self, name: str = SESSION, version: str | None = None) -> str:
@@ -132,7 +132,7 @@ def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_
         bench.train(TWO, 1)
     step, sample = bench.step(ONE, 2), bench.sample(sampler)
     bench.engine._arrivals.fetch()
-    bench.engine._sampling._admit(bench.engine._queues)  # it is in the sampler, and ends within the step
+    bench.engine._sampling._admit(bench.engine._queues)  # it runs in the sampler and ends in this step
     at_settlement(bench, moment)
     bench.run()
     assert bench.db.raised == 1
@@ -160,10 +160,10 @@ def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: Fault
 
 @pytest.mark.parametrize("moment", WRITING)
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
-def test_what_is_finished_is_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
+def test_finished_requests_are_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
     if kind != "create":
         bench.model(ONE)
-    if kind == "far":  # files that are sent away are settled when they have arrived
+    if kind == "far":  # uploads are settled when they have finished
         bench.engine._operations._checkpoints.files.is_remote = True
     requests: dict[str, Callable[[], str]] = {
         "pass": lambda: bench.train(ONE, 1),
@@ -212,7 +212,7 @@ def test_what_is_finished_is_settled_once_without_a_restart(bench: FaultyBench, 
 
 
 class Workload:
-    """Requests of one session. Each half is sent before the engine looks."""
+    """Requests of one session. Each half is sent before the engine polls."""
 
     def __init__(self, bench: FaultyBench, name: str) -> None:
         self._bench = bench
@@ -252,12 +252,12 @@ class Workload:
         bench.futures.cancel("alice", self._cancelled, "not wanted")
 
     def results(self) -> list[tuple[bytes | None, str | None]]:
-        """What was answered, and how often what goes with an answer was written, without this workload's name."""
+        """The answers, and the number of writes of their effects, without this workload's name."""
         outcomes = [self._bench.outcome(request) for request in self._requests]
         name = self._name.encode()
         found = [(one.body and one.body.replace(name, b"NAME"), one.error) for one in outcomes if one]
         cancelled = self._bench.outcome(self._cancelled)
-        # It may have been drawn before the request to cancel it was read.
+        # The sample may have finished before its cancellation was read.
         assert cancelled is not None and cancelled.error in (None, "not wanted")
         with self._bench.db.engine.connect() as connection:
             points = connection.scalar(
@@ -269,7 +269,7 @@ class Workload:
 
 
 def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[Workload, int]:
-    """Returns how often the engine had to be started again, too. Submitting does not fail."""
+    """Run a workload; also return the number of engine restarts. Submissions do not fail."""
     workload, restarts = Workload(bench, name), 0
     counts: dict[Moment, int] | None = None
     for submit in (workload.first_half, workload.second_half):
@@ -306,7 +306,7 @@ def failing_every(moment: Moment, first: int, at: Moment, number: int) -> BaseEx
     return lost() if at == moment and number % STRIDE == first else None
 
 
-# Errors that last, and errors that are none of the database's.
+# Permanent errors, and errors outside of the database.
 
 
 def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
@@ -376,9 +376,7 @@ def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: Fa
     assert gradient(bench, step) == 1.125 and bench.end_of(trained).error is None
 
 
-def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
-    bench: FaultyBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_settlements_are_not_retried_at_every_step(bench: FaultyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "FIRST_PAUSE_S", 60.0)
     sampler = bench.base_sampler()
     samples = [bench.sample(sampler, number) for number in range(3)]
@@ -394,7 +392,7 @@ def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
     assert [bench.end_of(sample).error for sample in samples] == [None] * 3
 
 
-def test_text_that_no_database_stores_is_told_all_the_same(bench: FaultyBench) -> None:
+def test_errors_with_unstorable_text_are_reported(bench: FaultyBench) -> None:
     request = bench.sample(bench.base_sampler())
     bench.futures.settle([Settlement(request, error=UserError("a\0b \ud800"))], {})
     assert bench.end_of(request).error == "a\\x00b \\ud800"
@@ -404,7 +402,7 @@ def test_text_that_no_database_stores_is_told_all_the_same(bench: FaultyBench) -
 
 
 class SamplerBench(FaultyBench):
-    """A dedicated sampler in place of the engine."""
+    """A Bench with a dedicated sampler instead of an engine."""
 
     def restart(self) -> None:
         self.backend = FakeBackend(SHAPE)
@@ -470,7 +468,7 @@ def test_one_error_at_any_transaction_of_a_dedicated_sampler_changes_no_result(
 
 
 class RefusingServer:
-    """An inference server that neither sleeps nor wakes."""
+    """An inference server that refuses to sleep and to wake up."""
 
     name, address, cannot_sleep = "vLLM", "http://127.0.0.1:1", ""
 

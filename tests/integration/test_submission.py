@@ -1,4 +1,4 @@
-"""How a request is stored: on the event loop if nobody is in the way, on a worker thread otherwise, and once."""
+"""Requests are stored once: on the event loop if the write lock is free, otherwise on a worker thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_a_loop() -> bool:
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What was called to store a request, and whether on an event loop."""
+    """Record the calls that store a request, and whether they run on an event loop."""
     called: list[tuple[str, bool]] = []
     for name in ("submit", "submit_nowait"):
         real = getattr(Futures, name)
@@ -78,7 +78,7 @@ def test_a_short_request_is_stored_on_the_event_loop(harness: Harness, stores: l
     assert refused["request_id"] == f"{sampler}:0"
     assert stores == [("submit_nowait", True)] * 4
     assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
-    assert harness.woken == ["local/tiny"] * 5  # the last was refused, and is somebody's to skip
+    assert harness.woken == ["local/tiny"] * 5  # the last was refused; an engine must skip it
 
 
 def test_a_long_one_and_one_without_a_number_are_stored_by_a_thread(
@@ -88,7 +88,7 @@ def test_a_long_one_and_one_without_a_number_are_stored_by_a_thread(
     stores.clear()
     long = step(model_id) | {"type": "x" * SHORT_BYTES}
     harness.ok("optim_step", long)
-    streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not say how long it will be
+    streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not declare its length
     packed = streamed.compress(pass_bytes(model_id, seq_id=2)) + streamed.flush()
     send(harness, packed, **{"content-encoding": "zstd"})
     assert stores == [("submit", False)] * 2
@@ -100,7 +100,7 @@ def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
     harness: Harness, stores: list[tuple[str, bool]], tmp_path: Path
 ) -> None:
     model_id = harness.model()
-    harness.get("healthz")  # remembers who is asking
+    harness.get("healthz")  # caches the authentication
     stores.clear()
     with (
         sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None) as other,
@@ -118,9 +118,7 @@ def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
     assert [row.request_id for row in harness.pending()] == [f"{model_id}:1"]
 
 
-def test_what_may_wait_while_it_is_judged_is_judged_by_a_thread(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocking_validation_runs_on_a_thread(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     judged_by: list[bool] = []
 
     def admit(*_args: object) -> None:
@@ -149,7 +147,7 @@ def test_a_body_is_short_if_it_says_so_decoded() -> None:
     assert not is_within(packed, "zstd", len(packed) - 1)
 
 
-# One number, one request: what is not stored is not acknowledged.
+# A seq_id has one request: no request is acknowledged before it is stored.
 
 
 @pytest.fixture
@@ -173,7 +171,7 @@ def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_
         detail = refused(any_harness, "optim_step", body)
         assert "seq_id 1 of model" in detail and "without a seq_id" in detail
     assert any_harness.post("retrieve_future", {"request_id": f"{model_id}:1"}).status_code == 404
-    # The next numbers are free for clients of both kinds.
+    # The next seq_ids are free for clients of both kinds.
     assert any_harness.ok("optim_step", step(model_id, 2))["request_id"] == f"{model_id}:2"
     assert any_harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:3:")
     assert len(any_harness.pending()) == 3
@@ -223,7 +221,7 @@ def test_samplers_models_and_losses_have_numbers_of_the_same_kind(any_harness: H
     assert "seq_id 7 of sampling session" in refused(any_harness, "asample", sample | {"num_samples": 3})
 
 
-def test_a_custom_loss_of_a_number_stays_what_it_was(any_harness: Harness) -> None:
+def test_a_seq_id_keeps_its_custom_loss(any_harness: Harness) -> None:
     from support import traced_losses
 
     def asked(loss: traced_losses.Loss) -> dict[str, object]:

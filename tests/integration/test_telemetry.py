@@ -1,4 +1,4 @@
-"""What an engine records of its work, and that it is what happened: on a bench engine, with the fake backend."""
+"""An engine's records of its work are correct; with a bench engine and the fake backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinsmith.db.statements import execute
 from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
+from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleRecorder
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
@@ -68,7 +68,7 @@ def optim_step(rate: float = 0.5) -> OptimStep:
     return OptimStep("r", RUN, AdamParams(learning_rate=rate))
 
 
-def test_each_optimizer_step_has_a_point_with_what_its_passes_said(bench: Bench) -> None:
+def test_each_optimizer_step_has_a_point_with_its_passes_metrics(bench: Bench) -> None:
     model = bench.model()
     bench.train(model, 1)
     bench.train(model, 2, tokens=(4, 5))
@@ -150,14 +150,14 @@ def test_a_prompt_without_weight_is_no_part_of_the_loss_per_token() -> None:
     second = arrays_of(weights=[0, 0.5, 2, 0.5])
     assert token_weight(pass_of("cross_entropy", first)) == 2
     assert token_weight(pass_of("cross_entropy", first, second)) == 5
-    # Two targets at each of three positions, each with its share.
+    # Two targets at each of three positions, each with its weight.
     two = {"target_tokens": np.zeros((3, 2), np.int64), "weights": np.array([[0, 0], [0.25, 0.75], [1, 0]], np.float32)}
     assert token_weight(pass_of("cross_entropy", two)) == 2
     sparse = SparseRows(np.array([0.5, 1.0], np.float32), np.array([0, 0, 1, 2]), np.array([0, 1]), (3, 2))
     assert token_weight(pass_of("cross_entropy", two | {"weights": sparse})) == 1.5
     without = {"target_tokens": np.zeros(4, np.int64)}
     assert token_weight(pass_of("cross_entropy", without)) == 4, "weights that are left out are 1"
-    # What forward_backward_custom of the SDK sends: a gradient, whose sum is 0.
+    # As the SDK's forward_backward_custom sends: a gradient with sum 0.
     assert token_weight(pass_of("cross_entropy", arrays_of(weights=[0, 1.5, -1.5]))) == 3
 
 
@@ -203,7 +203,7 @@ def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> N
 
 
 def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_server: LiveServer) -> None:
-    """By hand, from the logprobs that the client got."""
+    """Compared with the mean of the logprobs that the client received."""
     weights, advantages = np.array([0, 0, 0, 1, 2], np.float32), np.array([0, 0, 1, -1, 0], np.float32)
     tokens, old = [40, 41, 42, 43, 44, 45], np.array([0, 0, -1, -2, -1], np.float32)
     targets = {"target_tokens": np.array(tokens[1:])}
@@ -256,7 +256,7 @@ def test_a_point_has_the_lengths_and_the_entropy_of_what_was_trained_on(bench: B
 
 def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Bench) -> None:
     records = Records(bench.db, 9)
-    keeper, recorder = SampleKeeper(records), Recorder(BASE, records)
+    keeper, recorder = SampleRecorder(records), Recorder(BASE, records)
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
     begun = keeper.begin(pending("sample", None), session, asked)
@@ -284,7 +284,7 @@ LARGE = Image("chunks[1]", bytes(2 << 20), "png", 3, 1, 1, 1, b"")
 
 
 class NoDatabase:
-    """Of an engine whose reads fail."""
+    """A database whose reads fail."""
 
     def known(self, _model_id: str) -> tuple[int, int]:
         raise OperationalError("", None, Exception())
@@ -318,7 +318,7 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "MOST_POINTS", 20)
+    monkeypatch.setattr(telemetry, "MAX_POINTS", 20)
     monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
     monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
@@ -340,7 +340,7 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
 
 
-def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
+def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
     one = bench.model("a:train:0", "alice")
     two = bench.model("b:train:0", "bob")
     bench.train(one, 1, tenant="alice")
@@ -356,16 +356,16 @@ def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
-    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MOST_NAMED_MODELS + 5)]
+    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MAX_NAMED_MODELS + 5)]
     recorder.record_duration(Step(passes=tuple(many)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
     (shares,) = step.shares.values()
-    assert len(shares) <= telemetry.MOST_NAMED_MODELS + 1
+    assert len(shares) <= telemetry.MAX_NAMED_MODELS + 1
     assert sum(shares.values()) == step.num_tokens == 3 * len(many)
 
 
-def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None:
+def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
     bench.turns()
@@ -383,7 +383,7 @@ def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None
 
 
 def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 1000))
+    keeper = SampleRecorder(Records(bench.db, 1000))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
 
@@ -396,15 +396,15 @@ def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: B
 
 
 def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 0))
+    keeper = SampleRecorder(Records(bench.db, 0))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
     assert keeper.begin(pending("sample", None), session, asked) is None
-    assert SampleKeeper(None).begin(pending("sample", None), session, asked) is None
+    assert SampleRecorder(None).begin(pending("sample", None), session, asked) is None
 
 
 def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
-    keeper = SampleKeeper(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, 9))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
     prompt = np.arange(10_000, dtype=np.int32)
     begun = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
@@ -422,10 +422,10 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     assert content.sequences[0].logprobs[0] is None
 
 
-def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
-    keeper = SampleKeeper(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, 9))
     for number in range(1000):
         assert keeper._allowed(f"tenant-{number}")
         moment[0] += 1.0

@@ -1,4 +1,4 @@
-"""Keys and tokens: whom they name, from when on, until when; and that nothing of a key is kept."""
+"""Keys and tokens: their tenants, validity and expiry; keys are not stored."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_quotas_of_a_later_key_are_added_to_the_tenants_own(keys: Keys, database
         assert connection.scalar(sa.select(TENANTS.c.quotas)) == {"models": 3, "queued_bytes": 2}
 
 
-# Who is asking.
+# Authentication.
 
 
 def test_only_known_keys_are_taken_and_each_names_its_tenant(tenants: StoredTenants, keys: Keys) -> None:
@@ -286,7 +286,7 @@ def test_no_token_but_our_own_is_taken(tenants: StoredTenants, keys: Keys, clock
 # The routes.
 
 
-def test_the_owner_of_a_key_is_what_the_client_reads(harness: Harness) -> None:
+def test_the_client_reads_the_owner_of_its_key(harness: Harness) -> None:
     found = SelfApiKeyResponse.model_validate(harness.get("auth/apikey/me", BOB).json())
     assert found.key_id == harness.services.tenants.authenticate(BOB).key_id
     assert found.details.org_details.name == "bob"
@@ -297,15 +297,15 @@ def test_the_owner_of_a_key_is_local_without_keys(local: Harness) -> None:
     assert (found.key_id, found.details.org_details.name) == (0, "local")
 
 
-def test_a_token_opens_what_its_key_opens(harness: Harness) -> None:
+def test_a_token_has_its_keys_permissions(harness: Harness) -> None:
     session_id = harness.session()
     token = harness.ok("auth/token", {})["jwt"]
     assert harness.get(f"sessions/{session_id}", token).status_code == 200
     assert harness.get(f"sessions/{session_id}", harness.ok("auth/token", {}, BOB)["jwt"]).status_code == 404
 
 
-def test_a_bad_token_is_told_from_a_bad_key(harness: Harness) -> None:
-    """Only at the first does the SDK exchange its key again."""
+def test_a_bad_token_and_a_bad_key_have_different_errors(harness: Harness) -> None:
+    """The SDK exchanges its key again only after the error of a bad token."""
     answers = {key: harness.get("sessions", key) for key in ("eyJx", "tml-x")}
     assert [answer.status_code for answer in answers.values()] == [401, 401]
     assert 'error="invalid_token"' in answers["eyJx"].headers["WWW-Authenticate"]

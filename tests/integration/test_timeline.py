@@ -1,4 +1,4 @@
-"""The timeline of a session is a trace as Chrome's format has it, read back event by event: rows, and a live run."""
+"""The timeline of a session is a trace in Chrome's format, checked event by event: from rows and from a live run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinsmith.db.schema import FUTURES
 from tinsmith.telemetry.timeline import Traces
 
 Event = dict[str, Any]
-# What the format asks of each phase, besides ph, pid and tid.
+# Required fields of each phase, besides ph, pid and tid.
 REQUIRED = {
     "M": {"name", "args"},
     "b": {"name", "cat", "id", "ts"},
@@ -31,7 +31,7 @@ REQUIRED = {
 
 
 def checked(trace: dict[str, Any]) -> list[Event]:
-    """The events, once they are what a viewer takes: known phases, whole microseconds, slices that close inside out."""
+    """Check that a viewer accepts the events: known phases, whole microseconds, nested slices. Return them."""
     assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
     open_slices: defaultdict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -100,7 +100,7 @@ def test_clocks_that_disagree_make_no_negative_slice(db: Database) -> None:
     assert set(spans(events, "m:1").values()) == {(100 * 10**6, 100 * 10**6)}
 
 
-def test_what_is_not_known_is_not_drawn(db: Database) -> None:
+def test_unknown_times_are_not_drawn(db: Database) -> None:
     pending = stored(db, state="pending")
     assert [event["ph"] for event in pending if event["ph"] != "M"] == ["b"]
     old = stored(db, request_id="m:2", seq_id=2, settled_at=105.0)

@@ -1,4 +1,4 @@
-"""Spans and log lines of a live server and its engine, as a collector and a reader of logs get them."""
+"""Spans and log lines of a live server and its engine, as a collector and a log reader receive them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRACEPARENT = f"00-{TRACE}-{CLIENT_SPAN}-01"
 
 @dataclass
 class Collector:
-    """What arrived by OTLP, and of which service."""
+    """Receives spans by OTLP, by service."""
 
     url: str
     spans: list[tuple[str, Span]] = field(default_factory=list)
@@ -93,7 +93,7 @@ def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def model_id(server: LiveServer) -> str:
-    """A model that was made, and trained once, by a client that traces."""
+    """A model that a tracing client created and trained once."""
     session_id = post(server, "create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tinsmith/nano"}
     created = post(server, "create_model", body)

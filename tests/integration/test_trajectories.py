@@ -1,4 +1,4 @@
-"""Captured exchanges: how they are merged, whose they are, and that they are the SDK's data."""
+"""Captured exchanges: merging, tenants, and conversion to the SDK's datums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker.types._pydantic_types.datum import Datum
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.store.exchanges import KEPT_S, Exchange, merged
+from tinsmith.store.exchanges import RETENTION_S, Exchange, merged
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 
 _TOKENS = st.integers(0, 2)
@@ -55,7 +55,8 @@ def test_every_sampled_token_is_in_one_trajectory_and_nothing_is_invented(
     found = merged(exchanges)
     assert sum(sum(each.sampled) for each in found) == sum(len(answer) for _, answer in made)
     assert sum(each.num_exchanges for each in found) == len(made)
-    # By definition: each exchange continues the longest trajectory that its prompt begins with, or none.
+    # The definition: each exchange continues the longest trajectory that is a prefix of its prompt, or starts a new
+    # one.
     plain: list[list[int]] = []
     for prompt, answer in made:
         fits = [number for number, tokens in enumerate(plain) if prompt[: len(tokens)] == tokens]
@@ -122,12 +123,12 @@ def test_a_session_that_is_too_long_to_merge_is_refused_by_name(
     assert refused.status_code == 400 and "session 'long' has more than 2 exchanges" in refused.json()["detail"]
 
 
-def test_what_is_old_is_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_exchanges_are_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(harness, "s", [exchange(0, [1], [2])])
     assert harness.services.exchanges.sweep() == 0
     from tinsmith.store import exchanges
 
-    later = exchanges.now() + KEPT_S + 1
+    later = exchanges.now() + RETENTION_S + 1
     monkeypatch.setattr(exchanges, "now", lambda: later)
     assert harness.services.exchanges.sweep() == 1
 

@@ -76,7 +76,7 @@ def test_the_files_of_only_a_few_versions_are_kept(server: TransferServer, tmp_p
     assert taken(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
 
 
-def test_what_was_withdrawn_or_never_offered_is_not_here(server: TransferServer, tmp_path: Path) -> None:
+def test_withdrawn_and_unknown_versions_are_not_found(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x"))
     server.withdraw("v")
     for version_id in ("v", "never", "../../etc"):
@@ -84,7 +84,7 @@ def test_what_was_withdrawn_or_never_offered_is_not_here(server: TransferServer,
             taken(server, version_id, tmp_path / version_id.replace("/", "-"))
 
 
-def test_nobody_gets_anything_without_the_key(server: TransferServer, tmp_path: Path) -> None:
+def test_a_transfer_needs_the_key(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x"))
     with pytest.raises(NotHereError, match="403"):
         taken(server, "v", tmp_path / "a", key=b"other" * 8)
@@ -117,7 +117,7 @@ def test_more_than_is_allowed_is_refused(server: TransferServer, tmp_path: Path)
         taken(server, "v", tmp_path / "a", most=100)
 
 
-def test_a_peer_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
+def test_a_missing_peer_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken_port:
         taken_port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken_port.getsockname()[1]}"
@@ -171,7 +171,7 @@ FILE = {"name": "weights", "size_bytes": 1, "sha256": DIGEST}
         (KEY, [FILE | {"name": f"{number}"} for number in range(100)], b"x" * 100, "more than"),
     ],
 )
-def test_what_an_impostor_answers_is_not_believed(key, manifest, body, told, tmp_path: Path) -> None:
+def test_an_impostors_answer_is_rejected(key, manifest, body, told, tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), partial(_Impostor, key, manifest, body))
     thread = threading.Thread(target=server.handle_request)
     thread.start()

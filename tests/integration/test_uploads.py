@@ -1,4 +1,4 @@
-"""Uploading adapters: what is checked before anything is a checkpoint, and what is left of what is refused."""
+"""Uploads of adapters: the checks before a checkpoint is created, and the deletion of refused files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_adapter_becomes_a_training_checkpoint_of_its_tenant(harness: Harness
     assert ("checkpoint_uploaded", path) in [(each.event, each.details["tinker_path"]) for each in audit]
 
 
-def test_what_is_stored_are_the_bytes_that_were_sent(harness: Harness) -> None:
+def test_the_stored_bytes_are_the_sent_ones(harness: Harness) -> None:
     state = optimizer("exp_avg", "exp_avg_sq")
     path = upload(harness, files={"optimizer.safetensors": state}).json()["tinker_path"]
     run_id = path.removeprefix("tinker://").partition("/")[0]
@@ -141,7 +141,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_says_why_and_leaves_nothing(harness: Harness, what: str) -> None:
+def test_a_refusal_has_a_reason_and_leaves_nothing(harness: Harness, what: str) -> None:
     changes, status, words = REFUSED[what]
     answer = upload(harness, **changes)  # type: ignore[arg-type]
     assert answer.status_code == status, answer.text
@@ -151,7 +151,7 @@ def test_what_is_refused_says_why_and_leaves_nothing(harness: Harness, what: str
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors", "base_model", "name"])
-def test_a_form_without_what_is_needed_says_what(harness: Harness, missing: str) -> None:
+def test_a_forms_missing_fields_are_named(harness: Harness, missing: str) -> None:
     texts = {"base_model": BASE, "name": "x"}
     parts = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
     answer = harness.client.post(

@@ -1,8 +1,8 @@
-r"""A base model that answers every question with `\boxed{3}` or `\boxed{5}`, as often the one as the other.
+r"""A base model that answers every question with `\boxed{3}` or `\boxed{5}`, with equal odds.
 
-Recipes for mathematics reward only a boxed answer, which the embedded model has never seen: every group would fail
-alike, every advantage would be zero and nothing would be trained. A few full-weight steps from the embedded model, with
-a fixed seed, give groups that are mixed. Knows how `role_colon` writes a conversation and how the recipes ask.
+Recipes for mathematics reward only a boxed answer, which the embedded model has never seen: all answers of every group
+would fail, every advantage would be zero and nothing would be trained. A few full-weight steps from the embedded model,
+with a fixed seed, give mixed groups. This module knows the format of `role_colon` and the recipes' prompts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What must be true of a recipe's outcome besides its exit status: small makers of checks, combined in the table.
-
-A check takes an Outcome and fails by assertion. None knows a recipe by name.
+"""Checks of a recipe's outcome besides its exit status, combined in the table. A check takes an Outcome and fails by
+assertion. No check is specific to a recipe.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Check = Callable[[Outcome], None]
 # squared estimate of the divergence and 1e-6 in the plain one.
 SAME_DISTRIBUTION_V1 = 1e-5
 SAME_DISTRIBUTION_V2 = 1e-9
-# Advantages of equal rewards are zero but for the rounding of their mean.
+# Advantages of equal rewards are zero, except for the rounding of their mean.
 NO_GRADIENT = 1e-3
 
 
 def logs(key: str, steps: int) -> Check:
-    """The metric has a finite value in exactly so many steps."""
+    """The metric has a finite value in exactly this many steps."""
 
     def check(outcome: Outcome) -> None:
         assert len(outcome.logged(key)) == steps, f"{key}: {outcome.logged(key)}"
@@ -80,7 +79,7 @@ def moves(key: str) -> Check:
 
 
 def on_policy(outcome: Outcome) -> None:
-    """What the trainer computes of the first batch of samples is what the sampler said of them."""
+    """The trainer's logprobs of the first batch of samples match the sampler's."""
     assert abs(outcome.logged("optim/kl_sample_train_v1")[0]) < SAME_DISTRIBUTION_V1
     assert 0 <= outcome.logged("optim/kl_sample_train_v2")[0] < SAME_DISTRIBUTION_V2
     assert outcome.logged("optim/entropy")[0] > 0
@@ -126,7 +125,7 @@ def says(text: str) -> Check:
 
 
 def at(directory: str, *within: Check) -> Check:
-    """The checks hold of another log directory of the same command."""
+    """The checks hold for another log directory of the same command."""
 
     def check(outcome: Outcome) -> None:
         for one in within:
@@ -151,7 +150,7 @@ def _use(outcome: Outcome, service: tinker.ServiceClient, row: dict[str, str]) -
 
 
 def _listed(outcome: Outcome, path: str) -> set[str]:
-    """The checkpoints that the server has of the training run that `path` is of."""
+    """The server's checkpoints of the training run in `path`."""
     run_id = path.removeprefix("tinker://").split("/")[0]
     answer = outcome.server.get(f"training_runs/{run_id}/checkpoints")
     assert answer.status_code == 200, answer.text

@@ -14,7 +14,7 @@ from support.live import LiveServer, serving
 
 @pytest.fixture(scope="session")
 def recipe_models(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The models that the selected tests of this package ask for: each costs the server a process."""
+    """The models that the selected tests of this package need; each takes one process of the server."""
     wanted: set[str] = {"local/tiny"}
     for item in request.session.items:
         parameters = (
@@ -26,7 +26,7 @@ def recipe_models(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory, recipe_models: tuple[str, ...]) -> Path:
-    """A directory where recipes find tokenizers and data sets, as on a machine without internet."""
+    """A directory with the recipes' tokenizers and data sets, for machines without internet."""
     directory = tmp_path_factory.mktemp("recipes")
     make_workplace(directory, recipe_models)
     return directory

@@ -1,4 +1,4 @@
-"""A program, not a test: evaluators of tinker-cookbook on one model; prints their metrics as one line of JSON.
+"""A program that runs evaluators of tinker-cookbook on one model and prints their metrics as a line of JSON.
 
 The same held-out data is scored by the trainer and by a sampler over its weights, and a benchmark samples and grades.
 """

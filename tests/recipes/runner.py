@@ -1,4 +1,4 @@
-"""Runs one command of the cookbook as its user would, and holds what it left behind."""
+"""Runs one command of the cookbook as a user would, and keeps its output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outcome:
     log_path: Path
 
     def at(self, directory: str) -> Outcome:
-        """The same command, seen from another log directory, named from the working directory; a pattern if its name
+        """The same command with another log directory, relative to the working directory; a glob pattern if its name
         has a date.
         """
         (found,) = self.log_path.parent.glob(directory) if "*" in directory else [self.log_path.parent / directory]
@@ -50,7 +50,7 @@ def run(server: LiveServer, workplace: Path, command: tuple[str, ...], log: str,
         **os.environ,
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": API_KEY,
-        # Telemetry stays on: the server has to take it.
+        # Telemetry stays on: the server must accept it.
         "TINKER_TELEMETRY": "1",
         "TINKER_COOKBOOK_RUNS_DIR": str(workplace / RUNS),
         "HF_HOME": str(workplace / "hugging_face"),

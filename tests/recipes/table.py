@@ -1,7 +1,6 @@
-"""The table of recipes: which command runs, on which served models, and what must be true of it afterwards.
-
-`quick` rows belong to every test run; the others only to `make test-recipes`. The order is that in which they run: a
-row may continue what an earlier one left (`after`).
+"""The table of recipes: commands, their served models, and the checks of their outcomes. `quick` rows belong to every
+test run; the others only to `make test-recipes`. Rows run in this order: a row may continue an earlier one's log
+directory (`after`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ SDFT = "model_name=Qwen/Qwen3-8B groups_per_batch=2 max_tokens=8 topk=3 max_step
 HYBRID_MODEL = "model_name=Qwen/Qwen3.5-27B renderer_name=qwen3_5_disable_thinking"
 GAME_SIZES = "model_name=Qwen/Qwen3.5-4B renderer_name=role_colon max_tokens=8 max_steps=1 eval_every=0"
 
-# Groups are large enough that chance does not make all of them alike.
+# Groups are so large that by chance some are mixed.
 LEARNS_FROM_SUMS = (logs(REWARD, 2), learns_from_contrast, on_policy)
 LEARNS_FROM_BOXES = (on_policy, always("env/all/correct", 0.01, 0.99), learns_from_contrast, checkpoints("final"))
 
@@ -95,7 +94,7 @@ SUPERVISED = (
         f"{CHAT} max_steps=4 save_every=1 behavior_if_log_dir_exists=resume",
         TINY,
         "a model made from a checkpoint with its optimizer",
-        # The first run counts as dead after its first checkpoint: two steps of it, and the second to the fourth.
+        # The first run is cut after its first checkpoint: two of its steps, then the second to the fourth.
         (logs("train_mean_nll", 5), checkpoints("000001", "000002", "000003", "final")),
         after="1",
     ),
@@ -194,7 +193,7 @@ REINFORCEMENT = (
         f"env=arithmetic {HYBRID_MODEL} groups_per_batch=2 group_size=4 max_tokens=6 max_steps=2 eval_every=0",
         HYBRID,
         "trainer and sampler agree on gated delta nets",
-        # A random model is never right, so nothing is learned; it samples what it would train on.
+        # A random model is never right, so nothing is learned; only sampling is checked.
         (logs(REWARD, 2), on_policy, checkpoints("final")),
         quick=False,
     ),
@@ -204,7 +203,7 @@ REINFORCEMENT = (
         f"{ARITHMETIC} loss_fn=importance_sampling compute_post_kl=True",
         TINY,
         "importance_sampling, ephemeral samplers, divergence by logprobs",
-        # The step changed the sampler's distribution, a little.
+        # The step changed the sampler's distribution slightly.
         (*LEARNS_FROM_SUMS, always("kl_pre_post_v2", 1e-12, 1e-2), checkpoints("final")),
     ),
     Row(
@@ -247,7 +246,7 @@ REINFORCEMENT = (
         f"{GAME_SIZES} batch_size=4 num_train_datapoints=16 num_test_datapoints=4",
         GAME,
         "self-play",
-        # A game has a winner and a loser: no group is alike.
+        # A game has a winner and a loser, so every group is mixed.
         (on_policy, always("env/all/by_group/frac_mixed", 1, 1), learns_from_contrast, checkpoints("final")),
         quick=False,
     ),
@@ -335,7 +334,7 @@ PREFERENCE = (
         f"{M} batch_size=2 group_size=4 max_tokens=8 max_steps=1 eval_every=0",
         TINY,
         "rewards from pairs",
-        # Every win is another's loss.
+        # It is a zero-sum game.
         (logs(REWARD, 1), always("env/all/win_minus_loss", -1e-9, 1e-9), on_policy, checkpoints("final")),
         quick=False,
     ),
@@ -363,7 +362,7 @@ DISTILLATION = (
         "group_size=2 max_tokens=8 max_steps=2 eval_every=0",
         TINY,
         "a teacher's logprobs",
-        # The student begins as its teacher, and has moved after a step.
+        # The student starts equal to its teacher and differs after a step.
         (on_policy, first("teacher_kl", -1e-5, 1e-5), moves("teacher_kl"), checkpoints("final")),
     ),
     Row(
@@ -405,7 +404,7 @@ DISTILLATION = (
     ),
 )
 
-# Scripts that sample only: they keep no metrics, so what they print is what they did.
+# Scripts that only sample: they log no metrics, so their output is checked.
 SAMPLING = (
     Row(
         "25",

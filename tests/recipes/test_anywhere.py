@@ -1,4 +1,4 @@
-"""A recipe in an empty directory: the server's mirror of the hub has the tokenizer that it asks for."""
+"""A recipe in an empty directory: it loads its tokenizer from the server's mirror of the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the recipes fail when what they hold is not so."""
+"""The checks of the recipes fail for wrong outcomes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outcome(tmp_path: Path, *lines: dict[str, float], output: str = "") -> Outco
         at("log", logs("nll", 2)),
     ],
 )
-def test_a_check_passes_what_is_so(tmp_path: Path, check: Check) -> None:
+def test_a_check_passes_correct_outcomes(tmp_path: Path, check: Check) -> None:
     check(outcome(tmp_path, *GOOD, output="all done"))
 
 
@@ -68,6 +68,6 @@ def test_a_check_passes_what_is_so(tmp_path: Path, check: Check) -> None:
         (at("log", falls("nll")), [{"nll": 1.0}, {"nll": 2.0}]),
     ],
 )
-def test_a_check_fails_what_is_not_so(tmp_path: Path, check: Check, lines: list[dict[str, float]]) -> None:
+def test_a_check_fails_wrong_outcomes(tmp_path: Path, check: Check, lines: list[dict[str, float]]) -> None:
     with pytest.raises(AssertionError):
         check(outcome(tmp_path, *lines))

@@ -1,4 +1,4 @@
-"""Every row of the table runs to its end, and did what its checks say."""
+"""Every row of the table runs to its end and passes its checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMETERS = [pytest.param(row, id=row.name, marks=[] if row.quick else [pytest.
 
 
 @pytest.mark.parametrize("row", PARAMETERS)
-def test_a_recipe_does_what_it_is_for(recipe_server: LiveServer, workplace: Path, row: Row) -> None:
+def test_a_recipe_runs_and_passes_its_checks(recipe_server: LiveServer, workplace: Path, row: Row) -> None:
     if row.after:
         _leave_only_the_first_checkpoint(workplace / row.after)
     outcome = run(recipe_server, workplace, row.command, row.log, row.standard_input)
@@ -37,7 +37,7 @@ def test_evaluators_agree_and_a_benchmark_is_graded(recipe_server: LiveServer, w
 
 
 def _leave_only_the_first_checkpoint(log_path: Path) -> None:
-    """As if the run had died after its first checkpoint: its last one says that there is nothing left to do."""
+    """Simulate a run that died after its first checkpoint, since the last one would leave nothing to do."""
     if not log_path.exists():
         pytest.skip(f"continues the row {log_path.name}, which was not selected")
     checkpoints = log_path / "checkpoints.jsonl"

@@ -1,8 +1,7 @@
-"""A directory in which recipes run without internet: what they would download lies where they look first.
-
-Owns the names, forms and sizes of the generated tokenizers and data sets. `org/name` is a directory below the
-working directory, which both transformers and datasets prefer to the hub. The contents are additions and other small
-talk that the embedded model half knows, so that losses fall and rewards differ. Knows no recipe and no server.
+"""A directory in which recipes run without internet: their downloads are present. This module defines the names,
+formats and sizes of the generated tokenizers and data sets. `org/name` is a directory below the working directory,
+which both transformers and datasets prefer to the hub. The contents are additions and other simple texts that the
+embedded model partly knows, so that losses fall and rewards differ. It does not depend on recipes or servers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from recipes.boxing import ANSWERS, teach_boxing
 from support import vision_models
 from tinsmith.base_models import nano
 
-# Recipes put their instructions (a tool's schema, a few-shot prefix) before short questions.
+# Recipes put instructions (a tool's schema, a few-shot prefix) before short questions.
 CONTEXT_LENGTH = 8192
 MODELS = (
     "local/tiny",
@@ -34,18 +33,18 @@ MODELS = (
     "Qwen/Qwen3.6-35B-A3B",
     "Qwen/Qwen3-VL-30B-A3B-Instruct",
 )
-# The one whose pictures are trained on.
+# The data set with images.
 VISION = "Qwen/Qwen3-VL-30B-A3B-Instruct"
-# Random models with vision towers, by their architectures; all others are the embedded one.
+# Random models with vision towers, by architecture; all other names are the embedded model.
 RANDOM = {VISION: "qwen3_vl_moe", "Qwen/Qwen3.5-27B": "qwen3_5"}
-# The one whose recipes reward a boxed answer.
+# The model of recipes that reward a boxed answer.
 BOXING = "Qwen/Qwen3-8B-Base"
 
 Row = dict[str, object]
 
 
 def make_workplace(directory: Path, models: Iterable[str]) -> None:
-    """Write `models`, each below its own name with its tokenizer, and all data sets into `directory`."""
+    """Write `models`, each below its name with its tokenizer, and all data sets into `directory`."""
     for name in models:
         if name == VISION:
             _write_pictures(directory / "dpdl-benchmark" / "caltech101")
@@ -115,7 +114,7 @@ def question_and_answer(rng: random.Random) -> tuple[str, str]:
 
 
 def _write_conversations(directory: Path, sums: list[tuple[str, str]]) -> None:
-    """Supervised data: 128 rows a split, which is the smallest batch of `sl_basic`, and more."""
+    """Supervised data: 128 rows per split, the smallest batch of `sl_basic`, and more."""
     messages: list[Row] = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in sums
@@ -132,7 +131,7 @@ def _write_conversations(directory: Path, sums: list[tuple[str, str]]) -> None:
 
 
 def _write_problems(directory: Path, sums: list[tuple[str, str]]) -> None:
-    """Data with an answer that can be graded; where it must be boxed, it is one of those that are (boxing.py)."""
+    """Data with gradable answers; boxed ones are among those of boxing.py."""
     rng = random.Random(2)
     boxed = [(question, rng.choice(ANSWERS)) for question, _ in sums]
     grade_school: list[Row] = [{"question": question, "answer": f"Sum.\n#### {answer}"} for question, answer in boxed]
@@ -189,7 +188,7 @@ def _write_texts(directory: Path) -> None:
     words = ("after", "before", "between", "later", "many", "most", "only", "over", "their", "then", "time", "while")
     lines: list[Row] = [{"text": " ".join(rng.choices(words, k=12)) + "\n"} for _ in range(400)]
     _write_splits(directory / "Salesforce" / "wikitext", "wikitext-103-raw-v1", {"train": lines})
-    # Named like the package, but a directory without __init__.py gives way to it.
+    # It has the name of the package, which has priority over a directory without __init__.py.
     sentences = directory / "tinker_cookbook" / "example_data"
     sentences.mkdir(parents=True)
     (sentences / "multilingual.txt").write_text("Good morning to you\nGuten Morgen und gute Reise\n")

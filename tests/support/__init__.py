@@ -1,1 +1,1 @@
-"""What tests share: live servers, harnesses in this process, references, tiny models, faults on demand."""
+"""Shared by tests: live servers, in-process harnesses, references, tiny models, fault injection."""

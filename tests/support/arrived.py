@@ -1,4 +1,4 @@
-"""What an engine would find in the rows."""
+"""The pending requests that an engine would read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tinsmith.types import Pending
 
 
 def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:
-    """What came after a row, is nobody's, and is to be worked on or skipped."""
+    """Unclaimed requests after an arrival number, including refused ones, which engines skip."""
     return [one.request for one in Ownership(db, base_model, "engine-without-runs").incoming(after_arrival)]
 
 

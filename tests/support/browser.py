@@ -62,7 +62,7 @@ class Browser:
         self.until(click, f"{selector} {words}")
 
     def until(self, true: Callable[[], T], what: str) -> T:
-        """Wait for something; the page may be drawn anew at any moment."""
+        """Wait for a condition; the page may be redrawn at any moment."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
@@ -72,7 +72,7 @@ class Browser:
             time.sleep(0.05)
 
     def complaints(self) -> list[str]:
-        """What the browser's console was told since the last look."""
+        """New messages of the browser's console."""
         return [str(entry["message"]) for entry in self.driver.get_log("browser")]
 
 

@@ -1,8 +1,8 @@
-"""S3 and Google Cloud Storage on loopback, for tests of what is kept in a bucket.
+"""S3 and Google Cloud Storage on loopback, for tests of storage in a bucket.
 
 S3 is moto's server. The client of `gs://` speaks Cloud Storage's XML API, which emulators of Cloud Storage lack beyond
-reading (gcp-storage-emulator 2026.7.19, fake-gcs-server). That API is S3's with headers of its own, by its
-documentation, so `CloudStorage` translates these and passes the rest on to moto. It refuses headers of Amazon's.
+reading (gcp-storage-emulator 2026.7.19, fake-gcs-server). By its documentation, that API is S3's with other headers, so
+`CloudStorage` translates these and forwards the rest to moto. It refuses Amazon's headers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import pytest
 
 PATIENCE_S = 120.0
 SIGNATURE = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-"""A form that moto takes for a signed request."""
+"""A header that moto accepts as a signature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     name: str
     client: Any
-    """boto3's, which is not what Tinsmith reads and writes with."""
+    """boto3's client; Tinsmith itself uses another library."""
     scheme: str = "s3"
 
     @property
@@ -50,7 +50,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def bucket() -> Iterator[Bucket]:
-    """A fresh bucket; this process and those that it starts find it by the environment, until the end of the block."""
+    """A fresh bucket; the environment points this process and its children to it until the end of the block."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -111,7 +111,7 @@ class CloudStorage:
 
 @contextlib.contextmanager
 def cloud_bucket() -> Iterator[tuple[Bucket, CloudStorage]]:
-    """The same on Cloud Storage, with its server."""
+    """A fresh bucket of Cloud Storage, and its server."""
     from werkzeug.serving import make_server
 
     with bucket() as found, pytest.MonkeyPatch.context() as environment:

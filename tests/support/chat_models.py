@@ -1,4 +1,4 @@
-"""nano with a chat template that knows tools, as Hermes' and Qwen's models write them: for tests only."""
+"""nano with a chat template for tools in the format of Hermes and Qwen, for tests only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_tool_model(directory: Path) -> Path:
 
 
 def make_plain_model(directory: Path) -> Path:
-    """Without a chat template."""
+    """A model without a chat template."""
     shutil.copytree(nano.path(), directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     del config["chat_template"]

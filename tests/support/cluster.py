@@ -1,4 +1,4 @@
-"""Processes of several roles on one database and one storage, each with a data directory of its own."""
+"""Processes of several roles on one database and one storage, each with its own data directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Cluster:
     def process(
         self, name: str, role: str, *arguments: str, settings: Mapping[str, str] | None = None
     ) -> Iterator[LiveServer]:
-        """`tinsmith serve` in a role, on the fake backend unless `arguments` say otherwise, once it answers."""
+        """Start `tinsmith serve` in a role and wait until it answers; on the fake backend unless `arguments` say
+        otherwise."""
         port = free_port()
         given = ("--backend", "fake", "--role", role, "--health-port", str(port), *arguments)
         shared = {**self._shared, **(settings or {})}
@@ -59,7 +60,7 @@ class Cluster:
         self.wait(lambda: all((row := self.engines().get(name)) and row.state == "ready" for name in names))
 
     def owners(self) -> dict[str, str | None]:
-        """Which process has which run."""
+        """The process that owns each run."""
         names = {row.engine_id: name for name, row in self.engines().items()}
         return {model_id: names.get(engine_id or "") for model_id, engine_id in self.rows("model_id, engine_id")}
 
@@ -76,7 +77,7 @@ class Cluster:
             time.sleep(0.05)
 
     def log(self) -> str:
-        """What all processes wrote."""
+        """The output of all processes."""
         paths = [*self.directory.glob("*/server.log"), *self.directory.glob("*/logs/*.log")]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in paths)
 

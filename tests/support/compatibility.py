@@ -1,9 +1,8 @@
-"""What an unmodified client can ask for, and which test drives it: the source of docs/compatibility.md.
-
-Tests declare what they drive with `@pytest.mark.covers("TrainingClient.forward", "POST /forward_backward")`; the
-declarations are read from the source, so that the table needs no test run. `Witness` watches a marked test while it
-runs and says what it claimed and did not do. Methods and commands are found by introspection of the installed SDK,
-endpoints are the list below. What nothing drives stands in EXCEPTIONS, with the reason.
+"""The methods, commands and endpoints of unmodified clients, and the tests that cover them: the source of
+docs/compatibility.md. Tests declare their coverage with `@pytest.mark.covers("TrainingClient.forward", "POST
+/forward_backward")`; the declarations are read from the source, so that the table needs no test run. `Witness` records
+the calls of a marked test and reports declared names without a call. Methods and commands are found by introspection of
+the installed SDK, endpoints are the list below. Names that no test covers are in EXCEPTIONS, with the reason.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from recipes.table import ROWS, Row
 TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "compatibility.md"
 CLIENT_RESULTS = TESTS / "clients" / "results.json"
-"""What scripts/test-clients found, by suite."""
+"""Results of scripts/test-clients, by suite."""
 LEDGER = DOCUMENT.with_name("ledger.csv")
-"""Each promise of Tinsmith with its tests and what these run against, edited by hand."""
+"""Tinsmith's features with their tests and what these run against; edited by hand."""
 LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
 """The number of rows of each letter; B46 and Z stand alone."""
 AGAINST = {
@@ -41,7 +40,7 @@ AGAINST = {
     "fake": "the fake backend",
 }
 MISSING = "missing"
-RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_does_what_it_is_for"
+RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_runs_and_passes_its_checks"
 
 CLIENTS = (
     tinker.ServiceClient,
@@ -101,7 +100,7 @@ ENDPOINTS = (
     "POST /telemetry",
 )
 
-# Name -> why no test drives it through the SDK or its command line. Only ever shrink this.
+# Name -> why no test covers it through the SDK or its command line. Do not add entries.
 EXCEPTIONS: dict[str, str] = {
     "GET /healthz": "no method asks for it; `tests/support/live.py` does, before every test against a live server",
     "SamplingClient.on_queue_state_change": "called by the SDK, not by its user: it logs why a result is late",
@@ -124,7 +123,7 @@ class ClientResult:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """`against` is of AGAINST, or MISSING; `lacks` is what does not work, or was not proven. Tests are `file::test`."""
+    """`against` is of AGAINST, or MISSING; `lacks` names missing or unproven parts. Tests are `file::test`."""
 
     row: str
     what: str
@@ -171,7 +170,7 @@ def known_names() -> set[str]:
 
 
 def declared() -> dict[str, list[str]]:
-    """Name -> the tests that declare to drive it, as `file::test`."""
+    """Name -> the tests that declare its coverage, as `file::test`."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -243,7 +242,7 @@ def _ledger_lines() -> Iterator[str]:
 
 
 def _client_lines() -> Iterator[str]:
-    """A row for each suite, from the results that are kept in the tree."""
+    """A row for each suite, from the results in the repository."""
     yield "| suite | version | date | passed | failed |"
     yield "|---|---|---|---|---|"
     for name, each in json.loads(CLIENT_RESULTS.read_text()).items():
@@ -253,7 +252,7 @@ def _client_lines() -> Iterator[str]:
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
-    """Names that the same tests drive stand in one line."""
+    """One line for each group of names with the same tests."""
     lines: dict[str, list[str]] = {}
     for name in names:
         proof = f"*not driven*, {EXCEPTIONS[name]}" if name in EXCEPTIONS else ""
@@ -276,7 +275,7 @@ def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
 
 
 class Witness:
-    """Sees which public methods of the SDK are called, and which requests leave, while a test runs."""
+    """Records the SDK's public methods that a test calls, and the requests that it sends."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: set[str] = set()
@@ -290,7 +289,8 @@ class Witness:
             patch.setattr(transport, "send", self._noting_requests(transport.send))
 
     def missing(self, names: set[str]) -> set[str]:
-        """Those of `names` that were not seen; all are taken on trust if a command, which may be a process, is one."""
+        """Those of `names` that were not called. If they include a command, which may run as a process, none are
+        checked."""
         return set() if any(name.startswith("tinker ") for name in names) else names - self.seen
 
     def _noting_calls(self, name: str, function: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""A coordinator of bulk jobs without the rest of a server: in this process, or in one of its own that can be killed.
+"""A coordinator of bulk jobs without the rest of a server, in this process or in a separate one that can be killed.
 
 `python coordinating.py` reads one line of JSON from standard input (`Place`, and a crash point) and runs until the
 job is over and its parts are deleted.
@@ -27,13 +27,14 @@ from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.runtime.failpoints import arm
 from tinsmith.settings import Settings
 
-PATIENCE_S = 90.0  # with a slow machine
+PATIENCE_S = 90.0  # on a slow machine
 LIMITS = Limits(backoff_s=0.01, grace_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A database with one job, and whose coordinator it is; `linger_s` is how long it goes on when the job is over."""
+    """A database with one job, and its coordinator; `linger_s` is how long the coordinator runs after the job has
+    ended."""
 
     database_url: str
     data_dir: str
@@ -53,7 +54,7 @@ def submit(
     limits: Limits = LIMITS,
     **options: Any,  # noqa: ANN401
 ) -> int:
-    """Twenty rows in ten batches, to `out.jsonl`, unless `options` say otherwise."""
+    """Submit twenty rows in ten batches, to `out.jsonl`, unless `options` say otherwise."""
     kwargs = options.pop("fn_kwargs", None)
     rows = options.pop("rows", 20)
     given: dict[str, Any] = {
@@ -67,7 +68,7 @@ def submit(
 
 
 def is_over(jobs: BatchJobs, job_id: int) -> bool:
-    """Ended, and nothing is left to be done for it."""
+    """Whether the job has ended and its parts are deleted."""
     query = sa.select(BATCH_JOBS.c.status, BATCH_JOBS.c.cleaned).where(BATCH_JOBS.c.job_id == job_id)
     with jobs._db.read() as connection:
         status, cleaned = connection.execute(query).one()

@@ -1,4 +1,4 @@
-"""A live server with something to see on every page of the dashboard: for its tests, and for the screenshots."""
+"""A live server with data for every page of the dashboard, for its tests and screenshots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 8
 
 @dataclass(slots=True)
 class Site:
-    """A server with keys, and what alice has there."""
+    """A server with keys, and alice's objects."""
 
     server: LiveServer
     key: str
@@ -44,7 +44,7 @@ class Site:
     steps: int = 0
 
     def train(self, steps: int) -> None:
-        """More steps of the first run, each with a reward that its client logs."""
+        """Train the first run for more steps, each with a logged reward."""
         datum = lesson(self.model)
         for _ in range(steps):
             passed = self.model.forward_backward([datum] * 4, "cross_entropy")
@@ -57,7 +57,7 @@ class Site:
             self.http.post("log_metrics", json=body).raise_for_status()
 
     def long_job(self) -> int:
-        """One that goes on until it is cancelled."""
+        """A job that runs until it is cancelled."""
         return self.submit("evaluation", [f"Say {number}." for number in range(5000)], max_tokens=64)
 
     def submit(self, name: str, texts: Sequence[object], max_tokens: int) -> int:
@@ -92,7 +92,7 @@ def new_key(data_dir: Path, tenant: str, *more: str) -> str:
 
 @contextlib.contextmanager
 def neighbour(alice: Site) -> Iterator[None]:
-    """Another tenant, who trains until the end of the block."""
+    """Another tenant trains until the end of the block."""
     key, ended = new_key(alice.server.data_dir, "bob"), threading.Event()
 
     def train() -> None:
@@ -138,7 +138,7 @@ def site(data_dir: Path) -> Iterator[Site]:
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=key))
         model = service.create_lora_training_client(BASE, rank=8).result()
         found = Site(server, key, service, http, model, run=model.model_id)
-        # One that ends soon, with a failed row.
+        # A short job with a failed row.
         texts: list[object] = [*(f"Say {word}." for word in ("hello", "yes", "no", "please")), 7]
         found.job_id = found.submit("greetings", texts, max_tokens=4)
         found.train(STEPS)

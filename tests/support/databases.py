@@ -1,7 +1,7 @@
 """The databases that tests run on: SQLite, or Postgres with `pytest --database postgres`.
 
-Whatever needs a database asks `fresh_url` for one that is migrated and empty. Tests whose subject is the database
-take the fixture `database_kind` and run on both kinds always.
+`fresh_url` returns a migrated, empty database. Tests of the database itself use the fixture `database_kind` and always
+run on both kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ chosen = SQLITE
 
 @functools.cache
 def migrated_file() -> bytes:
-    """An empty SQLite database; the migrations themselves take longer than most tests."""
+    """A template of an empty SQLite database, since the migrations take longer than most tests."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "test.db"
         _migrate(f"sqlite:///{path}")
@@ -55,7 +55,7 @@ def fresh_url(directory: Path, kind: str | None = None) -> str:
 
 @functools.cache
 def database_url(data_dir: Path) -> str:
-    """What a server on this data directory is told: the same at every start."""
+    """The database URL for a server on this data directory, the same at every start."""
     return "" if chosen == SQLITE else bare_url(data_dir)
 
 

@@ -1,4 +1,4 @@
-"""An engine that tests drive turn by turn, over a real database and the fake backend."""
+"""An engine that tests run turn by turn, with a real database and the fake backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIM = {"adam_params": {"learning_rate": 0.5}}
 
 
 class FlakyBackend(FakeBackend):
-    """Raises whatever `breaks` says, by the name of the method; remembers the sizes of its steps."""
+    """Raises the errors in `breaks`, by method name; records the requests of its steps."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape)
@@ -76,7 +76,7 @@ class FlakyBackend(FakeBackend):
 
 
 class Bench:
-    """One database and data directory, and the engines that live on it one after the other."""
+    """One database and data directory, and the successive engines on it."""
 
     def __init__(self, directory: Path, sockets: Path, url: str = "") -> None:
         self.directory = directory
@@ -97,7 +97,7 @@ class Bench:
         return Directories(self.directory / kind)
 
     def restart(self) -> None:
-        """What memory held is gone, as after a kill."""
+        """Replace the engine, as after a kill: its memory is lost."""
         self.backend = FlakyBackend(SHAPE)
         stores = Stores(
             self.futures,
@@ -111,7 +111,7 @@ class Bench:
             Records(self.db, kept_samples=3),
         )
         self.engine = Engine(SHAPE, self.backend, stores, self.mailbox, self.settings)
-        self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken
+        self.engine._snapshots._share = 1e9  # snapshots are due as soon as they are taken
         self.engine.start()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class Bench:
         self.db.close()
 
     def turns(self, count: int = 30) -> None:
-        """Work until nothing is left to do, at most `count` turns."""
+        """Run turns until there is no work, at most `count`."""
         for _ in range(count):
             busy = self.engine.turn(0.0) or self.engine.turn(0.0)
             self.engine.flush()
@@ -145,7 +145,7 @@ class Bench:
         refusal: UserError | None = None,
         num_tokens: int = 0,
     ) -> str:
-        given = {"model_id": model_id, "seq_id": seq_id or None}  # what creates a model has no sequence number
+        given = {"model_id": model_id, "seq_id": seq_id or None}  # a model's creation has no sequence number
         raw = body if isinstance(body, bytes) else json.dumps(given | body).encode()
         request_id = f"{model_id}:{'unload' if seq_id is None else seq_id}"
         session = model_id.split(":")[0]
@@ -230,7 +230,7 @@ class Bench:
         return outcome.error
 
     def optimizer_step(self, request_id: str) -> float:
-        """How many optimizer steps the model had taken, this one included."""
+        """Take an optimizer step; return the model's step count."""
         metrics = self.result(request_id)["metrics"]
         assert isinstance(metrics, dict)
         return metrics["step"]

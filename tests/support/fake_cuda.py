@@ -1,12 +1,11 @@
-"""A CUDA device that has no numbers: shapes, dtypes and devices of the branches that only a card would run.
+"""A simulated CUDA device without values: shapes, dtypes and devices of the branches that need a GPU. Inside
+`fake_cuda` every tensor is fake. While `strict`, each operation that would make the host wait for the device is an
+error: reading a value, a size that depends on values, a copy from memory that is not pinned. The one way to read is
+`Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
+to the host must be awaited before (`_Event`).
 
-Inside `fake_cuda` every tensor is fake. While `strict`, whatever would make the host wait for the device is an error:
-a number that is read, a size that depends on numbers, a copy from memory that is not pinned. The one way to read is
-`Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A copy to the host
-that was begun without waiting must be awaited before that (`_Event`).
-
-Torch without CUDA knows no guard that switches to such a device, so that of the device `meta`, which does nothing,
-stands in for it, and its autograd engine has no stream for it, so `_backward` goes through the graph instead.
+Torch without CUDA has no device guard for it, so the guard of `meta`, which does nothing, is used; and its autograd
+engine has no stream for it, so `_backward` walks the graph instead.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CUDA_TYPE, META_TYPE = 1, 14
 
 
 class FakeDevice(TorchFunctionMode):
-    """`reads` counts how often the host has waited."""
+    """`reads` counts the waits of the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.__float__ and args[0].device.type == "cpu":
             return 0.0
         if func is Tensor.pin_memory:
-            # Without its numbers, which fake tensors of one number would otherwise carry to the device.
+            # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
         if func is Tensor.cpu:
             self.reads += 1
@@ -88,7 +87,7 @@ class FakeDevice(TorchFunctionMode):
 
 
 class _Event:
-    """Of `torch.cuda`: is recorded, then awaited."""
+    """Replaces `torch.cuda.Event`: it is recorded, then awaited."""
 
     def __init__(self) -> None:
         self._is_recorded = False
@@ -107,7 +106,7 @@ def _numbers(x: Tensor) -> np.ndarray:
 
 
 def _backward(x: Tensor, gradient: Tensor) -> None:
-    """What autograd's engine does, in one thread: every node once, behind all that lead to it."""
+    """Run autograd's graph in one thread: every node once, in topological order."""
     order: list[Any] = []
 
     def visit(node: Any) -> None:  # noqa: ANN401 - torch has no name for it
@@ -148,7 +147,7 @@ def _guard() -> Iterator[None]:
 
 
 def _move(model: nn.Module) -> None:
-    """Put parameters and buffers on the device; those that are one stay one."""
+    """Move parameters and buffers to the device; tied ones stay tied."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for held in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
@@ -171,19 +170,19 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (moe, "has_grouped_products", grouped),
             (paged_attention, "reads_pages", pages),
             (engine, "check_pages", None),
-            (trainer, "measure", {}),  # computed on the host, from numbers
+            (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
         stack.enter_context(_guard())
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # addresses of storages tell no fake tensors apart
+        warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(FakeDevice())
 
 
 class FakeCudaBackend(TorchBackend):
-    """Of a model whose weights are on the fake device, in bfloat16. Make it within `fake_cuda`."""
+    """A backend with its weights on the fake device, in bfloat16. Create it within `fake_cuda`."""
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         register()

@@ -1,8 +1,8 @@
 """The model families that tests serve, and those that are refused: the source of docs/models.md.
 
 Each family is a configuration of a few thousand weights, which test_families.py trains, samples and exports; each
-refusal is one that BaseModel.load must give, in these words. The document is rendered from the two lists, so that a
-family cannot be in it without its test.
+refusal must be raised by BaseModel.load, with this reason. The document is rendered from the two lists, so every family
+in it has a test.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_e
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`model_type` as config.json has it. `states`: some layers keep a state. `core`: the test is in `make test`."""
+    """`model_type` as config.json has it. `states`: some layers are recurrent. `core`: the test is in `make test`."""
 
     model_type: str
     title: str
@@ -247,12 +247,12 @@ VISION = tuple(
         ("gemma3", "Gemma 3", "images seen both ways"),
     )
 )
-"""Those that take images: tests/unit/test_vision.py, test_vision_sampling.py and test_vision_gemma3.py."""
+"""Families with images: tests/unit/test_vision.py, test_vision_sampling.py and test_vision_gemma3.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` is part of what the server says when it starts; `lift` is what would have to be there to serve it."""
+    """`reason` is part of the server's error at start; `lift` names what would be needed to serve it."""
 
     model_type: str
     title: str
@@ -298,7 +298,7 @@ REFUSED = (
 
 
 def make(directory: Path, family: Family) -> ModelShape:
-    """A random model whose logits differ."""
+    """Create a random model whose logits differ."""
     return _write(directory, build(family), family.model_type)
 
 
@@ -322,7 +322,7 @@ def randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             is_norm = "norm" in path and path.endswith("weight") and parameter.dim() == 1
             is_convolution = parameter.dim() == 3 and parameter.shape[1] == 1
-            # Of small inputs, delta nets and the norms behind them would mostly amplify rounding.
+            # With small inputs, delta nets and the norms after them would mostly amplify rounding.
             parameter.copy_(norm_offset + noise if is_norm else noise * (5.0 if is_convolution else 1.0))
     return model
 

@@ -1,4 +1,4 @@
-"""A database that fails when a test says so: once at a chosen point of a chosen transaction, or for a while."""
+"""A database with injected errors: once at a chosen point of a chosen transaction, or for a while."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sqlalchemy.engine import Connection
 from tinsmith.db.database import Database
 
 Moment = Literal["read", "begin", "uncommitted", "committed"]
-"""A reader, or a writer at its beginning, before its commit, or after a commit that was not confirmed."""
+"""A reader, or a writer at its beginning, before its commit, or after a commit without confirmation."""
 
 WRITING: tuple[Moment, ...] = ("begin", "uncommitted", "committed")
 
 
 Fails = Callable[[Moment, int], BaseException | None]
-"""What a transaction raises, by the moment and the number of transactions that came to it before."""
+"""The error of a transaction, by the moment and the number of earlier transactions at it."""
 
 
 def never(_moment: Moment, _number: int) -> None:
@@ -31,7 +31,7 @@ def lost() -> exc.OperationalError:
 
 
 class FaultyDatabase(Database):
-    """Counts its transactions by moment, and raises what `fails` returns for one of them (its moment, its number)."""
+    """Counts its transactions by moment, and raises the error that `fails` returns for (moment, number)."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -39,13 +39,13 @@ class FaultyDatabase(Database):
         self.reset()
 
     def reset(self, fails: Fails = never, counts: dict[Moment, int] | None = None) -> None:
-        """Count from `counts` on, or anew."""
+        """Set the counts, or start from zero."""
         self.fails = fails
         self.counts: dict[Moment, int] = counts or dict.fromkeys(("read", *WRITING), 0)
         self.raised = 0
 
     def fail_once(self, moment: Moment, nth: int = 0, error: BaseException | None = None) -> None:
-        """At the `nth` transaction from now."""
+        """Fail at the `nth` transaction from now."""
         self.reset(lambda at, number: (error or lost()) if (at, number) == (moment, nth) else None)
 
     def _reach(self, moment: Moment) -> None:

@@ -23,7 +23,7 @@ class Reference:
         self.model.eval().requires_grad_(False)
 
     def leaves(self, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Leaves:
-        """float64 copies that ask for gradients."""
+        """float64 copies with requires_grad."""
         return {
             name: (a.detach().double().requires_grad_(), b.detach().double().requires_grad_())
             for name, (a, b) in weights.items()

@@ -1,4 +1,4 @@
-"""The web application on a fresh database, without a process, a socket or an engine: tests settle by hand."""
+"""The web application on a fresh database, without a process, a socket or an engine: tests settle requests."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Harness:
         return self.ok("create_session", {"tags": [], "sdk_version": "0.38.0"}, key)["session_id"]
 
     def model(self, session_id: str | None = None, number: int = 0, key: str = ALICE, **changes: object) -> str:
-        """A model that the engine has made."""
+        """Store a model as the engine creates it."""
         session_id = session_id or self.session(key)
         body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE, **changes}
         future = self.ok("create_model", body, key)
@@ -111,7 +111,7 @@ class Harness:
         return self.ok("create_sampling_session", body, key)["sampling_session_id"]
 
     def checkpoint(self, model_id: str, kind: str = "weights", name: str = "one", **changes: object) -> str:
-        """A checkpoint as the engine leaves it, without files."""
+        """Store a checkpoint as the engine does, without files."""
         model = self.services.models.find(model_id)
         assert model is not None
         facts = {"base_model": BASE, "lora": replace(model.lora, seed=None), **changes}
@@ -122,7 +122,7 @@ class Harness:
         return new.ref.path
 
     def saved(self, model_id: str, kind: str = "weights", name: str = "one", files: Mapping[str, bytes] = FILES) -> str:
-        """A checkpoint with files."""
+        """Store a checkpoint with files."""
         model = self.services.models.find(model_id)
         assert model is not None
         checkpoints = self.services.checkpoints
@@ -144,11 +144,11 @@ class Harness:
         self.services.waiters.settled([settlement.request_id])
 
     def pending(self) -> list[Pending]:
-        """What the engines would find, of all base models: what they are to do, and the refused, which they skip."""
+        """The pending requests of all base models, including refused ones, which engines skip."""
         return [row for shape in SHAPES for row in incoming(self.services.futures._db, shape.name)]
 
     def kinds(self) -> dict[str, str]:
-        """What the engines would work on: accepted requests and their kinds."""
+        """The accepted pending requests and their kinds."""
         return {row.request_id: row.kind for row in self.pending() if row.state == "pending"}
 
     def stored_body(self, request_id: str) -> bytes:
@@ -227,7 +227,7 @@ def make_harness(
 
 
 def _let_in(database: Database, *secrets: str) -> None:
-    """Keys that tests can spell: `tml-alice` is alice's."""
+    """Create readable keys: `tml-alice` is alice's."""
     with database.write() as connection:
         for secret in secrets:
             row = {"tenant_id": secret.removeprefix("tml-"), "name": "", "digest": digest_of(secret), "created_at": 1.0}

@@ -1,6 +1,5 @@
-"""Well-known models: their configurations, what their publishers say of their size, and docs/plan.md made from both.
-
-`src/tinsmith/plan/known_models.json` has the facts: of each configuration, what a count needs.
+"""Well-known models: their configurations, their published sizes, and docs/plan.md, which is rendered from both.
+`src/tinsmith/plan/known_models.json` has the fields of each configuration that the planner needs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import cast
 from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
-from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, needs_of
+from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, needs_of
 from tinsmith.plan.speed import DEVICES, Work, step_time, traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -27,7 +26,7 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """`published` in billions; `active` likewise, of mixtures."""
+    """`published` parameters and, for mixtures, `active` ones, both in billions."""
 
     name: str
     published: float
@@ -115,9 +114,9 @@ def render() -> str:
     lines = []
     for known in KNOWN:
         model = known.model
-        needs = needs_of(model, Wanted(1, DEVICE_BYTES), Degrees())
+        needs = needs_of(model, Workload(1, DEVICE_BYTES), Degrees())
         per_token = memory.key_value_bytes(model, dtype="bfloat16") / 1024
-        plans = [_in_short(choose(model, Wanted(devices, DEVICE_BYTES))) for devices in (1, 8)]
+        plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [
             known.name,
             billions(model.num_parameters).removesuffix(" B"),
@@ -136,7 +135,7 @@ def _exchanges() -> Iterator[str]:
     work = Work(memory.MICRO_BATCH[True])
     models = {known.name: known.model for known in KNOWN}
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
-        plan = choose(models[name], Wanted(devices, device.memory_bytes))
+        plan = choose(models[name], Workload(devices, device.memory_bytes))
         sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
         sizes = (sent.tensor, sent.logits, sent.base, sent.gradients)
         share = f"{1 - step.compute / step.total:.0%}"

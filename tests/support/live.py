@@ -1,4 +1,4 @@
-"""A live server as a process of its own, for tests that drive it with the real SDK."""
+"""A live server in a separate process, for tests with the real SDK."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LiveServer:
         return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": API_KEY}, timeout=60)
 
     def count(self, table: str) -> int:
-        """The rows of a table, or of `TABLE WHERE ...`, as they are in the server's database."""
+        """Count the rows of a table, or of `TABLE WHERE ...`, in the server's database."""
         database = Database(database_url(self.data_dir) or f"sqlite:///{self.data_dir / 'tinsmith.db'}")
         with database.read() as connection:
             count = connection.scalar(sa.text(f"SELECT count(*) FROM {table}"))
@@ -65,8 +65,8 @@ def _command_line(pid: str) -> bytes:
 
 
 def freeze(pid: int, data_dir: Path) -> None:
-    """Stops a process in its tracks, but never while it holds the write lock of the SQLite file in `data_dir`: a
-    process that stands still in the middle of a commit stops every other writer, which is not what a test is about."""
+    """Stop a process (SIGSTOP), but not while it holds the write lock of the SQLite file in `data_dir`, since that
+    would block all other writers."""
     while True:
         os.kill(pid, signal.SIGSTOP)
         if not (path := data_dir / "tinsmith.db").exists():
@@ -115,7 +115,7 @@ def serving(
 
 
 def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Of a server on this data directory, and of a command that is to find its database."""
+    """The environment of a server on this data directory, and of commands that use its database."""
     given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
     return {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
 

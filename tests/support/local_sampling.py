@@ -1,4 +1,4 @@
-"""Helpers of the tests that drive the local sampler: adapters, prompts, requests, and transformers as the reference."""
+"""Helpers for tests of the local sampler: adapters, prompts, requests, and transformers as the reference."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def reference_model(path: Path, adapter: Adapter | None = None) -> PreTrainedMod
             _add_to_experts(model, name, adapter.scale * b_Or @ a_rI)
             continue
         module = model.get_submodule(name)
-        # A new parameter, so that a tied embedding stays as it was.
+        # A new parameter, so that a tied embedding does not change.
         module.weight = torch.nn.Parameter(module.weight.detach() + adapter.scale * b_Or @ a_rI)
     return model
 
 
 def _add_to_experts(model: PreTrainedModel, name: str, delta_EOI: torch.Tensor) -> None:
-    """gpt-oss keeps [E, I, O], with gate and up in turns."""
+    """gpt-oss stores [E, I, O], with gate and up interleaved."""
     path, _, last = name.rpartition(".")
     experts = model.get_submodule(path)
     columns = {"w1": slice(0, None, 2), "w3": slice(1, None, 2), "w2": slice(None)}[last]
@@ -56,7 +56,7 @@ def _add_to_experts(model: PreTrainedModel, name: str, delta_EOI: torch.Tensor) 
 
 
 def reference_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
-    """[T, V], row t of the token after t."""
+    """[T, V], row t is of the token after t."""
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
     return torch.log_softmax(logits.double() / temperature, -1)

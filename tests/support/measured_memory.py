@@ -1,6 +1,5 @@
-"""Peaks of memory of one training step on a CPU, beside what the plan expects. test_plan.py runs it in its own process.
-
-Prints a line of JSON for each. The peak of the resident set is the kernel's own, set back before each step.
+"""Measures peaks of memory of training steps on a CPU against the plan, and prints a line of JSON for each.
+test_plan.py runs it in a separate process. The peak resident set is the kernel's counter, reset before each step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def _on_context_ranks(path: Path, tokens: int) -> None:
-    """Of this process as one of two ranks, each with half of the sequence."""
+    """Run this process as one of two ranks, each with half of the sequence."""
     group = Group(2, device="cpu", timeout_s=600.0)
     for recompute in ("off", "on"):
         options = {"recompute": recompute, "max_tokens_per_microbatch": str(tokens // 2)}
@@ -77,7 +76,7 @@ def _step(
 
 
 def _tower(model_type: str) -> dict[str, object]:
-    """Of an image of 512 x 512 pixels in patches of 16, 4 layers."""
+    """A vision tower with an image of 512 x 512 pixels in patches of 16, 4 layers."""
     sizes: dict[str, object] = {"hidden_size": 256, "intermediate_size": 1024, "patch_size": 16}
     if model_type == "qwen3_vl":
         sizes |= {"depth": 4, "num_heads": 4, "out_hidden_size": 256, "deepstack_visual_indexes": []}

@@ -1,4 +1,4 @@
-"""Random adapters made by PEFT itself, as people have them from elsewhere: for tests only."""
+"""Random adapters created by PEFT itself, for tests only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(base: Path, directory: Path, *, seed: int = 1, **settings: object) -> P
 
 
 def logits(base: Path, adapter: Path | None = None, tokens: Tensor = TOKENS) -> Tensor:
-    """What transformers computes, in float32, with an adapter that PEFT applies."""
+    """The logits of transformers, in float32, with an adapter that PEFT applies."""
     import peft
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

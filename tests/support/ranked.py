@@ -1,4 +1,4 @@
-"""What tests of several ranks share: random passes, and a comparison with the one process that is the oracle."""
+"""Shared by tests of several ranks: random passes, and a comparison with a single process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def agree_on(one: Either, many: Either, passes: Sequence[Pass]) -> None:
-    """Run the same passes on both, and compare what comes of them."""
+    """Run the same passes on both, and compare the results."""
     for number, (theirs, ours) in enumerate(
         zip(run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes)), strict=True)
     ):
@@ -105,7 +105,7 @@ def agree_on(one: Either, many: Either, passes: Sequence[Pass]) -> None:
 
 
 def step(backend: Either, *, learning_rate: float = 1e-3) -> list[dict[str, float]]:
-    # With a smaller eps, a number whose gradient is nothing but rounding moves as far as any other, either way.
+    # With a smaller eps, a weight whose gradient is only rounding would take a full step in a random direction.
     params = [AdamParams(learning_rate, eps=1e-6, grad_clip_norm=float(model)) for model in range(len(SPECS) - 1)]
     steps = [
         OptimStep(f"s{model}", f"m{model}", given) for model, given in enumerate([*params, DimuonParams(learning_rate)])
@@ -126,7 +126,7 @@ def publish(backend: Either) -> None:
 
 
 def train_alike(one: Either, many: Either, num_steps: int, *, seed: int = 0) -> None:
-    """Several tenants, ragged data, every loss in its turn; weights stay together."""
+    """Train several tenants with ragged data and every loss; the weights stay equal."""
     rng = np.random.default_rng(seed)
     for number in range(num_steps):
         loss_fn = NAMED_LOSSES[number % len(NAMED_LOSSES)]
@@ -168,7 +168,7 @@ def finish(backend: Either) -> dict[str, SampleResult]:
 
 
 def sample_alike(one: Either, many: Either) -> None:
-    """The same tokens, and nearly the same logprobs, from the base and from versions; versions are published first."""
+    """Publish versions; both sample the same tokens, with nearly the same logprobs, from them and from the base."""
     for backend in (one, many):
         publish(backend)
         for sample in samples():

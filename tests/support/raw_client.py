@@ -1,4 +1,4 @@
-"""A client that speaks HTTP itself, so that tests can send what the SDK never would, when it never would."""
+"""A plain HTTP client, for requests and timings that the SDK does not produce."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RawClient:
         return answer.json()["request_id"]
 
     def poll(self, request_id: str) -> httpx.Response:
-        """The first answer that is not 'try again'."""
+        """Poll until the answer is not 'try again'."""
         deadline = time.monotonic() + DEADLINE_S
         while (answer := self.post("retrieve_future", {"request_id": request_id})).status_code == 408:
             assert time.monotonic() < deadline, f"{request_id} did not settle: {answer.text}"
@@ -79,7 +79,7 @@ class RawClient:
         return answer["error"]
 
     def steps_taken(self, request_id: str) -> float:
-        """How many steps the (fake) optimizer had taken, this one included."""
+        """Take an optimizer step; return the fake optimizer's step count."""
         return self.result(request_id).json()["metrics"]["step"]
 
 
@@ -115,7 +115,7 @@ def pass_body(
 
 
 def engine_of(server: LiveServer) -> int:
-    """The pid of the one engine; a server answers before it has started it."""
+    """The pid of the only engine; waits for it, since a server answers before it starts the engine."""
     deadline = time.monotonic() + DEADLINE_S
     while not (pids := server.engine_pids()):
         assert time.monotonic() < deadline, "no engine came"
@@ -125,13 +125,13 @@ def engine_of(server: LiveServer) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process really holds in memory."""
+    """The resident set of a process."""
     with open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and not only waiting to be collected."""
+    """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

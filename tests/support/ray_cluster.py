@@ -1,4 +1,4 @@
-"""A cluster of Ray with several nodes, all of them on this machine, and nothing left of it afterwards."""
+"""A Ray cluster with several nodes on this machine, which is removed completely afterwards."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 from tinsmith.settings import prepare_ray, ray_root
 
 STORE_BYTES = 80_000_000
-# A node is given up after two seconds of silence, and not after fifteen; a slow machine may be silent for one.
+# A node is considered dead after two seconds of silence instead of fifteen; a slow machine may be silent for one.
 CONFIG = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
 
 
 @dataclass
 class Nodes:
-    """`cluster` is Ray's own; its head has no room for anything."""
+    """`cluster` is Ray's own; its head node has no resources."""
 
     cluster: Any
     directory: Path
@@ -37,7 +37,7 @@ class Nodes:
         return self.cluster.add_node(num_cpus=cpus, resources=resources or None, object_store_memory=STORE_BYTES)
 
     def lose(self, node: Any) -> None:  # noqa: ANN401
-        """Without a word, as a machine that is switched off."""
+        """Kill a node without notice, as if its machine lost power."""
         self.cluster.remove_node(node, allow_graceful=False)
 
     def logs(self) -> str:
@@ -50,13 +50,13 @@ class Nodes:
 def ray_nodes(*cpus: int) -> Iterator[Nodes]:
     prepare_ray()
     monkeypatched = pytest.MonkeyPatch()
-    monkeypatched.setenv("RAY_AUTH_MODE", "disabled")  # whatever token its user has
+    monkeypatched.setenv("RAY_AUTH_MODE", "disabled")  # regardless of the user's token
     import ray
     from ray.cluster_utils import Cluster
 
-    # Sockets lie in it, whose paths may have a hundred characters.
+    # It contains sockets, whose paths are limited to about a hundred characters.
     directory = Path(tempfile.mkdtemp(prefix="r-", dir=ray_root()))
-    # A cluster's address is written into the default directory, which nothing has made where Ray never ran.
+    # Ray writes a cluster's address into its default directory, which does not exist before Ray's first run.
     monkeypatched.setenv("RAY_TMPDIR", str(directory))
     (directory / "ray").mkdir()
     head = {
@@ -85,7 +85,7 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
 
 
 def _below(directory: Path, patience_s: float = 10.0) -> list[int]:
-    """The processes that name the cluster's directory, once they have had time to go."""
+    """The processes whose command lines contain the cluster's directory, after time to end."""
     deadline = time.monotonic() + patience_s
     while (found := [pid for pid in _pids() if str(directory) in _command(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,6 +1,4 @@
-"""Tiny random-weight models with a tokenizer, written to a directory as Hugging Face would: for tests
-only.
-"""
+"""Tiny random-weight models with a tokenizer, in Hugging Face's directory format, for tests only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses as a client writes them, traced by the SDK itself, and random inputs for them."""
+"""Custom losses, traced by the SDK itself, and random inputs for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def weighted(logprobs, weights):
 
 
 def preference(logprobs, chosen, reference, beta):
-    """DPO on one datum that holds both answers, told apart by the sign of `chosen`."""
+    """DPO on one datum with both answers; the sign of `chosen` distinguishes them."""
     ratio = logprobs - reference
     margin = beta * ((ratio * (chosen > 0)).sum() - (ratio * (chosen < 0)).sum())
     return -F.logsigmoid(margin), {"custom/margin:mean": margin, "custom/accuracy:mean": (margin > 0).float()}
@@ -114,7 +114,7 @@ def trace(fn: Loss, ranks: Mapping[str, int]) -> LossHandle:
 
 
 def sent(handle: LossHandle) -> CustomLoss:
-    """The loss as it arrives here."""
+    """The loss as the server receives it."""
     return create_custom_loss_of(read_object(orjson.dumps(request(handle)))).loss
 
 
@@ -125,7 +125,7 @@ def request(handle: LossHandle, **changes: object) -> dict[str, Any]:
 
 
 def in_client(handle: LossHandle) -> LossHandle:
-    """The same loss, which the SDK then runs itself."""
+    """The same loss, computed by the SDK in the client."""
     return dataclasses.replace(handle, loss_id=None)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models that take images, with an image processor made offline, and pictures for them: for tests only."""
+"""Tiny random models for images, with an image processor that needs no download, and pictures; for tests only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Images as the template of Qwen3-VL writes them."""
+"""The image placeholder of Qwen3-VL's template."""
 
 _TEXT: dict[str, object] = {
     "vocab_size": tiny_models.VOCAB,
@@ -148,11 +148,11 @@ def configuration(model_type: str) -> dict[str, object]:
 
 GEMMA3 = VisionShape(IMAGE, 8, 576, 576, 3, START, END)
 GEMMA3_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>")
-"""Gemma 3's template writes the first mark alone."""
+"""Gemma 3's template writes only the first marker."""
 
 
 def make_gemma3(directory: Path) -> ModelShape:
-    """The same of Gemma 3: windows of 6 tokens in two layers, images of 9 tokens."""
+    """A random Gemma 3: windows of 6 tokens in two layers, images of 9 tokens."""
     config = AutoConfig.for_model("gemma3", **configuration("gemma3"))
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ def processor() -> Qwen2VLImageProcessorPil:
 
 
 def tokenizer() -> tiny_models.PreTrainedTokenizerFast:
-    """The byte-level one, whose special tokens at the placeholders' ids have these names."""
+    """The byte-level tokenizer with these names for the placeholders' ids."""
     plain = tiny_models.tokenizer()
     text = plain.backend_tokenizer.to_str()
     for token_id, name in NAMES.items():
@@ -200,7 +200,7 @@ def picture(width: int, height: int, seed: int = 0, form: str = "png") -> bytes:
 
 
 def model_input(*parts: I32 | list[int] | bytes, vision: VisionShape = VISION) -> tuple[I32, tuple[Image, ...]]:
-    """Token ids and images of text and PNG files in turn."""
+    """Convert texts and PNG files, in order, into token ids and images."""
     gathered = InputParts(vision)
     for index, part in enumerate(parts):
         if isinstance(part, bytes):

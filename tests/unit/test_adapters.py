@@ -1,4 +1,4 @@
-"""Adapters as files and as versions: PEFT reads them, training goes on bit for bit, nothing foreign slips in."""
+"""Adapters as files and as versions: PEFT reads them, training resumes bit for bit, and foreign files are refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_an_adapters_own_alpha_counts_in_training_in_samples_and_in_files(
         assert scored is not None
         np.testing.assert_allclose(scored[1:], expected, atol=1e-4)
 
-    # A model of another alpha takes the same function; one of the same alpha goes on bit for bit.
+    # A model with another alpha gets the same function; one with the same alpha is equal bit for bit.
     backend.load("default", LoraSpec(4, seed=0), tmp_path / "peft", optimizer=False)
     same = logits(backend, backend._models["default"].adapter)
     torch.testing.assert_close(same.double(), theirs, rtol=1e-4, atol=1e-4)
@@ -210,7 +210,7 @@ def test_a_foreign_peft_adapter_keeps_its_own_alpha(backend: TorchBackend, tmp_p
     torch.testing.assert_close(logits(backend, backend._versions["v"]), theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused_by_name(backend: TorchBackend, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused_by_name(backend: TorchBackend, tmp_path: Path) -> None:
     spec = LoraSpec(4, seed=1)
     backend.create_model("m", spec)
     backend.save("m", tmp_path, optimizer=False)

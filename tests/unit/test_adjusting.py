@@ -1,4 +1,4 @@
-"""Penalties, bias, min_p and grammars, against a plain float64 reference and against what they promise."""
+"""Penalties, bias, min_p and grammars, against a plain float64 reference and their definitions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def sequence(base: BaseModel, params: SamplingParams, prompt: np.ndarray, **opti
 
 
 def model_logits(base: BaseModel, prompt: np.ndarray, answer: list[int]) -> np.ndarray:
-    """[T, V] float64 logprobs at temperature 1, one row before each token of the answer: they differ from the model's
-    logits by a constant each, which matters to the repetition penalty, so the logits themselves are asked of it.
+    """[T, V] float64 logits, one row before each token of the answer. The repetition penalty needs logits; logprobs
+    differ from them by a constant per row.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -55,7 +55,7 @@ def model_logits(base: BaseModel, prompt: np.ndarray, answer: list[int]) -> np.n
 def reference_draw(
     logits: np.ndarray, prompt: np.ndarray, answer: list[int], params: SamplingParams, position: int
 ) -> tuple[int, float]:
-    """The token that these parameters draw, and how close it was to another one."""
+    """The token that these parameters draw, and its margin to another token."""
     found = params.adjustments
     assert found is not None
     row = logits.copy()
@@ -121,14 +121,14 @@ def test_tokens_are_those_of_a_float64_reference_and_logprobs_the_models_own(
         assert found.logprobs_T[position] == pytest.approx(logprob, abs=1e-4)
     assert sure > 15
     if temperature == 0 and name in ("min_p", "negative"):
-        return  # the likeliest token stays that, and is made likelier
+        return  # the most likely token becomes more likely
     plain = sequence(base, replace(params, adjustments=None), prompt)
     assert answer != plain.tokens_T.tolist(), "the adjustments change nothing"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_has_at_least_so_many_tokens(base: BaseModel, temperature: float) -> None:
-    """Tokens that would stop it are masked until then: as by the reference, which draws without them."""
+    """Stop tokens are masked until then, as in the reference, which draws without them."""
     prompt = make_prompt(9, seed=2)
     stops = tuple(range(200, base.shape.vocab_size))
     params = SamplingParams(
@@ -200,7 +200,7 @@ def test_an_answer_that_is_held_to_a_schema_fits_it(request: pytest.FixtureReque
 
 
 def thing(required: bool = True, **properties: object) -> dict[str, object]:
-    """A schema of objects that have these properties and no others."""
+    """A schema of objects with exactly these properties."""
     names = list(properties) if required else []
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
@@ -220,7 +220,7 @@ ASKED = ("Say hello.", "What is 2+2?")
 
 
 def held_answers(base: BaseModel, grammar: Grammar, max_tokens: int = 160) -> list[tuple[str, str]]:
-    """The texts of answers to several prompts at temperature 1 and 0, and why they ended."""
+    """The texts and stop reasons of answers to several prompts at temperatures 1 and 0."""
     samples = []
     for seed, question in enumerate(ASKED):
         prompt = base.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
@@ -234,7 +234,7 @@ def held_answers(base: BaseModel, grammar: Grammar, max_tokens: int = 160) -> li
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name: str) -> None:
-    """Whatever white space and digits the model would go on with."""
+    """Endless white space and digits are prevented."""
     for text, reason in held_answers(chatty, json_grammar(SCHEMAS[name])):
         assert reason == "stop", text
         jsonschema.validate(json.loads(text), SCHEMAS[name])
@@ -259,8 +259,8 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_numbers_end_and_what_only_looks_like_one_does_not(chatty: BaseModel, seed: int) -> None:
-    """Drawn evenly from the digits that are allowed, which is as bad as a model can be."""
+def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseModel, seed: int) -> None:
+    """Tokens are drawn uniformly from the allowed ones, which is the worst case of a model."""
     grammars = Grammars(chatty.tokenizer, 512, frozenset([chatty.tokenizer.eos_token_id]))
     dice = np.random.default_rng(seed)
     digits = [chatty.tokenizer.encode(digit)[0] for digit in "0123456789"]
@@ -329,7 +329,7 @@ def test_a_grammar_that_explodes_ends_its_own_request_only(chatty: BaseModel) ->
     assert len(outcomes["good"].sequences[0].tokens_T) == 4
 
 
-def test_what_is_told_of_a_stream_is_its_result(base: BaseModel) -> None:
+def test_a_streams_partials_are_its_result(base: BaseModel) -> None:
     params = SamplingParams(max_tokens=10, seed=1, stop_eos=False)
     sampler = LocalSampler(base, {})
     sampler.submit(make_sample("r", make_prompt(4), params, num_samples=2, topk_sample_logprobs=2, stream=True))

@@ -1,4 +1,4 @@
-"""What is refused before it is stored, and with which words."""
+"""Requests that are refused before they are stored, and the messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(*, tokens: list[int] | None = None, num_samples: int = 1, k: int = 0,
 
 
 def asking(**options: object) -> Sample:
-    """A prompt of three tokens, and what is asked about it."""
+    """A request for a prompt of three tokens, with options."""
     return replace(sample(), **options)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The architecture as tests: which package may import which, what a process may load, and how large things may grow."""
+"""The architecture as tests: allowed imports of packages, libraries of processes, and bounds of sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tinsmith"
 GENERATED = {"tinker_public_pb2"}
 
-# Entry of the first level -> the others that it may import. `types` and `wire` are the floor. Stores know SQL and no
-# device; backends and samplers, which are one layer, know a device and neither SQL nor HTTP; they meet in `engine`.
+# Entry of the first level -> entries that it may import. `types` and `wire` are the lowest layer. Stores use SQL and no
+# device; backends and samplers, which are one layer, use a device and neither SQL nor HTTP; `engine` joins them.
 VALUES = {"errors", "types"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -77,7 +77,7 @@ MUST_NOT_LOAD = {
 MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 
-# What the tree may grow to. Lower a bound when the tree has shrunk; raising one needs a reason.
+# Bounds of the tree. Lower a bound when the tree has shrunk; raise one only with a reason.
 MAX_LINES = 67_300
 MAX_MODULES = 307
 MAX_FIRST_LEVEL = 24
@@ -89,14 +89,14 @@ SHARED_NAMES = {"Sample"}
 
 
 def source_files() -> list[Path]:
-    """All modules but generated ones; a migration is history and stays as it was generated."""
+    """All modules, except for generated ones and migrations, which do not change."""
     return [
         path for path in sorted(SOURCE.rglob("*.py")) if path.stem not in GENERATED and path.parent.name != "versions"
     ]
 
 
 def name_of(path: Path) -> str:
-    """Of a module, without `tinsmith.`; the package itself is ""."""
+    """The name of a module without `tinsmith.`; that of the package itself is ""."""
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
@@ -106,7 +106,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules of tinsmith that a file imports, wherever in the file it does so, also for types alone."""
+    """The modules of tinsmith that a file imports anywhere, including imports for types."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -130,7 +130,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def cycles() -> list[list[str]]:
-    """Groups of modules of which each imports all others, directly or not (Tarjan's algorithm)."""
+    """Groups of modules that import each other, directly or indirectly (Tarjan's algorithm)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -207,7 +207,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("entry", MUST_NOT_LOAD)
-def test_a_process_does_not_load_what_it_must_not(entry: str) -> None:
+def test_a_process_does_not_load_forbidden_libraries(entry: str) -> None:
     script = f"import {entry}, sys, json; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
     assert not set(MUST_NOT_LOAD[entry]) & set(loaded)
@@ -230,5 +230,5 @@ def test_every_module_says_what_it_is_for(path: Path) -> None:
 
 @pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_cancelled_task_is_cancelled(path: Path) -> None:
-    # Until Python 3.12, wait_for drops a cancellation that comes in the moment in which what it waits for is there.
+    # Until Python 3.12, wait_for drops a cancellation that arrives at the moment of its result.
     assert "asyncio.wait_for(" not in path.read_text(), "use `async with asyncio.timeout(...)`"

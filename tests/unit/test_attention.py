@@ -1,4 +1,4 @@
-"""Attention by torch's fused kernel is attention in plain arithmetic, for prompts and for decode steps."""
+"""Torch's fused attention kernel equals attention in plain arithmetic, for prefill and decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background work that raises is logged, counted and begun again, in the server as in a test."""
+"""Background work that raises is logged, counted and restarted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TASKS_OF_THEIR_CALLERS = {
     "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
     "server/process.py": "waits that their creator awaits",
 }
-"""The files that create tasks of their own, and who notices the end of those."""
+"""The files that create tasks, and what notices the end of these."""
 
 
 THREADS_OF_THEIR_OWNERS = {
@@ -57,7 +57,7 @@ THREADS_OF_THEIR_OWNERS = {
     "batch/worker/child.py": "reads what is asked, and ends the process with its parent",
     "batch/worker/children.py": "follows a child until its end",
 }
-"""The files that start threads of their own, and what those do; every other thread is a `kept_thread`."""
+"""The files that start threads, and their work; every other thread is a `kept_thread`."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -164,7 +164,7 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
 
 @pytest.mark.parametrize("name", ["_poll_slowly", "janitor", "reconciler"])
 def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each of a server's own loops fails once, at its first step, in a way that it does not expect."""
+    """Each of a server's loops fails once, at its first step, with an unexpected error."""
     from tinsmith.batch.openai.reconciler import Reconciler
     from tinsmith.server.janitor import Janitor
 

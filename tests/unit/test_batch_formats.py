@@ -1,4 +1,4 @@
-"""Readers and writers: every format there and back, odd files, odd values, and the bounds of memory and of work."""
+"""Readers and writers: round trips of every format, unusual files and values, and bounds of memory and work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 def written(
     writer: OutputWriter, rows: Sequence[dict[str, Any] | None], tmp_path: Path, batch_size: int = 3
 ) -> OutputInfo:
-    """Publishes rows as a job of this batch size would."""
+    """Publish rows as a job with this batch size would."""
     parts = [
         writer.write_part(
             rows[start : start + batch_size], RowRange(start, min(start + batch_size, len(rows)) - 1), base
@@ -66,9 +66,7 @@ def all_rows(reader: InputReader) -> Rows:
     ],
 )
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
-def test_every_record_is_a_row_whatever_the_file_ends_with(
-    text: bytes, count: int, packing: str, tmp_path: Path
-) -> None:
+def test_every_record_is_a_row_with_any_end_of_the_file(text: bytes, count: int, packing: str, tmp_path: Path) -> None:
     name = tmp_path / f"in.json{packing}"
     name.write_bytes({"": lambda data: data, ".gz": gzip.compress, ".zst": zstandard.compress}[packing](text))
     reader = batch.JsonReader(str(name))
@@ -102,7 +100,7 @@ def test_a_batch_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.Mo
         return found
 
     monkeypatch.setattr(LocalStore, "get_ranges", counted)
-    monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not go through the file again
+    monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not index the file again
     reader = batch.JsonReader(str(path))
     for start in (0, 50_000, 99_990):
         reader.download_batch(start, start + 9, "")
@@ -220,7 +218,7 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(ValueError, match=r"line 2 .* has 1 values, its header 2"):
+    with pytest.raises(ValueError, match=r"line 2 .* has 1 values for 2 columns"):
         len(batch.CsvReader(f"{tmp_path}/bad.csv"))
 
 
@@ -304,7 +302,7 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
         batch.OpenAIBatchWriter("o.jsonl").check({"custom_id": "a"})
 
 
-# Custom formats: a reader, and a writer of the older form, as users write them.
+# Custom formats: a reader, and a writer with the older methods.
 
 
 @registry.INPUT_READER_REGISTRY.type_register(name="range")
@@ -372,7 +370,7 @@ def test_readers_and_writers_that_do_not_exist_are_refused_by_name() -> None:
     for data, message in [
         ({"format": "xml", "path": "a"}, "no reader 'xml'"),
         ({"format": "json", "path": "a", "colour": 1}, "no field .'colour'."),
-        ({"format": "json"}, "lacks .'path'."),
+        ({"format": "json"}, "needs the fields .'path'."),
     ]:
         with pytest.raises(UserError, match=message):
             registry.reader_from_dict(data)

@@ -1,4 +1,4 @@
-"""Functions that travel to workers: which are accepted, and that those run there."""
+"""Functions that are sent to workers: which are accepted, and that these run there."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def module_of(text: str, tmp_path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("case", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["case"] = module  # where the source of its classes is looked for
+    sys.modules["case"] = module  # where inspect looks for the source of its classes
     spec.loader.exec_module(module)
     return module
 
@@ -147,7 +147,7 @@ def test_a_function_is_accepted_exactly_if_it_can_run_alone(name: str, tmp_path:
         serialize_function(module_of(text, tmp_path).gen)
 
 
-def test_what_is_external_is_refused_where_it_is_written_with_each_name_and_its_fix(tmp_path: Path) -> None:
+def test_external_names_are_refused_with_a_fix_for_each(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="references external variables") as refusal:
         module_of("@remote_function\ndef gen():\n    return json.dumps(X) + nowhere", tmp_path)
     text = str(refusal.value)
@@ -216,7 +216,7 @@ def test_payloads_that_are_not_ours_are_refused() -> None:
     for changed, message in [
         ({}, "Unknown or missing serialization type"),
         ({"type": "pickle"}, "Unknown or missing serialization type"),
-        ({**data, "source": data["source"] + "#"}, "sha256 differs"),
+        ({**data, "source": data["source"] + "#"}, "changed after it was sent"),
         ({"type": "source", "name": "gen", "source": "def gen(:"}, "Failed to execute function source"),
         ({"type": "source", "name": "gen", "source": "x = 1"}, "Failed to execute function source"),
         ({**data, "provided": {"os": "os"}}, "not part of tinsmith.batch"),
@@ -265,12 +265,12 @@ def test_a_function_that_uses_its_module_is_pickled_with_it(
     payload = serialize_function(getattr(module_of(HELPERS, tmp_path), name), kind="row", kwargs=kwargs)
     assert payload_of(payload)["type"] == "cloudpickle"
     load = "from tinsmith.batch.client.functions import load_mapper"
-    script = f"{load}; print(load_mapper({payload!r}).made()({{'n': 5}}))"
+    script = f"{load}; print(load_mapper({payload!r}).instance()({{'n': 5}}))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
     assert ran.stdout == f"{made}\n", ran.stderr
 
 
-def test_what_can_be_neither_sent_nor_pickled_says_both(tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_sent_or_pickled_has_both_reasons(tmp_path: Path) -> None:
     module = module_of("import threading\nlock = threading.Lock()\ndef held(row):\n    return lock", tmp_path)
     with pytest.raises(ValueError, match=r"'lock' is a lock(.|\n)*cannot be pickled either") as refusal:
         serialize_function(module.held, kind="row")
@@ -286,7 +286,7 @@ def test_a_pickled_function_needs_no_source_but_the_same_python() -> None:
         load_mapper(packed({**payload_of(payload), "python": "3.0"}))
 
 
-def test_a_class_travels_with_what_it_is_made_with() -> None:
+def test_a_class_is_sent_with_its_constructor_arguments() -> None:
     class Shout:
         def __init__(self, mark: str = "!") -> None:
             self.mark = mark

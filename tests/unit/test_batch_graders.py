@@ -1,4 +1,4 @@
-"""Graders beside plain references: tables, counting by hand, every subset."""
+"""Graders against plain references: tables, manual counts, all subsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinsmith.batch.operations import graders, patterns, payload_of, steps_of
 from tinsmith.batch.operations.base import RowService, check_template, render
 from tinsmith.errors import NotSupportedError, UserError
 
-ROW_ONLY: Any = None  # a grade by a rule asks the service nothing
+ROW_ONLY: Any = None  # a grade by a rule does not call the service
 
 
 def graded(text: str, reference: object = None, **fields: Any) -> float:  # noqa: ANN401
@@ -145,8 +145,8 @@ def test_a_template_takes_columns_and_nothing_else() -> None:
     ("fields", "told"),
     [
         ({"by": "vibes"}, "by is 'vibes'"),
-        ({"by": "exact"}, "lacks 'reference'"),
-        ({"by": "regex", "reference": "r", "pattern": "a"}, "has no use for 'reference'"),
+        ({"by": "exact"}, "needs 'reference'"),
+        ({"by": "regex", "reference": "r", "pattern": "a"}, "does not use 'reference'"),
         ({"by": "regex", "pattern": "("}, "is not a regular expression of RE2"),
         ({"by": "regex", "pattern": r"(a)\1"}, "is not a regular expression of RE2"),
         ({"by": "regex", "pattern": "((a{1000}){1000}){1000}"}, "is not a regular expression of RE2"),
@@ -164,7 +164,7 @@ def test_a_grade_that_cannot_be_is_refused_by_name(fields: dict[str, Any], told:
 
 
 def test_a_schema_fetches_nothing() -> None:
-    with pytest.raises(ValueError, match="refers to something outside itself"):
+    with pytest.raises(ValueError, match="refers to another document"):
         patterns.fits({}, {"$ref": "http://127.0.0.1:9/schema.json"})
 
 

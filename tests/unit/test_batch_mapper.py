@@ -1,4 +1,4 @@
-"""What a mapper meets on a worker: every kind of function, every way to go wrong, each batch reported once."""
+"""Mappers on a worker: every kind of function and error, with one report for each batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS: Rows = [{"n": index} for index in range(10)]
 
 
 class Ran:
-    """A job run in this process: what was reported, and the rows that came out of it."""
+    """A job run in this process: its reports and output rows."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("save_results(rows[:1])", "gave 1 row for a batch of 3"),
-        ("save_results(rows + rows)", "gave 6 rows for a batch of 3"),
+        ("save_results(rows[:1])", "returned 1 row for a batch of 3"),
+        ("save_results(rows + rows)", "returned 6 rows for a batch of 3"),
         ("pass", "before it called save_results"),
         ("return", "there were batches left"),
         ("save_results(rows); save_results(rows)", "called twice"),
@@ -200,8 +200,11 @@ def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: 
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([{"n": 1}], 'gave 1 row for a batch of 3; it must give one for each row, in the same order. With rows="any"'),
-        ({"n": [1, 2]}, "gave 2 rows for a batch of 3"),
+        (
+            [{"n": 1}],
+            'returned 1 row for a batch of 3; it must return one for each row, in the same order. With rows="any"',
+        ),
+        ({"n": [1, 2]}, "returned 2 rows for a batch of 3"),
         ({"n": [1, 2, 3], "m": [1]}, "unequal length: {'n': 3, 'm': 1}"),
         (None, "returned a NoneType; it must return a list of dicts, a dict of columns or a table"),
         (5, "returned a int"),
@@ -395,12 +398,12 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     ]
     strict = data_set().map_batches(pairs, batch_format="numpy").map(picky, fn_kwargs={"at": -1})
     assert [
-        (each.final, "gave 4 rows for a batch of 5" in each.error)
+        (each.final, "returned 4 rows for a batch of 5" in each.error)
         for each in Ran(tmp_path / "c", strict, batch_size=5).outcomes
     ] == [(True, True)] * 2
 
 
-def test_the_method_decides_what_becomes_of_the_columns(tmp_path: Path) -> None:
+def test_the_method_determines_the_output_columns(tmp_path: Path) -> None:
     class Next:
         def __init__(self, by: int) -> None:
             self.by = by

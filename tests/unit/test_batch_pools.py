@@ -1,4 +1,5 @@
-"""Pools whose machines SkyPilot rents: their forms, the task that starts them, and who runs their jobs."""
+"""Pools on machines that SkyPilot rents: their specifications, the task that starts them, and which process runs their
+jobs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_pool_of_skypilots_infra_is_rented(infra: str) -> None:
 
 
 def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_path: Path) -> None:
-    """What a machine writes and sets is a pool of its own, with the same workers and devices."""
+    """The task's file and environment configure an equal pool on the machine, with the same workers and devices."""
     path = tmp_path / "pool.yaml"
     path.write_text(
         "pool: {workers: 3}\nresources: {infra: aws/us-east-1, accelerators: H100:2, cpus: 8}\nsetup: echo it's here\n"
@@ -68,7 +69,7 @@ def keep() -> None:
 
 
 def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server runs its own jobs, and ends cancelled ones of every pool. A machine runs those of its pool alone."""
+    """The server runs its own jobs, and ends cancelled ones of every pool. A machine runs only jobs of its pool."""
     monkeypatch.setattr(coordinators, "POLL_S", 0.05)
     rented, there = tmp_path / "rented.yaml", tmp_path / "there.yaml"
     rented.write_text("pool: {workers: 1}\nresources: {infra: k8s}\n")

@@ -56,8 +56,8 @@ def most_in_a_minute(begun: list[tuple[float, float]]) -> float:
 
 @pytest.mark.parametrize(("per_minute", "batch_size"), [(600, 7), (30, 30), (6000, 1)])
 def test_no_minute_has_more_requests_than_its_limit_and_none_is_wasted(per_minute: int, batch_size: int) -> None:
-    """Several workers claim at random moments, as many batches as they like; the coordinator is replaced now and then,
-    and its successor knows what the rows of the job say."""
+    """Several workers claim random numbers of batches at random moments; the coordinator is sometimes replaced, and its
+    successor knows only the job's rows."""
     clock, chance, numbers = Clock(), random.Random(1), itertools.count()
     limits = RateLimits(spec(batch_size, requests_per_minute=per_minute), None, clock)
     begun: list[tuple[float, float]] = []
@@ -77,7 +77,7 @@ def test_no_minute_has_more_requests_than_its_limit_and_none_is_wasted(per_minut
 
 
 def test_tokens_are_charged_as_they_come_out() -> None:
-    """Rows take 100 tokens on average. This is unknown until the first batch has ended, so that one runs alone."""
+    """Rows take 100 tokens on average. This is unknown until the first batch has ended, so that batch runs alone."""
     clock, chance, numbers, per_minute = Clock(), random.Random(2), itertools.count(), 60_000
     limits = RateLimits(spec(4, tokens_per_minute=per_minute), None, clock)
     begun: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Bulk jobs as rows: who may write, what counts, what is tried again."""
+"""Bulk jobs as rows: fencing, counts and retries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tinsmith.batch.coordinator.state import (
     SupersededError,
 )
 from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
-from tinsmith.batch.worker.children import Lost
+from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
 from tinsmith.errors import NotFoundError, UserError
 
-APP = Lost("ValueError", "the row is bad", infra=False)
-INFRA = Lost("WorkerLost", "it was killed", infra=True)
+APP = LostAttempt("ValueError", "the row is bad", infra=False)
+INFRA = LostAttempt("WorkerLost", "it was killed", infra=True)
 LEASE_S = 60.0
 
 
@@ -60,7 +60,7 @@ def outcome(claim: Claim, failed: int = 0) -> AttemptOutcome:
 
 
 def claim(jobs: BatchJobs, job: JobRecord, count: int = 1, token: str = "one") -> list[Claim]:
-    return list(jobs.turn(job.job_id, token, [], {"w": count}, LEASE_S).claims["w"])
+    return list(jobs.settle_and_claim(job.job_id, token, [], {"w": count}, LEASE_S).claims["w"])
 
 
 def statuses(jobs: BatchJobs, job: JobRecord) -> list[str]:
@@ -71,10 +71,10 @@ def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_ar
     job = owned(jobs, rows=5)
     claims = claim(jobs, job, 2)
     assert [one.span for one in claims] == [(0, 1), (2, 3)]
-    done = jobs.turn(job.job_id, "one", [(one, outcome(one)) for one in claims], {"w": 5}, LEASE_S)
+    done = jobs.settle_and_claim(job.job_id, "one", [(one, outcome(one)) for one in claims], {"w": 5}, LEASE_S)
     assert not done.rejected and [one.span for one in done.claims["w"]] == [(4, 4)]
     (last,) = done.claims["w"]
-    ended = jobs.turn(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
+    ended = jobs.settle_and_claim(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
     assert ended.done and (ended.completed_batches, ended.rows_ok, ended.tokens_in, ended.tokens_out) == (3, 5, 15, 21)
     assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
 
@@ -82,12 +82,12 @@ def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_ar
 def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJobs) -> None:
     job = owned(jobs)
     (zombie,) = claim(jobs, job)
-    jobs.turn(job.job_id, "one", [(zombie, INFRA)], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [(zombie, INFRA)], {}, LEASE_S)
     (again,) = claim(jobs, job)
     assert again.span == zombie.span and again.attempt_id == zombie.attempt_id + 1
-    turn = jobs.turn(job.job_id, "one", [(zombie, outcome(zombie)), (again, outcome(again))], {}, LEASE_S)
+    turn = jobs.settle_and_claim(job.job_id, "one", [(zombie, outcome(zombie)), (again, outcome(again))], {}, LEASE_S)
     assert turn.rejected == [zombie] and turn.job.completed_batches == 1
-    twice = jobs.turn(job.job_id, "one", [(again, outcome(again))], {}, LEASE_S)
+    twice = jobs.settle_and_claim(job.job_id, "one", [(again, outcome(again))], {}, LEASE_S)
     assert twice.rejected == [again] and twice.job.completed_batches == 1
     ((_, parts),) = jobs.winners(job.job_id)
     assert parts[0]["path"] == "/parts/2/0"
@@ -100,18 +100,18 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
     assert jobs.waiting("elsewhere") == []
     assert jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
     for change in (
-        lambda: jobs.turn(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
+        lambda: jobs.settle_and_claim(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
         lambda: jobs.renew(job.job_id, "one", LEASE_S),
         lambda: jobs.set_status(job.job_id, "one", "FAILED"),
         lambda: jobs.save_batch_states(job.job_id, "one", range(2), 2),
         lambda: jobs.finish(job.job_id, "one", []),
-        lambda: jobs.intend_worker("local", "w", job.job_id, "one", "local"),
+        lambda: jobs.record_launch("local", "w", job.job_id, "one", "local"),
     ):
         with pytest.raises(SupersededError):
             change()
     jobs.release(job.job_id, "one")
     assert statuses(jobs, job) == ["PENDING"] * 3
-    stale = jobs.turn(job.job_id, "two", [(held, outcome(held))], {}, LEASE_S)
+    stale = jobs.settle_and_claim(job.job_id, "two", [(held, outcome(held))], {}, LEASE_S)
     assert stale.rejected == [held], "an attempt of the old coordinator, reported by the new one"
 
 
@@ -120,16 +120,16 @@ def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJo
     hopeless = replace(APP, retry=False)
     (one,) = claim(jobs, job)
     assert jobs.at_work(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
-    jobs.turn(job.job_id, "one", [(one, hopeless)], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [(one, hopeless)], {}, LEASE_S)
     halves = claim(jobs, job, 2)
     assert [half.span for half in halves] == [(0, 1), (2, 3)]
-    jobs.turn(job.job_id, "one", [(half, hopeless) for half in halves], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [(half, hopeless) for half in halves], {}, LEASE_S)
     single = claim(jobs, job, 4)
     assert [each.span.rows for each in single] == [1] * 4
     assert jobs.at_work(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
 
 
-def test_a_job_whose_lease_expired_can_be_taken_by_anybody(jobs: BatchJobs) -> None:
+def test_a_job_with_an_expired_lease_can_be_acquired(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", 0.05)
     time.sleep(0.1)
@@ -142,27 +142,27 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
     for retry in range(1, 4):
         (one,) = claim(jobs, job)
         assert one.retry_count == retry - 1
-        jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0.1)
+        jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0.1)
         assert claim(jobs, job) == [], "it waits"
         assert 0 < (jobs.next_retry_in(job.job_id) or 0) <= 0.1 * 2**retry
         time.sleep(0.1 * 2**retry + 0.02)
     (one,) = claim(jobs, job)
-    assert jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S).job.total_batches == 2
+    assert jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S).job.total_batches == 2
     left, right = claim(jobs, job, 2)
     assert (left.span, right.span) == ((0, 1), (2, 3))
     assert (left.retry_count, right.retry_count) == (0, 0), "a part has a retry of its own"
-    turn = jobs.turn(job.job_id, "one", [(left, APP), (right, outcome(right))], {"w": 5}, LEASE_S)
+    turn = jobs.settle_and_claim(job.job_id, "one", [(left, APP), (right, outcome(right))], {"w": 5}, LEASE_S)
     (again,) = turn.claims["w"]
     assert again.span == (0, 1) and again.retry_count == 1
-    turn = jobs.turn(job.job_id, "one", [(again, APP)], {"w": 5}, LEASE_S)
+    turn = jobs.settle_and_claim(job.job_id, "one", [(again, APP)], {"w": 5}, LEASE_S)
     first, second = turn.claims["w"]
     assert (first.span, second.span) == ((0, 0), (1, 1)) and turn.job.total_batches == 3
-    turn = jobs.turn(job.job_id, "one", [(first, outcome(first)), (second, APP)], {"w": 1}, LEASE_S)
+    turn = jobs.settle_and_claim(job.job_id, "one", [(first, outcome(first)), (second, APP)], {"w": 1}, LEASE_S)
     (again,) = turn.claims["w"]
-    turn = jobs.turn(job.job_id, "one", [(again, APP)], {"w": 1}, LEASE_S)
+    turn = jobs.settle_and_claim(job.job_id, "one", [(again, APP)], {"w": 1}, LEASE_S)
     (given_up,) = turn.claims["w"]
     assert given_up.retry_count == 4 and given_up.error == "the row is bad"
-    ended = jobs.turn(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
+    ended = jobs.settle_and_claim(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
     assert ended.done and (ended.rows_ok, ended.rows_failed) == (3, 1) and ended.failed_too_many
     assert [(error["row_idx"], error["message"]) for error in jobs.row_errors(job.job_id)] == [(1, "bad")]
     assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
@@ -173,17 +173,17 @@ def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: Batc
     failed = []
     for _ in range(5):
         (one,) = claim(jobs, job)
-        failed.append(jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0).failed)
+        failed.append(jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0).failed)
     assert failed == [False, False, False, False, True]
     assert statuses(jobs, job) == ["FAILED"]
     assert jobs.failure(job.job_id) == "row 0: ValueError: the row is bad"
 
 
 def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
-    """Neither when its coordinator lets go of it, nor when that was killed before it could."""
+    """Neither after its coordinator released it, nor after the coordinator was killed."""
     released, killed, runs = (owned(jobs, rows=1) for _ in range(3))
     for job in (released, killed, runs):
-        jobs.intend_worker("local", f"w{job.job_id}", job.job_id, "one", "local")
+        jobs.record_launch("local", f"w{job.job_id}", job.job_id, "one", "local")
     for job in (released, killed):
         jobs.set_status(job.job_id, "one", "FAILED", "for a test")
     jobs.release(released.job_id, "one")
@@ -195,11 +195,11 @@ def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
 def test_the_time_of_workers_is_counted_however_they_end(
     jobs: BatchJobs, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a coordinator that died are counted until it last wrote."""
+    """The time of a dead coordinator's workers is counted until its last write."""
     job, clock = owned(jobs), [time.time()]
     monkeypatch.setattr(state, "now", lambda: clock[0])
     for name in ("ends", "is released", "is left"):
-        jobs.intend_worker("local", name, job.job_id, "one", "local")
+        jobs.record_launch("local", name, job.job_id, "one", "local")
     clock[0] += 10
     jobs.forget_worker("ends")
     jobs.forget_worker("ends")  # is not counted twice
@@ -220,22 +220,24 @@ def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jo
     for lost in range(MAX_INFRA_RETRIES + 1):
         (one,) = claim(jobs, job)
         assert (one.retry_count, one.infra_retries) == (0, lost)
-        jobs.turn(job.job_id, "one", [(one, INFRA)], {}, LEASE_S)
+        jobs.settle_and_claim(job.job_id, "one", [(one, INFRA)], {}, LEASE_S)
     assert statuses(jobs, job) == ["FAILED"]
 
 
-def test_a_batch_that_is_given_back_costs_nothing_however_often(jobs: BatchJobs) -> None:
+def test_returned_batches_do_not_count_as_retries(jobs: BatchJobs) -> None:
     job = owned(jobs, rows=1)
     for tries in range(MAX_INFRA_RETRIES + 2):
         (one,) = claim(jobs, job)
         assert (one.attempt_id, one.retry_count, one.infra_retries) == (tries + 1, 0, 0)
-        jobs.turn(job.job_id, "one", [(one, Lost("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S)
+        jobs.settle_and_claim(
+            job.job_id, "one", [(one, LostAttempt("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
+        )
     assert statuses(jobs, job) == ["PENDING"]
 
 
 def test_an_expired_attempt_is_put_back_once_and_a_renewed_one_is_not(jobs: BatchJobs) -> None:
     job = owned(jobs)
-    held, kept = jobs.turn(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
+    held, kept = jobs.settle_and_claim(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
     jobs.renew(job.job_id, "one", LEASE_S, [kept.batch_idx])
     time.sleep(0.1)
     jobs.renew(job.job_id, "one", LEASE_S)
@@ -249,7 +251,7 @@ def test_max_failed_rows_is_a_count_or_a_share(jobs: BatchJobs) -> None:
     for allowed, failed, too_many in ((0, 1, True), (1, 1, False), (1, 2, True), (0.4, 2, False), (0.2, 2, True)):
         job = owned(jobs, rows=6, size=2, max_failed_rows=allowed)
         (one,) = claim(jobs, job)
-        job = jobs.turn(job.job_id, "one", [(one, outcome(one, failed))], {}, LEASE_S).job
+        job = jobs.settle_and_claim(job.job_id, "one", [(one, outcome(one, failed))], {}, LEASE_S).job
         assert job.failed_too_many is too_many, (allowed, failed)
 
 
@@ -272,13 +274,13 @@ def test_a_job_belongs_to_its_tenant(jobs: BatchJobs) -> None:
     ):
         with pytest.raises(NotFoundError, match=str(job.job_id)):
             ask()
-    assert jobs.listing("bob", 10, 0) == ([], 0) and jobs.listing("alice", 10, 0)[1] == 1
+    assert jobs.page("bob", 10, 0) == ([], 0) and jobs.page("alice", 10, 0)[1] == 1
 
 
 def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: BatchJobs) -> None:
     job = owned(jobs, rows=8, max_failed_rows=5)
     good, bad, _ = claim(jobs, job, 3)
-    jobs.turn(job.job_id, "one", [(good, outcome(good)), (bad, outcome(bad, failed=1))], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [(good, outcome(good)), (bad, outcome(bad, failed=1))], {}, LEASE_S)
     jobs.cancel("alice", job.job_id)
     with pytest.raises(UserError, match="CANCELLING: cancel it first"):
         jobs.create("alice", spec(resume_from=job.job_id))
@@ -307,12 +309,12 @@ def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
     (stored,) = jobs.outputs(job.job_id)
     assert (stored["path"], stored["rows"], stored["format"]) == ("/out.jsonl", 6, "json")
     assert jobs.uncleaned(0) == [job.job_id]
-    jobs.note_cleaned([job.job_id])
+    jobs.record_cleaned([job.job_id])
     assert jobs.uncleaned(0) == []
 
 
 class Broken(list[int]):
-    """The first rows of batches that can be told up to the second chunk."""
+    """The first rows of batches; iteration fails in the second chunk."""
 
     def __getitem__(self, wanted: object) -> object:
         if isinstance(wanted, slice) and wanted.start >= INSERT_CHUNK:
@@ -320,7 +322,7 @@ class Broken(list[int]):
         return super().__getitem__(wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def test_what_a_crash_left_of_a_split_is_begun_anew(jobs: BatchJobs) -> None:
+def test_an_interrupted_split_is_repeated(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
     with pytest.raises(OSError, match="went away"):

@@ -1,4 +1,4 @@
-"""The store: the same promises on the local disk, in memory, on S3 and on Google Cloud Storage."""
+"""Stores give the same guarantees on the local disk, in memory, on S3 and on Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_a_new_object_replaces_nothing(base: str) -> None:
     store, key = open_store(f"{base}/a/b.bin")
     store.put_create(key, b"one")
-    store.put_create(key, b"one")  # the same again is the retry of a request whose answer was lost
+    store.put_create(key, b"one")  # an equal object is a retry of a request whose answer was lost
     with pytest.raises(FileExistsError):
         store.put_create(key, b"two")
     assert store.get(key) == b"one"
@@ -93,7 +93,7 @@ def test_ranges_heads_lists_copies_and_deletions(base: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 10, PIECE_BYTES + 5])
-def test_what_is_written_in_pieces_appears_whole_at_the_end(base: str, size: int) -> None:
+def test_a_write_in_pieces_appears_atomically(base: str, size: int) -> None:
     store, key = open_store(f"{base}/w.bin")
     data = bytes(size)
     with store.open_writer(key) as writer:
@@ -190,7 +190,7 @@ def test_a_directory_is_published_with_its_manifest_last(base: str) -> None:
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
 def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: str) -> None:
-    """Read one by one, and published; a byte that changed in one part is found in that part."""
+    """They are read one by one and published; a changed byte is detected in its part."""
     rows = [{"n": index, "text": "ä\n," * index} for index in range(9)]
 
     def parts(name: str, output: str) -> tuple[list[PartInfo], OutputWriter]:
@@ -262,7 +262,7 @@ def test_a_bucket_of_cloud_storage_lists_more_than_a_page(cloud: tuple[Bucket, C
 def test_a_bucket_of_cloud_storage_that_refuses_its_client_is_not_an_empty_one(
     cloud: tuple[Bucket, CloudStorage],
 ) -> None:
-    """Expired credentials and missing rights; trouble of the service is tried again."""
+    """Expired credentials and missing permissions raise; server errors are retried."""
     bucket, server = cloud
     store, key = open_store(f"{bucket.url}/here")
     store.put(key, b"x")
@@ -283,9 +283,7 @@ def test_a_request_to_cloud_storage_that_is_never_answered_is_sent_again(cloud: 
     assert store.get(key) == b"x" and not server.released.is_set()
 
 
-def test_what_is_stored_on_a_disk_is_in_directories_that_are_on_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_of_stored_files_are_fsynced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
 

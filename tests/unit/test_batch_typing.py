@@ -1,4 +1,4 @@
-"""What type checkers see of a data set's methods: a Dataset, or with an output a Job. Pyright checks this file."""
+"""The types of a data set's methods: a Dataset, or with an output a Job. Pyright checks this file."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Connection:
         return data
 
     def rest(self) -> bytes:
-        """All that comes, until the other side ends the connection."""
+        """Read until the peer closes the connection."""
         with self.socket, contextlib.suppress(ConnectionResetError):
             return b"".join(iter(lambda: self.socket.recv(65536), b""))
         return b""
@@ -149,7 +149,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     address = json.loads(process.stdout.readline())["address"]
     assert address.startswith("tcp://127.0.0.1:")
     yield Worker(int(address.rpartition(":")[2]), process, spec_of(tmp_path, 0), tmp_path / "parts")
-    process.stdin.close()  # as if the process that started it had ended
+    process.stdin.close()  # as if its parent process had ended
     assert process.wait(5) == 0
     process.stdout.close()
 
@@ -254,7 +254,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 def test_a_frame_that_is_not_allowed_is_refused_before_its_body(
     port: int, token: str, data: bytes, status: int
 ) -> None:
-    """The refusal comes, and the connection ends, before any byte of a body is sent."""
+    """The refusal arrives and the connection is closed before any byte of a body is sent."""
     connection = Connection(port, token)
     connection.send(data)
     kind, why = connection.frame()
@@ -357,7 +357,7 @@ def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
     asyncio.run(call())
 
 
-def test_what_a_handler_raises_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handlers_error_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(_: rpc.Message, _reader: asyncio.StreamReader) -> rpc.Message:
         raise OSError("the disk is gone")
 
@@ -430,7 +430,7 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({}, "no 'pool'"),
+        ({}, "pool is missing"),
         ({"pool": {"workers": -1}}, "workers is -1"),
         ({"pool": {"workers": True}}, "workers is True"),
         ({"pool": {"workers": 1, "speed": 3}}, "speed"),
@@ -448,7 +448,7 @@ def test_a_pool_that_cannot_be_is_refused_by_name(data: object, words: str) -> N
 
 
 def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: dict[int, float]) -> dict[int, float]:
-    """Slot-seconds of each job, batches of 0.05 s, on a clock of its own."""
+    """Slot-seconds of each job with batches of 0.05 s, in simulated time."""
     now = 0.0
     fair = FairShare(lambda: now, 0.2)
     held: dict[int, int] = {}
@@ -462,9 +462,9 @@ def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: di
         for slot in range(slots):
             job = held.get(slot)
             if job is not None and fair.should_yield(job, slot, [other for other in present if other != job]):
-                fair.give_back(held.pop(slot), slot)
+                fair.release(held.pop(slot), slot)
             if slot not in held and (chosen := fair.choose(present)) is not None:
-                fair.hold(chosen, slot)
+                fair.acquire(chosen, slot)
                 held[slot] = chosen
         for job in held.values():
             worked[job] += 0.05
@@ -520,7 +520,7 @@ def asking(**needs: object) -> JobSpec:
     )
 
 
-def test_what_each_worker_needs_bounds_the_workers_of_a_job_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_resources_bound_the_workers_of_a_job_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     pool = PoolSpec("mine", 4, devices_per_worker=1)
@@ -528,10 +528,10 @@ def test_what_each_worker_needs_bounds_the_workers_of_a_job_on_one_machine(monke
     assert most_workers(pool, asking(num_cpus=3)) == 2
     assert most_workers(pool, asking(num_cpus=0.5, memory=1_000_000, num_gpus=1)) == 4
     for needs, said in {
-        "num_cpus": (9, "num_cpus = 9, and a worker of the pool 'mine' can have at most 8"),
-        "memory": (5_000_000, "memory = 5000000, and a worker of the pool 'mine' can have at most 4096000"),
-        "num_gpus": (2, "num_gpus = 2, and a worker of the pool 'mine' can have at most 1"),
-        "resources": ({"fpga": 1}, "fpga = 1, and a worker of the pool 'mine' can have at most 0"),
+        "num_cpus": (9, "num_cpus = 9, but a worker of pool 'mine' can have at most 8"),
+        "memory": (5_000_000, "memory = 5000000, but a worker of pool 'mine' can have at most 4096000"),
+        "num_gpus": (2, "num_gpus = 2, but a worker of pool 'mine' can have at most 1"),
+        "resources": ({"fpga": 1}, "fpga = 1, but a worker of pool 'mine' can have at most 0"),
     }.items():
         with pytest.raises(UserError, match=said[1]):
             most_workers(pool, asking(**{needs: said[0]}))
@@ -546,7 +546,7 @@ def test_on_a_cluster_a_worker_reserves_what_the_job_needs_or_else_what_the_pool
 
 
 def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
-    """Their output goes to the log of the worker that they become. Those that no job needs end with the pool."""
+    """Their output goes to the log of their later worker. Unused ones end with the pool."""
 
     @batch.remote_function
     def tell() -> None:
@@ -593,9 +593,7 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
         asyncio.run(run())
 
 
-def test_the_next_host_on_a_node_deletes_what_an_ended_one_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_host_on_a_node_deletes_an_ended_ones_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -1,4 +1,4 @@
-"""What the torch backend gives away to be written, and what it does when memory runs out."""
+"""Captures of the torch backend, which are written later, and its behaviour when memory runs out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def step(backend: TorchBackend, model_id: str, params: OptimParams) -> dict[str,
 
 
 def state(backend: TorchBackend, model_id: str) -> list[torch.Tensor | None]:
-    """Everything that training changes, copied."""
+    """A copy of all state that training changes."""
     trained = backend._models[model_id]
     tensors = (trained.adapter.flat_P, trained.adapter.compute_P, trained.gradient_P, trained.step)
     return [None if tensor is None else tensor.clone() for tensor in (*tensors, *(trained.moments or ()))]
@@ -119,7 +119,7 @@ def test_a_captured_version_outlives_its_being_dropped(backend: TorchBackend, tm
     assert torch.equal(backend._versions["again"].flat_P, weights)
 
 
-def test_what_a_model_takes_is_what_it_takes_once_it_is_trained(backend: TorchBackend) -> None:
+def test_a_models_size_includes_its_training_state(backend: TorchBackend) -> None:
     backend.create_model("m", SPEC)
     before = backend.model_bytes("m")
     accumulate(backend, "m")
@@ -156,7 +156,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
 
 
 def limit_tokens(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception, *, late: bool = False) -> list[int]:
-    """As if no more than `most` tokens fitted; returns the sizes that were tried. `late` fails after the backward."""
+    """Simulate memory for `most` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
     run_one = Trainer._run_one
 
@@ -231,9 +231,7 @@ def test_micro_batches_grow_again_when_there_was_no_trouble_for_a_while(
     assert trainer._limit == most
 
 
-def test_an_error_that_is_none_of_memory_stays_what_it_is(
-    backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_other_than_out_of_memory_are_unchanged(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     backend.create_model("a", SPEC)
     sizes = limit_tokens(monkeypatch, 0, RuntimeError("device-side assert"))
     with pytest.raises(RuntimeError, match="device-side assert"):

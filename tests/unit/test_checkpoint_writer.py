@@ -1,4 +1,4 @@
-"""Writing behind: what was written, what failed, and what ends the engine is told to the engine's thread."""
+"""Background writes: successes, failures and fatal errors are reported to the engine's thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection gets before anybody's key is known: so much head, so much time, and no more."""
+"""Limits of unauthenticated connections: size of the head, and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinsmith.api import connections
 from tinsmith.api.connections import JOINED_BYTES, LINGER_S, MAX_HEAD_BYTES, Connection
 
 HEAD_S, SILENCE_S, LITTLE_S = 0.3, 0.4, 0.05
-LONG_S = 10.0  # of patience with a slow machine; nothing here takes as long
+LONG_S = 10.0  # for slow machines; nothing here takes as long
 BIG = 4 << 20
 
 
@@ -43,7 +43,7 @@ async def app(scope: dict, receive, send) -> None:
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """A server in this process whose connections are in a hurry."""
+    """A server in this process with short timeouts of connections."""
     monkeypatch.setattr(connections, "HEAD_S", HEAD_S)
     monkeypatch.setattr(connections, "SILENCE_S", SILENCE_S)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def client(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 
 def read_all(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Read until the server closes the connection."""
     parts: list[bytes] = []
     with contextlib.suppress(ConnectionResetError):
         while part := client.recv(1 << 16):
@@ -73,7 +73,7 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def drip(client: socket.socket, piece: bytes, seconds: float) -> bool:
-    """Send one piece after the other; whether the server took them all."""
+    """Send one piece after another; return whether the server accepted all."""
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:
@@ -181,7 +181,7 @@ def test_chunks_of_one_byte_are_read(client: socket.socket) -> None:
 
 @pytest.mark.parametrize("more", [b"1;", b"1\r\nx\r\n0\r\nX: "], ids=["extension", "trailer"])
 def test_framing_without_end_is_refused(client: socket.socket, more: bytes) -> None:
-    """Neither the extension of a chunk nor a field behind the last one is body, so no limit of bodies counts them."""
+    """Chunk extensions and trailer fields are not part of the body, so the body limit does not cover them."""
     client.sendall(CHUNKED)
     taken = 0
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -199,7 +199,7 @@ def test_a_field_behind_the_body_is_no_header(client: socket.socket) -> None:
 
 
 class Noting:
-    """A transport that notes what reaches it."""
+    """A transport that records writes."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -220,7 +220,7 @@ def joining(note: Noting) -> connections._BufferedTransport:
     return connections._BufferedTransport(cast(asyncio.Transport, note), asyncio.get_running_loop())
 
 
-def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
+def test_writes_in_one_loop_iteration_are_sent_together() -> None:
     async def talk() -> None:
         note = Noting()
         joined = joining(note)
@@ -241,7 +241,7 @@ def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
     asyncio.run(talk())
 
 
-def test_what_is_large_is_not_held_and_keeps_its_place() -> None:
+def test_large_writes_are_not_buffered_and_keep_their_order() -> None:
     async def talk() -> None:
         note = Noting()
         joined = joining(note)

@@ -1,4 +1,4 @@
-"""Attention over the contiguous KV cache equals attention over each sequence alone as others come and go."""
+"""Attention over the contiguous KV cache equals attention over each sequence alone while others join and leave."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
                 world.join(name, 1 + argument)
         elif names and event == "l":
             del names[:: 1 + argument % 3]
-        elif len(names) > 1:  # the others miss a step and come back, as after a preemption
+        elif len(names) > 1:  # the others skip a step and return, as after a preemption
             world.step(names[1::2], **options)
         if names:
             world.step(names, **options)

@@ -1,4 +1,4 @@
-"""The schema that migrations make is the one that the code uses; transactions do what they are for."""
+"""The migrations create the schema that the code uses; transactions are atomic and isolated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
 
 
 def schema(db: Database) -> dict[str, object]:
-    """Everything that the database itself says of its tables."""
+    """The database's own description of its tables."""
     inspector = sa.inspect(db.engine)
     return {
         table: (
@@ -59,7 +59,7 @@ def test_migrations_make_the_same_schema_as_the_code(db: Database, tmp_path: Pat
 
 
 def test_arrivals_are_never_used_again(db: Database) -> None:
-    # A rowid that came back after a deletion would be taken for one that the engine has read already.
+    # The engine would skip a rowid that was reused after a deletion, as already read.
     rows = {"tenant_id": "a", "session_id": "s", "base_model": "b", "kind": "sample", "state": "pending"}
     arrivals = []
     for name in "ab":
@@ -112,7 +112,7 @@ def test_processes_may_migrate_at_once(tmp_path: Path, database_kind: str) -> No
 
 
 def test_a_new_file_whose_writer_is_not_done_is_waited_for(tmp_path: Path) -> None:
-    # SQLite itself does not wait here, whatever its timeout: two processes that open a new database meet like this.
+    # SQLite does not wait here despite its timeout, when two processes open a new database.
     path = tmp_path / "new.sqlite"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
@@ -139,7 +139,7 @@ def test_a_failed_write_leaves_nothing(db: Database) -> None:
 def test_writers_take_turns_where_they_must_and_readers_do_not_wait(db: Database) -> None:
     with db.write() as connection:
         connection.execute(ENGINES.insert(), ROW | {"pid": 0})
-    # On Postgres a row that is read to be changed must be locked; on SQLite this says nothing.
+    # On Postgres a row that is read for an update must be locked; SQLite ignores this.
     to_change = sa.select(ENGINES.c.pid).with_for_update()
 
     def add() -> None:
@@ -159,7 +159,7 @@ def test_writers_take_turns_where_they_must_and_readers_do_not_wait(db: Database
             assert reading.scalar(sa.select(ENGINES.c.pid)) == 200, "no increment was lost, none uncommitted is seen"
 
 
-def test_an_error_does_not_repeat_what_was_sent(db: Database) -> None:
+def test_an_error_does_not_contain_the_sent_values(db: Database) -> None:
     with db.write() as connection:
         connection.execute(ENGINES.insert(), ROW)
     with pytest.raises(sa.exc.IntegrityError) as caught, db.write() as connection:
@@ -206,7 +206,7 @@ def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, 
 # Addresses.
 
 
-def test_postgres_is_reached_by_the_same_driver_whatever_the_url_calls_it() -> None:
+def test_postgres_urls_of_any_driver_use_the_same_driver() -> None:
     for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
         assert sqlalchemy_url(f"{scheme}://user:pass@host/name?x=y") == "postgresql+psycopg://user:pass@host/name?x=y"
     assert sqlalchemy_url("sqlite:///a.db") == "sqlite:///a.db"

@@ -1,4 +1,4 @@
-"""Fused layers give what the modules give, adapters included, and refuse what they do not know."""
+"""Fused layers equal the modules, with adapters, and refuse unknown modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = [3, 17, 1, 20, 2]
 
 
 def other(config: PreTrainedConfig, directory: Path) -> ModelShape:
-    """A model that tests/support/tiny_models.py has no name for."""
+    """A model that is not in tests/support/tiny_models.py."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -55,7 +55,7 @@ def adapter(
 
 
 def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states by way of the modules, and of the fused layers."""
+    """Hidden states of the modules and of the fused layers."""
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
     given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
@@ -97,7 +97,7 @@ def test_an_adapter_that_has_changed_is_read_again(tmp_path: Path) -> None:
     assert float((after - before).abs().max()) > 0.1
 
 
-def test_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
+def test_non_finite_values_stay_in_their_rows(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
     broken, sound = adapter(base, 1, 8), adapter(base, 2, 8)
     _, alone = both(base, [sound, broken, sound, sound, sound])
@@ -145,7 +145,7 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
+def test_many_adapters_with_any_row_layout_equal_the_modules(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
@@ -188,7 +188,7 @@ def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_a_batched_product_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dtype: str) -> None:
+def test_in_a_batched_product_non_finite_values_stay_in_their_rows(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")

@@ -1,4 +1,4 @@
-"""With `deterministic`, every bit of a result is the request's own; without it, the same workloads differ."""
+"""With `deterministic`, results do not depend on other requests, bit by bit; without it, the same workloads differ."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def train(backend: TorchBackend, groups: list[list[int]], cut: int, steps: int) 
 
 
 def differences(first: tuple[TorchBackend, dict[int, Seen]], second: tuple[TorchBackend, dict[int, Seen]]) -> int:
-    """How many of all bits that could differ do: arrays of logprobs, weights, moments."""
+    """The number of differing bits in arrays of logprobs, weights and moments."""
     count = 0
     for tenant, seen in first[1].items():
         for ours, theirs in zip(seen, second[1][tenant], strict=True):
@@ -139,7 +139,7 @@ TENANTS = list(range(len(SPECS)))
     ("arch", "dtype", "steps"),
     [("qwen3", "float32", 10), ("qwen3", "bfloat16", 1), ("gemma2", "float32", 1), ("qwen3_5", "float32", 1)],
 )
-def test_steps_have_the_same_bits_in_any_company(
+def test_steps_have_the_same_bits_in_any_batch(
     shapes: dict[str, ModelShape], arch: str, dtype: str, steps: int
 ) -> None:
     ways = [([TENANTS], 3), ([[t] for t in TENANTS], 2), ([[7, 3, 5, 0], [6, 1, 4, 2]], 1)]
@@ -188,7 +188,7 @@ def test_a_forward_has_the_bits_of_a_forward_backward(shapes: dict[str, ModelSha
     backend = backend_of(shapes[arch], dtype)
     for tenant in (0, 1):
         data = data_of(tenant, 0)
-        # So short that its weighted rows alone would go through other kernels than all of them.
+        # So short that its weighted rows alone would use other kernels than all rows.
         data.append(Datum(data[0].tokens_N[:1].repeat(20), {n: a[:1].repeat(20) for n, a in data[0].inputs.items()}))
         weights = data[-1].inputs["weights" if tenant == 0 else "advantages"]
         weights[:] = np.arange(20) < 9
@@ -249,7 +249,7 @@ def sampler_of(backend: TorchBackend, **options: int) -> LocalSampler:
 
 
 def outcomes(sampler: LocalSampler, samples: list[Sample], at_once: int = 100) -> dict[str, bytes]:
-    """What each request says, as bytes; `at_once` of them are submitted per step."""
+    """Each request's result as bytes; `at_once` requests are submitted per step."""
     waiting, found = list(samples), {}
     while waiting:
         for sample in waiting[:at_once]:
@@ -289,7 +289,7 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
     ("arch", "dtype"),
     [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16"), ("qwen3_5", "float32")],
 )
-def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
+def test_samples_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
     published(backend)
     expected = alone(backend)
@@ -302,7 +302,7 @@ def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape]
     assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
 
 
-def test_samples_of_experts_have_the_same_bits_in_company(shapes: dict[str, ModelShape]) -> None:
+def test_samples_of_experts_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape]) -> None:
     backend = backend_of(shapes["gpt_oss"])
     published(backend)
     own = [replace(sample, prompt_T=sample.prompt_T[:9]) for sample in OWN[:3]]
@@ -313,7 +313,7 @@ def test_samples_of_experts_have_the_same_bits_in_company(shapes: dict[str, Mode
 def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(
     shapes: dict[str, ModelShape], arch: str, num_answer: int, hits: int
 ) -> None:
-    """Blocks may come from prompts or from answers, in pieces of any size."""
+    """Blocks may be of prompts or answers, in pieces of any size."""
     backend = backend_of(shapes[arch])
     published(backend)
     warm = sampler_of(backend)
@@ -379,7 +379,7 @@ DATA = [datum(seed, length) for seed, length in enumerate((40, 7, 90))]
 
 
 def journey(service: tinker.ServiceClient, cut: int) -> list[object]:
-    """Every number that a client sees of two steps, with its data in requests of `cut`, and of samples after them."""
+    """A client's results of two steps, with `cut` datums per request, and of samples after them."""
     client = service.create_lora_training_client("tinsmith/nano", rank=8, seed=5).result()
     seen: list[object] = []
     for _ in range(2):
@@ -397,7 +397,7 @@ def journey(service: tinker.ServiceClient, cut: int) -> list[object]:
 
 
 def make_noise(url: str, seed: int, stop: threading.Event) -> None:
-    """Another tenant, busy until told to stop."""
+    """Another tenant sends requests until it is stopped."""
     with tinker.ServiceClient(base_url=url, api_key=f"tml-noise-{seed}") as service:
         client = service.create_lora_training_client("tinsmith/nano", rank=4 + seed).result()
         sampler = service.create_sampling_client(base_model="tinsmith/nano").result()

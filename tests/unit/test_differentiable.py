@@ -1,4 +1,4 @@
-"""Fused layers in training give the modules' hidden states and gradients."""
+"""Fused layers in training have the modules' hidden states and gradients."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_segments_in_one_batch_get_what_each_gets_alone(
         assert relative(found, expected) < (1e-5 if dtype == "float32" else 0.03)
 
 
-def test_what_is_not_finite_stays_with_its_own_rows_in_a_batch(tmp_path: Path) -> None:
+def test_non_finite_values_stay_in_their_rows_in_a_batch(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
     adapters = mixed(base)
     before = trained(base, adapters)

@@ -1,4 +1,5 @@
-"""Dimuon: its definition in float64, what its steps obey, its place beside AdamW, and a run through the SDK."""
+"""Dimuon against its definition in float64, properties of its steps, models with both optimizers, and a run through the
+SDK."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_an_update_keeps_directions_bounds_its_size_and_ignores_the_gradients_sc
     update = orthogonalise(matrix)
     values = torch.linalg.svdvals(update.double())
     assert values.max() < 1.21
-    # The rotation is the matrix's own: U^T update V is diagonal and positive.
+    # The update keeps the singular vectors: U^T update V is diagonal and positive.
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     inner = u.mT @ update.double() @ vh.mT
     assert (inner.diagonal(dim1=-2, dim2=-1) > 0).all()

@@ -1,4 +1,4 @@
-"""An engine that begins before its server: told late what to serve, and gone if nobody asks it to."""
+"""An engine process that starts before its server is ready: it is configured later, or ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if line:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for the engine, which takes seconds to begin."""
+    """Replaces the engine, which takes seconds to start."""
     path = tmp_path / "python"
     path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "engine.py"} "$@"\n')
     path.chmod(0o700)
@@ -36,7 +36,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("script")
-def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+def test_an_early_engine_is_configured_once_and_can_be_ended(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None
     out = tmp_path / "out"
@@ -47,7 +47,7 @@ def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Pat
         assert begun.take(b"{}\n") is None  # it has one seat
         while not out.exists() or not out.read_text():
             await asyncio.sleep(0.01)
-        begun.close()  # the server ends; what was taken is the supervisor's
+        begun.close()  # the server ends; an adopted process belongs to the supervisor
         process.kill()
         return await process.wait()
 
@@ -56,7 +56,7 @@ def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("script")
-def test_nobody_takes_what_has_ended(tmp_path: Path) -> None:
+def test_an_ended_early_engine_is_not_adopted(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None and begun._process is not None
     begun._process.kill()
@@ -67,7 +67,7 @@ def test_nobody_takes_what_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_one_that_nobody_took_ends_with_its_server(tmp_path: Path) -> None:
+def test_an_unused_early_engine_ends_with_its_server(tmp_path: Path) -> None:
     begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
     assert begun is not None and begun._process is not None
     process = begun._process

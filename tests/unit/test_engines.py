@@ -1,4 +1,4 @@
-"""Seats and their leases: one engine at a time may write from a seat, and one that was thought dead may not."""
+"""Seats and their leases: one engine at a time may write from a seat; one whose lease expired may not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def taken(engines: Engines, lease_s: float = LONG_S, index: int = 0) -> Lease:
 
 
 def freed(engines: Engines, db: Database) -> list[str]:
-    """Whoever another engine, one of the next seat, finds to be dead."""
+    """The engines whose runs another engine frees because they are dead."""
     return Ownership(db, BASE, engines.id_of(Seat(BASE, index=9))).free_lapsed()
 
 
@@ -64,7 +64,7 @@ def test_every_seat_has_a_lease_of_its_own(here: Engines, there: Engines) -> Non
     assert here.of_base("local/other") == []
 
 
-def test_a_lapsed_lease_is_ended_by_another_engine_that_wants_what_it_had(here: Engines, db: Database) -> None:
+def test_a_lapsed_lease_is_ended_by_an_engine_that_claims_its_runs(here: Engines, db: Database) -> None:
     lease = taken(here, 0.01)
     model = run_of(db, lease)
     time.sleep(0.05)
@@ -119,7 +119,7 @@ def test_a_seat_that_is_released_frees_its_runs_and_samples_at_once(
     assert taken(here).epoch > mine.epoch + 1
 
 
-def test_polls_are_told_how_the_engines_are(here: Engines, there: Engines) -> None:
+def test_polls_report_the_engines_state(here: Engines, there: Engines) -> None:
     assert here.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is starting")
     taken(here)
     assert there.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is loading")
@@ -160,7 +160,7 @@ def test_a_sampler_alone_does_not_move_the_queue(here: Engines) -> None:
     assert row is not None and row.address == "tcp://127.0.0.1:1"
 
 
-def test_polls_are_told_of_an_engine_that_went_silent(here: Engines) -> None:
+def test_polls_report_a_silent_engine(here: Engines) -> None:
     taken(here, 0.01)
     here.set_state(Seat(BASE), "ready")
     time.sleep(0.05)
@@ -185,7 +185,7 @@ def test_processes_that_take_one_seat_at_once_have_different_epochs(database_url
         database.close()
 
 
-def test_a_seat_that_nobody_used_for_a_day_is_forgotten_and_never_repeats_an_epoch(here: Engines, db: Database) -> None:
+def test_a_seat_unused_for_a_day_is_deleted_and_never_repeats_an_epoch(here: Engines, db: Database) -> None:
     first, owning = taken(here), taken(here, index=1)
     taken(here, index=2)
     run_of(db, owning)
@@ -197,7 +197,7 @@ def test_a_seat_that_nobody_used_for_a_day_is_forgotten_and_never_repeats_an_epo
     assert taken(here).epoch > first.epoch - 10**6 > 3
 
 
-def test_two_data_directories_have_seats_of_their_own_whatever_their_hosts_and_paths(
+def test_two_data_directories_have_separate_seats_on_any_hosts_and_paths(
     tmp_path: Path, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "app")
@@ -214,7 +214,7 @@ def test_two_data_directories_have_seats_of_their_own_whatever_their_hosts_and_p
     assert [Engines(db, name).renew(lease, LONG_S) for name, lease in zip(names, leases, strict=True)] == [True] * 2
 
 
-def test_all_who_ask_for_a_name_at_once_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_for_a_name_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = itertools.count()
     monkeypatch.setattr("secrets.token_hex", lambda _size: time.sleep(0.02) or f"{next(drawn):016x}")
     with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,5 @@
-"""Which sampler has which sample, on both databases: what each sees, what moves when one is gone, where cancels go."""
+"""Assignment of samples to samplers, on both databases: visibility, reassignment after a death, and routing of
+cancellations."""
 
 from __future__ import annotations
 
@@ -140,7 +141,7 @@ def test_a_sampler_sees_what_it_was_given_and_nothing_else(rows: Rows) -> None:
     assert [arrival.request.request_id for arrival in engine.incoming(0)] == [nobodys], "engines leave theirs alone"
 
 
-def test_what_a_dead_sampler_had_is_spread_over_the_others_and_it_settles_nothing_more(rows: Rows) -> None:
+def test_a_dead_samplers_requests_move_to_the_others_and_it_settles_none(rows: Rows) -> None:
     one, two, dead = rows.sampler(0), rows.sampler(1), rows.sampler(2)
     lease = rows.engines.take(Seat(BASE, "sampler", 2), 60)
     names = [rows.sample(number, dead) for number in range(20)]
@@ -160,7 +161,7 @@ def test_what_a_dead_sampler_had_is_spread_over_the_others_and_it_settles_nothin
     assert rows.futures.outcome("alice", names[0]) is None
 
 
-def test_what_was_given_to_a_sampler_after_it_was_freed_is_freed_again(rows: Rows) -> None:
+def test_late_assignments_to_a_freed_sampler_are_freed_again(rows: Rows) -> None:
     one, dead = rows.sampler(0), rows.sampler(1)
     rows.engines.release(Seat(BASE, "sampler", 1), "restarting")
     late = rows.sample(1, dead)  # by a server whose view was half a second old
@@ -177,7 +178,7 @@ def test_without_another_sampler_the_engines_take_over(rows: Rows) -> None:
     assert engine.claim([name]) == {name}
 
 
-def test_what_an_engine_had_is_not_given_to_samplers(rows: Rows) -> None:
+def test_an_engines_requests_are_not_assigned_to_samplers(rows: Rows) -> None:
     rows.sampler(0)
     lease = rows.engines.take(Seat(BASE), 60)
     name = rows.sample(1, lease.engine_id)
@@ -186,7 +187,7 @@ def test_what_an_engine_had_is_not_given_to_samplers(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("to_samplers", [True, False])
-def test_a_sampler_hands_on_what_it_has_not_begun(rows: Rows, to_samplers: bool) -> None:
+def test_a_sampler_reassigns_requests_that_it_has_not_begun(rows: Rows, to_samplers: bool) -> None:
     one, two = rows.sampler(0), rows.sampler(1)
     names = [rows.sample(number, one) for number in range(3)]
     theirs = rows.sample(3, two)
@@ -195,7 +196,7 @@ def test_a_sampler_hands_on_what_it_has_not_begun(rows: Rows, to_samplers: bool)
     assert rows.owners() == {names[0]: expected, names[1]: expected, names[2]: one, theirs: two}
 
 
-def test_a_request_to_cancel_goes_to_whoever_has_the_sample_and_moves_with_it(rows: Rows) -> None:
+def test_a_cancellation_follows_its_sample(rows: Rows) -> None:
     one, two, three = rows.sampler(0), rows.sampler(1), rows.sampler(2)
     names = [rows.sample(number, one) for number in range(5)]
     for name in names:

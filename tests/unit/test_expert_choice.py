@@ -1,7 +1,6 @@
-"""Mixtures of experts: the experts that sampling chooses are those that training chooses, and so are the logprobs.
-
-Both run the same weights through the same modules, so that only rounding can differ: a row beside other rows, or in
-pieces. Numbers in docs/numerics.md are those that `measured` finds.
+"""Mixtures of experts: sampling and training choose the same experts and compute the same logprobs. Both use the same
+weights and modules, so only rounding differs, by the shape of batches. `measured` computes the figures of
+docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def choices(backend: TorchBackend, tokens: np.ndarray) -> tuple[np.ndarray, np.n
         seen.clear()
         options = SamplerOptions(block_size=4, max_tokens_per_step=7)
         sampler = LocalSampler(backend.base, backend._versions, options=options)
-        seen.clear()  # what the sampler has tried before there was work
+        seen.clear()  # the sampler's probes before the first request
         run(sampler, make_sample("s", tokens, HOT, version_id="v"))
         both.append(joined(seen)[:, : len(tokens)])
     finally:
@@ -107,7 +106,7 @@ def test_sampling_and_training_choose_the_same_experts(family: str, tmp_path: Pa
 @pytest.mark.extended
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_in_bfloat16_few_rows_choose_others(family: str, tmp_path: Path) -> None:
-    """A choice between experts that are nearly equal falls otherwise where a row was rounded otherwise."""
+    """Rounding changes the choice between experts with nearly equal scores."""
     found = measured(family, "bfloat16", tmp_path)
     assert found.share_of_other_experts < 0.05
     assert found.worst < 0.5

@@ -1,4 +1,4 @@
-"""Adapters of experts in files: PEFT's own are read where they can be, and refused by name where they cannot."""
+"""Adapters of experts in files: PEFT's own files are read if they can be represented, and otherwise refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backend(shape: ModelShape) -> TorchBackend:
     return backend
 
 
-def test_what_experts_share_is_written_once_unless_peft_is_to_read_it(backend: TorchBackend, tmp_path: Path) -> None:
+def test_shared_matrices_of_experts_are_written_once_except_for_peft(backend: TorchBackend, tmp_path: Path) -> None:
     backend.save("m", tmp_path / "stacked", optimizer=False, stacked=True)
     backend.save("m", tmp_path / "peft", optimizer=False)
     stacked, peft = (load_file(tmp_path / name / WEIGHTS_FILE) for name in ("stacked", "peft"))
@@ -94,7 +94,7 @@ def test_an_adapter_whose_experts_share_nothing_is_refused(
         (True, f"{EXPERTS}.w2.lora_B.weight", r"experts\.w2 must have lora_A \[4, 2, 24\] and lora_B \[1, 32, 2\]"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_weights_that_do_not_fit_are_named(
     backend: TorchBackend, tmp_path: Path, stacked: bool, name: str, message: str
 ) -> None:
     backend.save("m", tmp_path, optimizer=False, stacked=stacked)
@@ -110,7 +110,7 @@ def test_one_number_that_experts_do_not_share_is_seen(backend: TorchBackend, tmp
     backend.save("m", tmp_path, optimizer=False)
     tensors = load_file(tmp_path / WEIGHTS_FILE)
     matrix = tensors[f"{EXPERTS}.{name}.weight"]
-    # Of lora_B: the first output of gate, at an inner row of up's; elsewhere: any number.
+    # For lora_B: the first output of gate, at an inner row of up's; otherwise any number.
     matrix[0, -1] += 1.0
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     with pytest.raises(UserError, match="here all experts share"):
@@ -119,7 +119,7 @@ def test_one_number_that_experts_do_not_share_is_seen(backend: TorchBackend, tmp
 
 @pytest.mark.parametrize("train_attn", [True, False])
 def test_experts_without_a_gate_are_known_to_the_server_and_come_back(train_attn: bool, tmp_path: Path) -> None:
-    """Without adapters of the mixers no rank differs; the parameters alone say that these are experts."""
+    """Without adapters of the mixers all ranks are equal; only the parameters show that these are experts."""
     family = next(each for each in FAMILIES if each.title == "Nemotron-H with experts")
     backend = TorchBackend(make(tmp_path / "base", family), device="cpu")
     spec = LoraSpec(2, seed=1, train_attn=train_attn)

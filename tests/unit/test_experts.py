@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def made(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExperts, nn.Module]:
-    """Ours, and the module of transformers that it stands in for."""
+    """Our module, and that of transformers that it replaces."""
     torch.manual_seed(0)
     if kind == "concatenated":
         config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
@@ -167,7 +167,7 @@ def test_without_adapters_rows_get_what_the_module_gives(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_stays_with_its_own_rows(kind: str) -> None:
+def test_non_finite_values_stay_in_their_rows(kind: str) -> None:
     experts, _ = made(kind)
     broken, sound = adapter(experts, 1, 4), adapter(experts, 2, 4)
     routing, given = Routing.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
@@ -222,7 +222,7 @@ def test_half_precision_is_near(kind: str) -> None:
     parts=st.lists(st.tuples(st.integers(1, 12), st.integers(-1, 2)), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
-def test_grouped_products_give_what_the_loop_in_float64_gives_and_read_nothing(
+def test_grouped_products_equal_the_float64_loop_without_host_reads(
     kind: str, parts: list[tuple[int, int]], seed: int
 ) -> None:
     """On a CPU torch goes through the groups one by one, behind the same checks of strides."""
@@ -287,7 +287,7 @@ def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
                 torch.testing.assert_close(found, was - 0.1 * update)
 
 
-def test_what_tinker_counts_is_what_an_adapter_has() -> None:
+def test_an_adapters_parameter_count_equals_tinkers() -> None:
     # Qwen/Qwen3-30B-A3B has 48 layers; the cookbook's table says 14,450,688 weights of the MLP at rank 1.
     with torch.device("meta"):
         own = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128))

@@ -1,4 +1,4 @@
-"""The points at which a process can be told to die: read, counted, reached once, and each of them somewhere."""
+"""Failpoints: their specification, counting, single use, and that the code hits each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def disarmed() -> Iterator[None]:
 
 
 def dies(data_dir: Path, setting: str, times: int) -> bool:
-    """Whether a process that reaches a point so often ends by SIGKILL."""
+    """Whether a process that hits a failpoint this often ends by SIGKILL."""
     script = (
         "import sys; from pathlib import Path; from tinsmith.runtime import failpoints as c; "
         f"c.arm({setting!r}, 'engine', Path({str(data_dir)!r}), lambda: ()); "
@@ -54,7 +54,7 @@ def test_the_other_process_dies_if_it_is_the_victim(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["nowhere", "engine.ran:0", "engine.ran@client", "engine.ran:2:3", "engine.ran;"])
-def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
+def test_an_unknown_failpoint_is_refused(tmp_path: Path, setting: str) -> None:
     with pytest.raises(SettingsError, match=r"failpoints has .*engine\.ran"):
         failpoints.arm(setting, "server", tmp_path, lambda: ())
 
@@ -62,7 +62,7 @@ def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py")
     named = set(re.findall(r'\bhit\("([a-z.]+)"\)', text))
-    # On a disk each once; in a bucket what is written there has two of them of its own.
+    # On a disk each once; writes to a bucket have two more.
     assert len(re.findall(r'\bhit\(f"\{self\._root\.name\}\.', text)) == 3 + 2
     of_directories = {f"{root}.{what}" for root in failpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
     assert named | of_directories == set(failpoints.POINTS)

@@ -1,4 +1,4 @@
-"""What every backend and its sampler promise the engine, asked of the fake and of the real one on a tiny model."""
+"""The contract of backends and samplers, for the fake and for the real one with a tiny model."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_between_is_called_while_passes_run(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_sample_says_of_its_prompt_what_it_is_asked(backend: Backend, sparse: bool) -> None:
+def test_a_sample_has_the_requested_prompt_logprobs(backend: Backend, sparse: bool) -> None:
     dense = np.array([[5, -1], [-1, -1], [6, 7]])
     csr = SparseRows(np.array([5, 6, -1]), np.array([0, 1, 1, 3]), np.array([0, 1, 0]), (3, 2))
     sample = Sample(

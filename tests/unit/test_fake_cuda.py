@@ -1,7 +1,6 @@
-"""The branches for CUDA on a device without numbers: shapes, dtypes, devices, and how often the host waits.
-
-What a card computes is proven by tests/gpu alone. Here a step goes through every line of ours that it would go through
-there, gradients included, and whatever would make the host wait is an error but for one read at its end.
+"""The branches for CUDA on a simulated device: shapes, dtypes, devices, and waits of the host. Only tests/gpu checks
+values. Steps run the same lines of our code as on a GPU, with gradients, and any wait of the host is an error, except
+for one read at the end.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def data(*lengths: int) -> tuple[Datum, ...]:
         lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
     ],
 )
-def test_what_waits_for_the_device_is_an_error(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def test_waits_for_the_device_are_errors(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     with fake_cuda() as device:
         x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
         device.strict = True

@@ -1,4 +1,4 @@
-"""Every family of families.py is trained, sampled and exported, and is transformers' own to 1e-4; others are refused.
+"""Every family of families.py is trained, sampled and exported, and matches transformers to 1e-4; others are refused.
 
 PEFT is the reference: transformers' model, with the checkpoint that was saved here loaded by PEFT into it.
 """
@@ -124,7 +124,7 @@ def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path
     model = reference(shape.path, tmp_path / "saved")
     check_training(backend, "m", model)
     check_sampling(backend, "v", model)
-    # Each form of file brings the same numbers back.
+    # Each file format restores the same values.
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     backend.capture("m", optimizer=True).write(tmp_path / "snapshot")
     for name in ("saved", "export", "snapshot"):
@@ -164,7 +164,7 @@ def test_the_cookbook_merges_and_converts_an_export(family: Family, tmp_path: Pa
     weights.build_hf_model(base_model=base, adapter_path=export, output_path=str(tmp_path / "merged"), dtype="float32")
     check_training(backend, "m", reference(tmp_path / "merged"))
     if family.model_type == "qwen3_moe":
-        # Which PEFT can load as long as no dense layer has linears of the experts' names.
+        # PEFT can load it unless a dense layer has linears with the experts' names.
         weights.build_lora_adapter(base_model=base, adapter_path=export, output_path=str(tmp_path / "peft"))
         keys = load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
         assert "base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_B.weight" in keys
@@ -185,7 +185,7 @@ def test_experts_that_run_again_in_backward_give_the_same_gradients(tmp_path: Pa
 
 
 @pytest.mark.parametrize("refusal", [pytest.param(r, id=r.model_type) for r in REFUSED])
-def test_what_cannot_be_served_is_refused_in_words(refusal: Refusal, tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_with_a_reason(refusal: Refusal, tmp_path: Path) -> None:
     shape = make_refused(tmp_path, refusal)
     with pytest.raises(SettingsError) as refused:
         BaseModel.load(shape, device="cpu")

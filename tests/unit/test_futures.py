@@ -1,4 +1,4 @@
-"""The durable queue: once only, settled once, all of a step or nothing."""
+"""The durable queue: idempotent submission, single settlement, atomic steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_request_sent_by_many_at_once_is_stored_once(futures: Futures, db: Dat
 
 def test_the_first_body_of_a_number_counts(futures: Futures) -> None:
     futures.submit(new(1, body=b"first"))
-    for other in (b"second", b"other"):  # the one of another length, the other of the same
+    for other in (b"second", b"other"):  # one of another length, one of the same
         with pytest.raises(SeqIdTakenError, match=r"seq_id 1 of model .* belongs to another request"):
             futures.submit(new(1, body=other))
     futures.submit(new(1, body=b"first"))
@@ -168,7 +168,7 @@ def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Fut
     assert state() == (0, None, None, None, None)
 
 
-def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> None:
+def test_incoming_requests_are_pending_or_refused(futures: Futures) -> None:
     done, pending = futures.submit(new(1)), futures.submit(new(2))
     refused = futures.submit(new(3), UserError("no"))
     futures.submit(replace(new(4), base_model="other"))

@@ -1,7 +1,6 @@
-"""What an operation costs does not depend on how much was done before it: no statement walks through history.
-
-SQLite tells both how it finds rows (EXPLAIN QUERY PLAN) and how many steps of its virtual machine a statement takes.
-Steps are counted rather than timed, so that a busy machine changes nothing.
+"""The cost of an operation does not depend on the history: no statement scans it. SQLite reports its query plan
+(EXPLAIN QUERY PLAN) and the virtual-machine steps of a statement. Steps are counted instead of time, so busy machines
+do not matter.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LONG_AGO = now() - 30 * 86400
 HISTORY = 3000
 STEPS = 10  # of the virtual machine, between two looks
 
-# Tables that grow with what was done, and by what alone their rows must not be looked for.
+# Tables that grow with history, and columns that alone are too unselective for a search.
 GROWING = ("futures", "future_bodies", "future_results", "sessions", "models", "samplers", "checkpoints", "audit")
 TOO_MANY = {
     "futures": ("base_model=?", "tenant_id=?"),
@@ -42,7 +41,7 @@ TOO_MANY = {
 
 @dataclass
 class Watched:
-    """The statements that were sent to SQLite, and the work that it did."""
+    """Records the statements sent to SQLite, and their steps."""
 
     statements: dict[str, object] = field(default_factory=dict)
     steps: int = 0
@@ -83,7 +82,7 @@ def database(harness: Harness) -> Database:
 
 
 class Life:
-    """One client's requests, and what the engine and the janitor do meanwhile; each can be done again and again."""
+    """One client's requests, and the work of the engine and the janitor; each can be repeated."""
 
     def __init__(self, harness: Harness) -> None:
         self.harness = harness
@@ -154,7 +153,7 @@ class Life:
         self.harness.ok("cleanup_futures", {"max_age_hours": 2})
 
     def late(self) -> None:
-        """What an engine looks for once a second."""
+        """The reads of an engine, once a second."""
         self.harness.services.futures.refused_of(self.model, self.number)
 
     def ask_usage(self) -> None:
@@ -164,7 +163,7 @@ class Life:
 
     def list_pages(self) -> None:
         assert self.harness.get("sessions?limit=20").status_code == 200
-        for path in ("training_runs", "checkpoints"):  # these say how many there are, and so count the tenant's own
+        for path in ("training_runs", "checkpoints"):  # these return a total, so they count the tenant's rows
             assert self.harness.get(f"{path}?limit=20", BOB).status_code == 200
         self.harness.ok("sessions/search", {"limit": 20})
 
@@ -175,7 +174,7 @@ class Life:
 
 
 def add_history(harness: Harness, life: Life, first: int) -> None:
-    """Sessions that came and went, and results of the session that is still open."""
+    """Add ended sessions, and results of the open session."""
     numbers = range(first, first + HISTORY)
     rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS, CHECKPOINTS)}
     rows |= {FUTURES: [], RESULTS: [], AUDIT: [], USAGE: []}
@@ -225,12 +224,12 @@ def _futures(life: Life, number: int) -> Iterator[dict[str, object]]:
         yield shared | trained | {"request_id": f"{life.model}:{seq_id}", "settle_order": None}
 
 
-def test_what_was_done_before_costs_nothing_now(harness: Harness, watched: Watched) -> None:
+def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, watched: Watched) -> None:
     life = Life(harness)
     costs: list[dict[str, int]] = []
     for round_ in range(2):
         add_history(harness, life, 1 + round_ * HISTORY)
-        for operation in life.all().values():  # what is remembered for some seconds is not looked up again
+        for operation in life.all().values():  # values that are cached for some seconds are not read again
             operation()
         costs.append({})
         for name, operation in life.all().items():
@@ -265,7 +264,7 @@ def plan_of(harness: Harness, statement: str, parameters: object) -> Sequence[st
 
 
 def _is_weak(line: str) -> bool:
-    """Whether a line of a plan stands for a walk through all rows, or through all of a tenant or a base model."""
+    """Whether a line of a plan is a scan of all rows, or of all rows of a tenant or a base model."""
     match = re.match(r"(SCAN|SEARCH) (\w+)(?:.*\((.*)\))?", line)
     if match is None:
         return False

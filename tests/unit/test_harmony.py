@@ -43,7 +43,7 @@ def chat(text: Text, **more: Any) -> GenerationPlan:  # noqa: ANN401  JSON
 
 
 def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tuple[TextPiece, HarmonyChoice]:
-    """The joined pieces of an answer that is read at once, or piece by piece."""
+    """The joined pieces of an answer that is parsed whole, or piece by piece."""
     choice = new_choice(plan, text, 0)
     assert isinstance(choice, HarmonyChoice)
     joined = TextPiece()
@@ -100,7 +100,7 @@ def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
         (f"{FINAL}half{NEXT}<|channel|>fin", "half"),  # cut off in a header
     ],
 )
-def test_what_only_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
+def test_text_that_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
     found, _ = both(chat(text), text, written)
     assert (found.reasoning, found.text, found.calls) == ("", shown, [])
 

@@ -1,4 +1,4 @@
-"""Points of curves: what is logged, what is merged, what remains of many. The same of recent steps and samples."""
+"""Points of curves, recent steps and samples: logging, merging, thinning and retention."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.history import (
     KEPT_POINTS,
     KEPT_STEPS,
-    MOST_NAMES,
-    MOST_POINTS,
+    MAX_NAMES,
+    MAX_POINTS,
     Curves,
     KeptSamples,
     KeptSequence,
@@ -40,7 +40,7 @@ def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
     return {point.step: dict(point.metrics) for point in Curves(db).points(run) if point.source == "client"}
 
 
-def test_what_is_logged_twice_for_a_step_is_merged(db: Database) -> None:
+def test_points_of_one_step_are_merged(db: Database) -> None:
     curves = Curves(db)
     assert curves.log(RUN, 3, {"reward": 1.0, "length": 5.0}) == 3
     assert curves.log(RUN, 3, {"reward": 2.0, "entropy": 0.5}) == 3
@@ -60,29 +60,29 @@ def test_without_a_step_the_newest_optimizer_step_is_meant(db: Database) -> None
 
 def test_a_step_has_a_bounded_number_of_metrics(db: Database) -> None:
     curves = Curves(db)
-    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MOST_NAMES)})
-    with pytest.raises(UserError, match=f"step 0 would have {MOST_NAMES + 1} metrics"):
+    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MAX_NAMES)})
+    with pytest.raises(UserError, match=f"step 0 would have {MAX_NAMES + 1} metrics"):
         curves.log(RUN, 0, {"one": 1.0, "n0": 2.0})
     assert logged(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
 
 
-def test_what_is_not_finite_is_null_and_a_step_is_recorded_once(db: Database) -> None:
+def test_non_finite_values_are_null_and_a_step_is_recorded_once(db: Database) -> None:
     record(db, RUN, 1, loss=math.nan, norm=math.inf, rate=0.1)
     record(db, RUN, 1, loss=5.0)
     (point,) = Curves(db).points(RUN)
     assert (point.source, point.step, point.metrics) == ("server", 1, {"loss": None, "norm": None, "rate": 0.1})
 
 
-def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -> None:
+def test_points_are_thinned_evenly_and_unchanged(db: Database) -> None:
     rows = [
         {"model_id": run, "source": "client", "step": 10 * step, "metrics": {"a": step}, "recorded_at": float(step)}
         for run in (RUN, OTHER)
-        for step in range(MOST_POINTS)
+        for step in range(MAX_POINTS)
     ]
     with db.write() as connection:
         connection.execute(CURVE_POINTS.insert(), rows)
     record(db, RUN, 5, loss=1.0)
-    last = 10 * MOST_POINTS
+    last = 10 * MAX_POINTS
     assert Curves(db).log(RUN, last, {"a": 1.0}) == last
     found = logged(db)
     steps = sorted(found)
@@ -91,7 +91,7 @@ def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -
     assert all(found[step] == {"a": step / 10} for step in steps[:-1])
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert max(gaps) <= 40 and steps[0] <= 40, "no stretch of the run is lost"
-    assert len(logged(db, OTHER)) == MOST_POINTS
+    assert len(logged(db, OTHER)) == MAX_POINTS
     assert [point.step for point in Curves(db).points(RUN) if point.source == "server"] == [5]
 
 
@@ -103,7 +103,7 @@ def test_thinning_leaves_few_points_as_they_are(db: Database) -> None:
     assert [point.step for point in Curves(db).points(RUN)] == [1, 2, 3]
 
 
-def test_a_cursor_leads_to_what_is_new(db: Database) -> None:
+def test_a_cursor_returns_new_points(db: Database) -> None:
     rows = [
         {"model_id": RUN, "source": "server", "step": step, "metrics": {}, "recorded_at": 1000.0 * step}
         for step in range(1, 6)
@@ -183,7 +183,7 @@ def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Databas
     first = keep(db, 1, most=9, prompt=[1, 2], answer=[3, 4])
     second = keep(db, 2, most=9, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
     other = keep(db, 3, most=9, prompt=[1, 2, 9], answer=[9])
-    # The end of the second answer is written in another way in the third prompt.
+    # The third prompt tokenizes the end of the second answer differently.
     third = keep(db, 4, most=9, prompt=[1, 2, 3, 4, 5, 6, 8, 8], answer=[9])
     keep(db, 5, "bob", most=9, prompt=[1, 2], answer=[3, 4])
 

@@ -1,4 +1,4 @@
-"""How often a step waits for its device: each read of a tensor from the host is a wait, and most steps need one."""
+"""The number of device reads per step: each read of a tensor by the host is a wait, and most steps need one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 
 
 class HostReads(TorchFunctionMode):
-    """Counts what would make the host wait for a device; a `numpy` after a `cpu` is the same read."""
+    """Counts operations that make the host wait for a device; a `numpy` after a `cpu` is the same read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Image chunks as the wire reads them: bounds, formats, numbers of tokens. Nothing is decoded here."""
+"""Image chunks on the wire: bounds, formats, numbers of tokens, without decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinsmith.wire.training import pass_of
 
 
 def header_only(width: int, height: int) -> bytes:
-    """A PNG file of a few bytes that says to be of this size."""
+    """A PNG file of a few bytes whose header declares this size."""
     ihdr = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
     return b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big") + ihdr + zlib.crc32(ihdr).to_bytes(4, "big")
 
@@ -63,7 +63,7 @@ def test_a_progressive_jpeg_with_metadata_has_its_size() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_no_image_within_bounds_is_refused(data: bytes, declared: str, said: str) -> None:
+def test_invalid_and_oversized_images_are_refused(data: bytes, declared: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
         check_header(data, declared, "prompt.chunks[3]")
     assert said in str(refused.value)

@@ -1,4 +1,4 @@
-"""How far numbers move in other company stays within what docs/numerics.md says; deterministic ones do not move."""
+"""Differences by batch composition stay within the bounds of docs/numerics.md; deterministic results do not differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOUNDS = {
     "float32": {"logprobs": "5e-5", "gradient": "1e-4", "weights": "1e-3", "sampled": "5e-5", "against": "1e-4"},
     "bfloat16": {"logprobs": "0.3", "gradient": "0.05", "weights": "0.05", "sampled": "0.3", "against": "0.3"},
 }
-"""As the document writes them."""
+"""Labels of the document."""
 
 TITLES = {
     "logprobs": "logprobs in training",
@@ -39,7 +39,7 @@ TITLES = {
 
 @pytest.fixture(scope="module")
 def invariance() -> Iterator[ModuleType]:
-    """The benchmark, made small."""
+    """The benchmark with small sizes."""
     sys.path.insert(0, str(BENCHMARKS))
     module = importlib.import_module("invariance")
     module.LENGTHS, module.TENANTS, module.STEPS = (12, 40, 3, 24), 3, 5
@@ -70,7 +70,7 @@ def test_numbers_move_no_further_than_the_document_says(invariance: ModuleType, 
             assert row[name] < bounds[name], row
     for row in sampling:
         assert row["logprobs"] < bounds["against" if row["way"] == "against training" else "sampled"], row
-    # Were nothing to move, the ways would be one way.
+    # Without differences, the cases would not differ.
     assert max(row["gradient"] for row in training) > 0
 
 
@@ -85,7 +85,7 @@ def test_the_document_has_the_bounds() -> None:
 def test_deterministic_numbers_do_not_move(invariance: ModuleType, small: ModelShape, dtype: str) -> None:
     training, sampling = rows_of(invariance, small, dtype, "on")
     for row in training:
-        if row["way"] == "reordered":  # the order of one's own data is one's own
+        if row["way"] == "reordered":  # the order of a request's own data may matter
             assert row["logprobs"] == 0 and row["gradient"] < 1e-2
         else:
             assert row["logprobs"] == row["gradient"] == row["weights"] == 0, row

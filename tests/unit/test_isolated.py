@@ -1,4 +1,5 @@
-"""`scripts/isolated`, under which every test and the demo run: private directories, no writes elsewhere, no strays."""
+"""`scripts/isolated`, under which every test and the demo run: private directories, no writes elsewhere, no remaining
+processes."""
 
 from __future__ import annotations
 

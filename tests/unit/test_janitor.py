@@ -1,4 +1,4 @@
-"""The janitor: who is closed, what is told to unload, which files go."""
+"""The janitor: sessions it closes, models it unloads, files it deletes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_nex
     assert unloads(db) == [f"{session_id}:train:0:unload"]
 
 
-def test_a_negative_timeout_closes_nobody(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_a_negative_timeout_closes_no_session(db: Database, parts: SweptParts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     janitor_of(parts, tmp_path, session_timeout_s=-1.0).sweep()
     assert parts.sessions.get(TENANT, session_id).state == "active"
@@ -203,7 +203,7 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
         assert {path.name for path in (tmp_path / name).iterdir()} == names
 
 
-def test_what_a_closed_session_used_outlives_its_results(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: SweptParts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     fields = {"tenant_id": TENANT, "session_id": session_id, "base_model": "base", "kind": "forward", "num_tokens": 7}
     request_id = parts.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_what_a_closed_session_used_outlives_its_results(db: Database, parts: Sw
         parts.futures.outcome(TENANT, request_id)
 
 
-def test_what_the_janitor_did_is_in_the_audit_log_once(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: SweptParts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     finished = silent_session(db, parts)
     parts.sessions.finish(TENANT, finished, "success")

@@ -1,4 +1,4 @@
-"""Who follows a bulk job reads the database when the job changes, and hardly ever while it does not."""
+"""Followers of a bulk job read the database when the job changes, and rarely otherwise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def running(directory: Path) -> AsyncIterator[Services]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The jobs that were read, in order."""
+    """Record the jobs that are read, in order."""
     found: list[int] = []
     find = BatchJobs.find
 

@@ -33,7 +33,7 @@ def _request(
     scored: int | None = 0,
     scope: str = "",
 ) -> Request:
-    """`scored` counts the prompt's last tokens whose logprobs are wanted; None: of all."""
+    """`scored` is the number of last prompt tokens with logprobs; None means all."""
     params = SamplingParams(max_tokens=max_new)
     last_n = min(scored, len(prompt) - 1) if scored else None
     wants = scored is None or (last_n is not None and last_n > 0)
@@ -113,7 +113,7 @@ class _Shadow:
         for position in range(stop):
             held = self.slots[sequence.blocks[position // BLOCK], position % BLOCK]
             assert held == tokens[: position + 2]
-        # A mask does not hide a stale NaN: what is allocated and not yet written must be zero.
+        # A mask does not hide a stale NaN, so allocated slots that are not yet written must be zero.
         for position in range(stop, len(sequence.blocks) * BLOCK):
             assert not self.slots.get((sequence.blocks[position // BLOCK], position % BLOCK))
 
@@ -165,7 +165,7 @@ actions = st.lists(
 
 @examples(150)
 @given(actions=actions, max_blocks=st.integers(8, 30), max_sequences=st.integers(1, 6), max_tokens=st.integers(1, 20))
-def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_leaks(
+def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
     actions: list[tuple[str, tuple[int, ...] | int]], max_blocks: int, max_sequences: int, max_tokens: int
 ):
     batcher = _batcher(max_blocks, max_sequences=max_sequences, max_tokens=max_tokens)
@@ -339,7 +339,7 @@ def test_when_memory_runs_out_the_youngest_waits_and_everyone_finishes():
     assert shadow.batcher.pool.num_live == 0
 
 
-def test_nobody_overtakes_a_prompt_that_waits_for_memory():
+def test_no_request_overtakes_a_prompt_that_waits_for_memory():
     shadow = _Shadow(_batcher(10, max_tokens=64))
     weights = Weights(None, 0)
     shadow.submit(_request([1] * 20, number=0, max_new=6, weights=weights))
@@ -524,7 +524,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
     new_k, new_v = (
         torch.cat([x[start:] for x, (start, _) in zip(full, sizes, strict=True)]) for full in (full_k, full_v)
     )
-    for _ in range(2):  # a second layer of the same step finds the masks made
+    for _ in range(2):  # a second layer of the same step reuses the masks
         out_THD = plan.attend(3, q_THD, new_k, new_v, scale=0.3, window=window, softcap=softcap)
 
     row = 0

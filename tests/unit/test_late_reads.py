@@ -1,7 +1,6 @@
-"""Tokens that are read while the next step runs: the answers are, bit by bit, those of a sampler that reads at once.
-
-A batch may have one more row then. The model computes in float64, so that the shape of a batch changes no bit of a
-float32; only transformers' delta net computes in float32 whatever it is given.
+"""A sampler that reads tokens while the next step runs gives the same answers, bit by bit, as one that reads at once.
+Its batches may have one more row. The model computes in float64, so that the shape of a batch changes no bit of a
+float32; only transformers' delta net always computes in float32.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
 
 @dataclass
 class Found:
-    """What a sampler gave: outcomes by request, tokens in the order of their streams, and who was cancelled in time."""
+    """A sampler's outcomes by request, its streamed tokens in order, and the requests cancelled in time."""
 
     outcomes: dict[str, SampleResult | UserError] = field(default_factory=dict)
     partials: list[Partial] = field(default_factory=list)
@@ -74,7 +73,7 @@ class Found:
 
 
 def crowd(rng: np.random.Generator, num: int, versions: list[str | None], *, needy: bool) -> list[Sample]:
-    """Requests that end at different steps, by length, token or text; several share the beginning of their prompts."""
+    """Requests that end at different steps, by length, token or text; several share a prompt prefix."""
     samples = []
     for number in range(num):
         prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])

@@ -1,4 +1,4 @@
-"""The local sampler on tiny random models, against transformers' own forward and against itself alone."""
+"""The local sampler on tiny random models, against transformers' forward and against unbatched sampling."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tinsmith.types import Sample, SampleResult, SamplingParams
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss", "qwen3_5")
 BOUNDS = dict.fromkeys(ARCHS, 2e-5) | {"qwen3_5": 2e-4}
-"""Of logprobs in other company. A delta net divides keys, queries and outputs by their length, which may be small: its
-float32 logprobs differ from those of float64 by up to 3e-4 in one of 3,600 positions here.
+"""Bounds on logprobs by batch composition. A delta net divides keys, queries and outputs by their norm, which may be
+small: its float32 logprobs differ from float64 by up to 3e-4 in one of 3,600 positions here.
 """
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, stop_eos=False)
 
@@ -133,7 +133,7 @@ def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
 
 
 def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> list[Sample]:
-    """Requests of all kinds; several share the beginning of their prompts."""
+    """Requests of all kinds; several share a prompt prefix."""
     samples = []
     for number in range(num):
         prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])
@@ -177,7 +177,7 @@ def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str,
     max_sequences=st.sampled_from([1, 3, 64]),
     num_blocks=st.sampled_from([None, 60]),
 )
-def test_neither_company_nor_chunks_nor_memory_change_an_answer(
+def test_batches_chunks_and_memory_do_not_change_an_answer(
     bases: dict[str, BaseModel],
     arch: str,
     seed: int,
@@ -339,7 +339,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again_and_answers_the_same(bases
 
 
 def test_layers_with_a_state_share_a_beginning_from_the_third_prompt_on(bases: dict[str, BaseModel]):
-    """The second finds out where the first went its own way, and leaves its state there."""
+    """The second prompt finds the end of the common prefix, and stores a state there."""
     base = bases["qwen3_5"]
     sampler, shared = LocalSampler(base, {}, options=SamplerOptions(block_size=4)), make_prompt(22)
     prompts = [np.concatenate([shared, make_prompt(9, seed)]) for seed in range(4)]
@@ -396,7 +396,7 @@ def _poisoned(base: BaseModel, value: float) -> Adapter:
 def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[str, BaseModel], arch: str, value: float):
     base = bases[arch]
     versions = {"good": make_adapter(base, 1), "bad": _poisoned(base, value)}
-    # 20 blocks: the poisoned blocks are handed on to the others.
+    # 20 blocks: the other requests reuse the poisoned blocks.
     num_bytes = 80 * LocalSampler(base, {})._cache.token_bytes + 16 * state_bytes(probe_layers(base))
     options = SamplerOptions(block_size=4, kv_cache_bytes=num_bytes, max_tokens_per_step=16)
     sampler = LocalSampler(base, versions, options=options)

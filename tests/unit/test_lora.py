@@ -1,4 +1,4 @@
-"""Adapters and the linear that carries many of them, against PEFT and plain float64."""
+"""Adapters and the multi-adapter linear, against PEFT and plain float64."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def adapter(rank: int, target: Target, seed: int, alpha: float = 32.0) -> Adapte
     st.booleans(),
     st.integers(0, 2**32 - 1),
 )
-def test_each_row_meets_its_own_adapter_only(parts: list[tuple[int, int]], bias: bool, seed: int) -> None:
+def test_each_row_uses_its_own_adapter_only(parts: list[tuple[int, int]], bias: bool, seed: int) -> None:
     target = Target("x", "mlp", 6, 10)
     alphas = {1: 32.0, 2: 32.0, 5: 3.5, 16: 80.0}
     owners = [adapter(rank, target, rank, alpha) for rank, alpha in alphas.items()]
-    owners.append(adapter(2, target, 9, alpha=7.0))  # of the layout of another, and not of its scale
+    owners.append(adapter(2, target, 9, alpha=7.0))  # with the layout of another, but not its scale
     generator = torch.Generator().manual_seed(seed)
     linear = nn.Linear(6, 10, bias=bias).requires_grad_(False)
     context = ForwardContext()
@@ -121,7 +121,7 @@ def test_a_is_uniform_as_in_peft_and_b_is_zero() -> None:
     assert float(a.std()) == pytest.approx(0.1 / 3**0.5, rel=0.03) and not b.any()
 
 
-def test_a_seed_fixes_every_matrix_whatever_else_is_created(qwen: ModelShape) -> None:
+def test_a_seed_determines_every_matrix(qwen: ModelShape) -> None:
     first, second = TorchBackend(qwen, device="cpu"), TorchBackend(qwen, device="cpu")
     first.create_model("a", LoraSpec(4, seed=7))
     second.create_model("noise", LoraSpec(4))
@@ -172,7 +172,7 @@ def test_an_adapter_on_a_tied_unembedding_leaves_the_embeddings_alone(qwen: Mode
 
 
 def peft_model(shape: ModelShape, backend: TorchBackend, model_id: str) -> nn.Module:
-    """PEFT's own model with the weights that the backend starts from."""
+    """PEFT's own model with the backend's initial weights."""
     import peft
     from transformers import AutoModelForCausalLM
 

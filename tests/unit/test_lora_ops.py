@@ -1,4 +1,4 @@
-"""What adapters add to linears that read the same rows, and its gradients, against plain products in float64."""
+"""Adapters' contributions to linears with the same input, and their gradients, against plain products in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinsmith.types import LoraSpec
 
 
 def make(sizes: tuple[int, tuple[int, ...]], rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Adapter:
-    """An adapter of random numbers on linears of so many inputs and each of these outputs."""
+    """A random adapter on linears with this number of inputs and each of these numbers of outputs."""
     layout = Layout.of(rank, [Target(f"x{i}", "mlp", sizes[0], outputs) for i, outputs in enumerate(sizes[1])])
     flat_P = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed)).mul_(0.1)
     return Adapter(LoraSpec(rank), layout, flat_P, dtype)

@@ -100,7 +100,7 @@ def test_good_passes_are_admitted() -> None:
     for name in LOSSES.keys() - {"cross_entropy", "custom"}:
         check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)
     check_pass(pass_of(policy()), SHAPE)  # cross_entropy without weights: every target counts once
-    # A datum may carry inputs of other losses, whatever they hold.
+    # A datum may carry inputs of other losses, with any content.
     check_pass(pass_of(policy(weights=np.array([np.nan], F32)), loss_fn="dro"), SHAPE)
 
 
@@ -175,7 +175,7 @@ REFUSED: list[tuple[Pass, str]] = [
 
 
 @pytest.mark.parametrize(("bad", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
-def test_what_cannot_be_computed_is_refused_by_name(bad: Pass, message: str) -> None:
+def test_invalid_loss_inputs_are_refused_by_name(bad: Pass, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         check_pass(bad, SHAPE)
 

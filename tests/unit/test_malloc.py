@@ -1,4 +1,4 @@
-"""What was freed goes back to the system."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinsmith.runtime.malloc import importing
 
 SCRIPT = """
 from pathlib import Path
-from tinsmith.runtime.malloc import give_back
+from tinsmith.runtime.malloc import trim
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -23,7 +23,7 @@ blocks = [b"x" * 60_000 for _ in range(2000)]
 last = blocks[-1]  # nothing below it can go by itself
 del blocks
 kept = resident()
-assert give_back()
+assert trim()
 print(kept - resident(), len(last))
 """
 
@@ -41,6 +41,6 @@ def test_nothing_is_looked_for_while_modules_are_imported() -> None:
         assert not gc.isenabled()
         with importing():
             pass
-        assert not gc.isenabled()  # the inner one leaves it as it was
+        assert not gc.isenabled()  # the inner one does not change it
         raise ImportError
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""One budget for a device: training and sampling make room for each other, and come to the same results as without."""
+"""One memory budget per device: training and sampling evict for each other without changing results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
     assert (memory.take_peak(), memory.take_peak()) == (35, 0)
 
 
-def test_what_cannot_be_had_is_refused_with_who_has_what() -> None:
+def test_a_shortage_is_refused_with_the_holders_of_memory() -> None:
     memory = manager_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
     with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
         with memory.reserved(11 * 2**20):
@@ -131,7 +131,7 @@ def test_without_a_budget_nothing_is_evicted_and_everything_is_counted() -> None
 @examples(60)
 @given(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), max_size=12), st.integers(0, 5))
 def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bool]], spare: int) -> None:
-    """Chains of blocks, some of them known by key, some of them given back."""
+    """Chains of blocks, some registered by key, some released."""
     pool = BlockPool(max_blocks=100, initial_blocks=4)
     live: dict[int, list[int]] = {}
     keys: dict[bytes, int] = {}
@@ -216,12 +216,12 @@ def passes_of(model_id: str, step: int, lengths: tuple[int, ...] = (256, 256, 20
 
 
 def open_backend(shape: ModelShape, **options: object) -> TorchBackend:
-    """With few logits at a time, so that activations are what a step takes."""
+    """Compute few logits at a time, so that activations dominate a step's memory."""
     return TorchBackend(shape, device="cpu", logits_chunk=16, **options)  # pyright: ignore[reportArgumentType]
 
 
 class Run:
-    """Two steps of training, with samples of the newest version running all the while."""
+    """Two training steps, with samples of the newest version running throughout."""
 
     def __init__(self, shape: ModelShape, **options: object) -> None:
         self.backend = open_backend(shape, **options)
@@ -437,10 +437,10 @@ def test_a_gpu_is_checked_by_the_memory_that_is_free_on_it(shape: ModelShape, mo
         with pytest.raises(SettingsError, match=r"it has 1\.0 GiB"):
             check_fit(Settings(device=device), shape)
     assert asked == [0, "cuda:3"]
-    check_fit(Settings(sampler="vllm", sampler_shares_device=True), shape)  # vLLM has the rest, and gives it back
+    check_fit(Settings(sampler="vllm", sampler_shares_device=True), shape)  # vLLM holds the rest, and releases it
 
 
-# How an engine divides a model over the GPUs of its machine.
+# An engine's parallel degrees on the GPUs of its machine.
 
 GIB = 2**30
 
@@ -464,7 +464,7 @@ def test_an_engine_without_degrees_takes_the_plans_for_the_free_memory_and_says_
     (told,) = logs
     assert told["layout"] == "data parallel 4 x tensor parallel 1" and told["devices"] == 4
     assert told["free"] == "3.0 GiB" and "trains a share of each step's sequences" in told["reason"]
-    # A larger model: what fits into the total does not fit into what is free, and is divided.
+    # A larger model fits the total memory but not the free memory, and is sharded.
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "head_dim": 128}
     config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 36, "vocab_size": 151936}
     config |= {"intermediate_size": 12288, "torch_dtype": "bfloat16", "max_position_embeddings": 40960}
@@ -506,7 +506,7 @@ def test_given_degrees_and_shared_machines_are_left_as_they_are(
 
 
 def test_the_free_memory_of_each_gpu_is_asked_by_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no CUDA context stays on devices of other ranks. The child's torch is one that says what it is to."""
+    """A child avoids CUDA contexts on devices of other ranks. Its torch is a stub."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: pytest.fail("asked in the engine's own process"))
@@ -522,7 +522,7 @@ def test_the_free_memory_of_each_gpu_is_asked_by_a_child(tmp_path: Path, monkeyp
 
 @pytest.fixture(scope="module")
 def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """nano, whose base takes 25 MB with the copy for decoding."""
+    """nano with a small budget; its base takes 25 MB with the copy for decoding."""
     budget = {"MEMORY_BUDGET": "160MiB"}
     with serving(tmp_path_factory.mktemp("squeezed"), settings=budget) as server:
         yield server.url
@@ -546,7 +546,7 @@ def test_a_client_trains_and_samples_under_a_budget(squeezed: str) -> None:
             stepped.result()
             assert len(answer.result().sequences) == 4
         assert losses[-1] < losses[0]
-        # An engine says once a second what it holds, and the most that activations had since it last did.
+        # An engine reports its memory once a second, with the peak of activations since the last report.
         told = ("base", "models", "kv_cache", "activations")
         for _ in range(200):
             held = memory_of(squeezed)

@@ -34,7 +34,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that shares its unembedding with its embedding, and one that does not."""
+    """Models with tied and untied embeddings."""
     directory = tmp_path_factory.mktemp(request.param)
     tiny_models.make(directory, request.param)
     return directory
@@ -54,7 +54,7 @@ def made(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def adapter(made: Path, tmp_path: Path) -> Path:
-    """An adapter that can be spoilt."""
+    """A fresh copy of an adapter."""
     return Path(shutil.copytree(made, tmp_path / "adapter"))
 
 
@@ -104,7 +104,7 @@ def test_a_large_model_is_written_in_shards(llama: Path, adapter: Path, tmp_path
     close(peft_adapters.logits(merged.path), peft_adapters.logits(llama, adapter))
     assert seen[-1][0] == seen[-1][1] == len(index["weight_map"])
     again = merging.merge(merged.path, adapter, tmp_path / "twice")
-    assert again.shards == 1  # what was sharded is read as well
+    assert again.shards == 1  # shards are read as well
     assert not torch.allclose(peft_adapters.logits(again.path), peft_adapters.logits(merged.path), atol=1e-2)
 
 
@@ -154,7 +154,7 @@ def test_the_embedding_stays_where_the_unembedding_was_shared(tmp_path: Path) ->
 
 
 def test_an_unembedding_that_was_trained_in_full_is_refused(llama: Path, tmp_path: Path) -> None:
-    """PEFT puts the base's own beside an adapter of it; what differs from the base would be lost."""
+    """PEFT saves the base's weights beside an adapter of it; changes of the base would be lost."""
     adapter = peft_adapters.make(llama, tmp_path / "adapter", target_modules=["lm_head"])
     tensors = load_file(adapter / "adapter_model.safetensors")
     (copy,) = [name for name in tensors if "lora" not in name]
@@ -190,7 +190,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_had_is_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, what: str) -> None:
+def test_unsupported_merges_are_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, what: str) -> None:
     values, words = REFUSED[what]
     changed(adapter, **values)
     with pytest.raises(UserError, match=words):
@@ -284,8 +284,8 @@ def test_numbers_that_are_not_finite_are_refused(llama: Path, adapter: Path, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
-def test_what_is_said_of_adapters_twice_agrees() -> None:
-    """Engines read adapters themselves; they load torch, and the server does not."""
+def test_both_readers_of_adapters_agree() -> None:
+    """Engines have a separate reader, since they load torch and the server does not."""
     assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
     assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)
     assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}

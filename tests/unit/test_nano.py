@@ -23,7 +23,7 @@ CONVERSATION = [
     {"role": "user", "content": "Say banana in pig latin."},
 ]
 ANSWER = {"role": "assistant", "content": "anana-bay"}
-# What the cookbook's `qwen3` renderer writes for the two, and its `role_colon`.
+# The cookbook's `qwen3` rendering of the two messages, and its `role_colon` rendering.
 CHATML = (
     "<|im_start|>user\nWhat is 4 + 5?<|im_end|>\n<|im_start|>assistant\n9<|im_end|>\n"
     "<|im_start|>user\nSay banana in pig latin.<|im_end|>\n<|im_start|>assistant\n"
@@ -64,7 +64,7 @@ def test_markup_is_single_tokens_in_text_and_in_message_content() -> None:
     loaded = load_tokenizer()
     for token in (*tokenizer.CONTROL_TOKENS, *tokenizer.MARKUP_TOKENS):
         assert len(loaded.encode(token)) == 1
-    # The cookbook encodes message content with special tokens taken literally.
+    # The cookbook encodes special tokens in message content as plain text.
     content = copy.deepcopy(loaded.backend_tokenizer)
     content.encode_special_tokens = True
     assert len(content.encode("<think></think>").ids) == 2

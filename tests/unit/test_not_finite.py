@@ -1,4 +1,4 @@
-"""One tenant's infinities in a step that others share: they stay its own, and it is told."""
+"""Infinities of one tenant in a shared step do not affect others, and the tenant receives an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backend_of(shape: ModelShape, optimizer_type: str = "adamw") -> TorchBackend
 
 
 def passes_of(oracle: Reference, loss_fn: str) -> dict[str, Pass]:
-    """What three tenants send; the lengths are alike, so that rows of different tenants share every product."""
+    """The passes of three tenants, with equal lengths, so that rows of different tenants share every product."""
     rng = np.random.default_rng(3)
     data = {name: [sft(rng, length) for length in LENGTHS] for name in NEIGHBOURS}
     culprit = [sft(rng, length) if loss_fn == "cross_entropy" else rl(rng, length, oracle) for length in LENGTHS]
@@ -56,7 +56,7 @@ def passes_of(oracle: Reference, loss_fn: str) -> dict[str, Pass]:
 
 
 def poisoned(pass_: Pass, name: str, value: float) -> Pass:
-    """The same with one input of its last datum changed."""
+    """The passes with one input of the last datum changed."""
     last = pass_.data[-1]
     array = np.array(last.inputs[name])
     array[-4:] = value
@@ -72,7 +72,7 @@ def state(backend: TorchBackend, name: str) -> list[Tensor]:
 def seen_by_neighbours(
     backend: TorchBackend, passes: dict[str, Pass], steps: dict[str, AdamParams | DimuonParams]
 ) -> tuple[list[Tensor], PassResult | UserError | None, object]:
-    """Two packed steps of everyone: all that the neighbours are told and have; and what the culprit was told."""
+    """Two packed steps of all tenants: the neighbours' results and state, and the poisoned tenant's results."""
     seen: list[Tensor] = []
     told: PassResult | UserError | None = None
     stepped: object = None
@@ -165,9 +165,7 @@ def test_a_rate_that_is_not_finite_is_refused_and_keeps_the_gradient(
     assert torch.equal(weights(backend, "culprit"), before) and backend._models["culprit"].gradient_P is not None
 
 
-def test_a_rate_that_makes_weights_overflow_harms_only_whoever_asked_for_it(
-    shape: ModelShape, oracle: Reference
-) -> None:
+def test_an_overflowing_learning_rate_affects_only_its_own_model(shape: ModelShape, oracle: Reference) -> None:
     passes = passes_of(oracle, "cross_entropy")
     steps: dict[str, AdamParams | DimuonParams] = dict.fromkeys(passes, STEP)
     expected, _, _ = seen_by_neighbours(backend_of(shape), passes, steps)
@@ -184,7 +182,7 @@ def test_a_rate_that_makes_weights_overflow_harms_only_whoever_asked_for_it(
 def test_a_gradient_whose_square_overflows_is_refused(
     shape: ModelShape, oracle: Reference, optimizer_type: str
 ) -> None:
-    """Adam's second moment would be infinite from then on, and the weight would never move again."""
+    """Otherwise Adam's second moment would stay infinite, and the weight would not change any more."""
     params = STEP if optimizer_type == "adamw" else DimuonParams(1e-2)
     passes = passes_of(oracle, "cross_entropy")
     steps: dict[str, AdamParams | DimuonParams] = {"left": STEP, "culprit": params, "right": STEP}

@@ -1,4 +1,4 @@
-"""Whose run and whose request it is: claims that nobody else gets, rows that nobody else sees, who gets new ones."""
+"""Owners of runs and requests: exclusive claims, visibility, and assignment of new runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_sample_that_was_given_away_is_that_processes_alone(db: Database, one:
     assert seen(two) == [(of_base, False)]
 
 
-def test_a_sample_of_a_run_that_was_unloaded_is_whoevers(db: Database, one: Ownership, two: Ownership) -> None:
+def test_a_sample_of_an_unloaded_run_can_be_claimed_by_any_engine(db: Database, one: Ownership, two: Ownership) -> None:
     make_run(db, engine_id="engine-one")
     SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
     with db.write() as connection:
@@ -107,7 +107,7 @@ def test_a_sample_of_a_run_that_was_unloaded_is_whoevers(db: Database, one: Owne
     assert two.claim([asked]) == {asked}
 
 
-def test_what_is_settled_or_of_another_base_is_nobodys_to_claim(db: Database, one: Ownership) -> None:
+def test_settled_requests_and_those_of_other_bases_are_not_claimed(db: Database, one: Ownership) -> None:
     done, other = step(db, make_run(db), 1), step(db, RUN, 2)
     Futures(db).settle([Settlement(done, b"{}")], {RUN: 1})
     assert seen(one) == [(other, True)]
@@ -124,7 +124,7 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
         mine = Database(database_url)
         ownership = Ownership(mine, BASE, name)
         got: set[str] = set()
-        for _ in range(5):  # what another was claiming at that moment is free or its own at the next look
+        for _ in range(5):  # a row that another engine was claiming is free or owned at the next poll
             got |= ownership.claim(order)
         claimed[name] = got
         mine.close()
@@ -147,7 +147,7 @@ def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
     assert all(fewer[run] == engine for run, engine in chosen.items() if engine != "c")
 
 
-# Who gets new work.
+# Assignment of new work.
 
 
 def made_ready(engines: Engines, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Packing: what shares a step, and attention that never looks across sequences."""
+"""Packing: the composition of steps, and attention that is confined to sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def example(owner: Adapter, pass_index: int, datum_index: int, length: int) -> E
 )
 def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[int, int, int]], budget: int) -> None:
     owners = [adapter() for _ in range(4)]
-    # A pass belongs to one model, so its number is made of both.
+    # A pass belongs to one model, so its index is derived from both.
     examples = [example(owners[o], 3 * o + p, i, n) for i, (o, p, n) in enumerate(items)]
     batches = pack(examples, budget)
     packed = [e for batch in batches for e in batch.examples]
@@ -93,7 +93,7 @@ def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, 
         own = [x[rows].clone().requires_grad_() for x in (q, k, v)]
         expected = reference(*own, window, softcap, sinks)
         expected.backward(grad[rows])
-        # The plain path works its softmax in float32.
+        # The plain path computes its softmax in float32.
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(out[rows], expected, **tolerance)
         for leaf, alone in zip(leaves, own, strict=True):
@@ -147,7 +147,7 @@ def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
         (out.detach(), *(x.grad for x in leaves)), (wide.detach(), *(x.grad for x in exact)), strict=True
     ):
         assert found is not None and expected is not None
-        # Where the true gradient is nearly nothing, what is left is rounding of the size of the output's gradient.
+        # Where the true gradient is nearly zero, the rest is rounding of the output gradient's magnitude.
         assert float((found.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
 
 

@@ -1,4 +1,4 @@
-"""Linears that carry an adapter for each of several parts, in files: Tinker's names, PEFT's one adapter, and back."""
+"""Files of linears with an adapter for each of several parts: Tinker's names, PEFT's single adapter, and back."""
 
 from __future__ import annotations
 

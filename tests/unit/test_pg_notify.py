@@ -1,4 +1,4 @@
-"""Wake-ups through Postgres: with the commit and not before, whatever their size, across broken connections."""
+"""Wake-ups through Postgres: sent with the commit, of any size, and across broken connections."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_a_wake_up_comes_with_the_commit_and_not_before(db: Database, mailbox: P
     assert not mailbox.wait(0.0) and mailbox.drain() == set()
 
 
-def test_what_is_not_committed_wakes_nobody(db: Database, mailbox: PostgresMailbox) -> None:
+def test_uncommitted_wake_ups_are_not_sent(db: Database, mailbox: PostgresMailbox) -> None:
     with pytest.raises(RuntimeError), db.write() as connection:
         db.notify(connection, "server", ["a"])
         raise RuntimeError
     assert not mailbox.wait(0.2)
 
 
-def test_ids_arrive_whole_however_many(db: Database, mailbox: PostgresMailbox) -> None:
+def test_any_number_of_ids_arrives(db: Database, mailbox: PostgresMailbox) -> None:
     ids = {f"{'x' * 100}:{index}" for index in range(2000)}
     assert len("\n".join(ids)) > 20 * MAX_NOTIFY_BYTES
     with db.write() as connection:
@@ -152,7 +152,7 @@ def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tm
 
 
 class _Slow(Database):
-    """Commits a submission when it is told to."""
+    """Commits a submission on request."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -181,7 +181,7 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
     while second not in bench.engine._queues.known and time.monotonic() < deadline:
         bench.engine.turn(0.1)
     assert second in bench.engine._queues.known and bench.outcome(second) is None, "it waits for the first"
-    bench.engine._next_check = time.monotonic() + 60  # no slow poll helps
+    bench.engine._next_check = time.monotonic() + 60  # without the slow poll
     slow.go.set()
     thread.join()
     deadline = time.monotonic() + SOON_S + 5

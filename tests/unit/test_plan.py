@@ -1,4 +1,4 @@
-"""The plan counts the numbers of transformers' models and predicts measured memory; its choices have reasons."""
+"""The plan counts parameters as transformers' models do and predicts measured memory; its choices have reasons."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
-from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, evaluate, needs_of, problem_of
+from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, evaluate, needs_of, problem_of
 from tinsmith.plan.speed import DEVICES, Work, step_time, token_s
 
 GPU = 80 * 10**9
 REFUSED = {"gemma4_text", "mimo_v2_flash"}
-"""Their layers have heads of different sizes."""
+"""Models whose layers have different head sizes."""
 
 MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
 
@@ -55,7 +55,7 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
     assert model.num_parameters == counted_by_transformers(dict(one.config))
     assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
     if one.active is not None:
-        # What OpenAI publishes leaves out the embeddings.
+        # OpenAI's published sizes omit the embeddings.
         left_out = model.embedding_numbers if model.model_type == "gpt_oss" else 0
         assert (model.num_active - left_out) / 1e9 == pytest.approx(one.active, rel=0.02)
     else:
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path)
 
 
-def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
+def test_the_plans_micro_batches_are_the_backends() -> None:
     assert memory.MICRO_BATCH == backend.MAX_TOKENS
     assert memory.LOGITS == backend.CHUNK_NUMBERS
     assert (memory.MIN_CHUNK_ROWS, memory.MAX_CHUNK_ROWS) == (backend.MIN_CHUNK_ROWS, backend.MAX_CHUNK_ROWS)
@@ -165,7 +165,7 @@ def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
 
 @pytest.mark.extended
 def test_measured_peaks_are_within_the_factor() -> None:
-    # Memory that was freed goes back at once, so that the resident set is what is held.
+    # Freed memory is returned at once, so that the resident set is the allocated memory.
     at_once = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     words, environment = [sys.executable, str(MEASURED)], {**os.environ, **at_once}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -181,33 +181,33 @@ def test_measured_peaks_are_within_the_factor() -> None:
 
 
 def test_a_small_model_is_on_every_device() -> None:
-    plan = choose(known("Llama-3.1-8B"), Wanted(8, GPU))
+    plan = choose(known("Llama-3.1-8B"), Workload(8, GPU))
     assert (plan.degrees, plan.mode) == (Degrees(8), "kept")
     assert "holds the whole base (15.0 GiB)" in " ".join(plan.words)
 
 
 def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed() -> None:
-    plan = choose(known("Llama-3.1-70B"), Wanted(8, GPU))
+    plan = choose(known("Llama-3.1-70B"), Workload(8, GPU))
     assert plan.degrees == Degrees(2, 4)
     assert evaluate(plan.model, plan.wanted, Degrees(4, 2)).mode not in ("kept", "recomputed")
 
 
 def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
-    # Of 28 query and 4 key heads, no tensor parallel of 3 and 6 does.
+    # 28 query and 4 key heads cannot be divided by 3 or 6.
     model = known("Qwen2.5-7B")
-    plan = choose(model, Wanted(3, 16 * 10**9, rank=8, context=2048))
+    plan = choose(model, Workload(3, 16 * 10**9, rank=8, context=2048))
     assert plan.degrees == Degrees(3, 1, shard_base=True)
     assert plan.fits and "does not divide" in " ".join(plan.words)
 
 
 def test_taking_turns_is_the_last_resort_of_one_device() -> None:
-    plan = choose(known("Gemma-3-27B (text)"), Wanted(1, GPU))
+    plan = choose(known("Gemma-3-27B (text)"), Workload(1, GPU))
     assert plan.mode == "in turns"
     assert plan.needs.total("recomputed") > GPU >= plan.needs.total("in turns")
 
 
-def test_what_does_not_fit_says_by_how_much_and_how_many_devices_would_do() -> None:
-    plan = choose(known("Qwen3-32B"), Wanted(1, GPU))
+def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> None:
+    plan = choose(known("Qwen3-32B"), Workload(1, GPU))
     words = " ".join(plan.words)
     assert not plan.fits and plan.missing_bytes > 0
     assert f"lacks {plan.missing_bytes / 2**30:.1f} GiB" in words and "It fits on 2 such devices" in words
@@ -215,7 +215,7 @@ def test_what_does_not_fit_says_by_how_much_and_how_many_devices_would_do() -> N
 
 
 def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> None:
-    plan = choose(known("Llama-3.2-1B"), Wanted(1, 8 * 2**30, context=131072))
+    plan = choose(known("Llama-3.2-1B"), Workload(1, 8 * 2**30, context=131072))
     assert not plan.fits and "It fits on 8 such devices: data parallel 1 x context parallel 8" in plan.words[-1]
     split = choose(plan.model, replace(plan.wanted, devices=8))
     assert (
@@ -238,7 +238,7 @@ def test_every_rank_is_in_one_group_of_each_kind() -> None:
 
 
 def test_sequences_are_split_only_where_nothing_else_fits() -> None:
-    wanted = Wanted(8, GPU, context=131072)
+    wanted = Workload(8, GPU, context=131072)
     assert choose(known("Llama-3.1-8B"), wanted).degrees == Degrees(2, 4)
     assert choose(known("Llama-3.1-70B"), wanted).degrees == Degrees(1, 1, shard_base=True, context=8)
 
@@ -247,12 +247,12 @@ def test_layers_that_keep_a_state_are_not_split_by_tokens() -> None:
     model = replace(known("Llama-3.2-1B"), state_numbers=100)
     problem = problem_of(model, Degrees(context=2))
     assert problem == "context parallel 2: llama has layers that keep a state, which is not split"
-    plan = choose(model, Wanted(1, 8 * 2**30, context=131072))
+    plan = choose(model, Workload(1, 8 * 2**30, context=131072))
     assert "One sequence of 131072 tokens takes" in plan.words[-1] and "choose a shorter context" in plan.words[-1]
 
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:
-    plan = choose(known("DeepSeek-V3"), Wanted(8, GPU))
+    plan = choose(known("DeepSeek-V3"), Workload(8, GPU))
     assert "pipeline parallel" in plan.words[-1] and "not supported here" in plan.words[-1]
 
 
@@ -266,9 +266,9 @@ def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None
         (Degrees(1, 2, shard_base=True), "raise data parallel"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(degrees: Degrees, words: str) -> None:
+def test_impossible_degrees_are_refused_with_the_reason(degrees: Degrees, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        check(known("Llama-3.1-8B"), Wanted(8, GPU), degrees)
+        check(known("Llama-3.1-8B"), Workload(8, GPU), degrees)
 
 
 def test_key_heads_count_too() -> None:
@@ -276,17 +276,17 @@ def test_key_heads_count_too() -> None:
     assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
 
 
-def test_experts_are_sharded_and_not_cut_and_codes_are_neither() -> None:
-    plan = choose(known("Qwen3-30B-A3B"), Wanted(8, GPU))
+def test_experts_are_sharded_whole_and_quantised_weights_are_not_split() -> None:
+    plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert plan.degrees == Degrees(8, 1, shard_base=True) and "routed experts" in " ".join(plan.words)
     with pytest.raises(SettingsError, match="routed experts, which cannot be split; shard the base"):
         check(plan.model, plan.wanted, Degrees(1, 8))
     with pytest.raises(SettingsError, match="quantised"):
-        check(known("Qwen3-32B"), Wanted(8, GPU, quantize="nf4"), Degrees(4, 2))
+        check(known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
 
 
-def test_what_is_asked_for_is_taken_if_it_fits_and_refused_with_the_gap_if_not() -> None:
-    model, wanted = known("Llama-3.1-70B"), Wanted(8, GPU)
+def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() -> None:
+    model, wanted = known("Llama-3.1-70B"), Workload(8, GPU)
     plan = check(model, wanted, Degrees(1, 8))
     assert plan.fits and "Without given degrees the plan is data parallel 2 x tensor parallel 4." in plan.words
     with pytest.raises(
@@ -303,7 +303,7 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
     linears = sum(linear.numbers for linear in model.linears)
     assert whole - bytes_ == linears and bytes_ - half == pytest.approx(0.4375 * linears, rel=1e-6)
     with pytest.raises(SettingsError, match="qwen3_moe has routed experts"):
-        choose(known("Qwen3-30B-A3B"), Wanted(1, GPU, quantize="int8"))
+        choose(known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
 
 
 @given(
@@ -316,7 +316,7 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
 def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
     one: Known, devices: int, gigabytes: int, rank: int, context: int
 ) -> None:
-    wanted = Wanted(devices, gigabytes * 10**9, rank=rank, context=context)
+    wanted = Workload(devices, gigabytes * 10**9, rank=rank, context=context)
     plan, more = choose(one.model, wanted), choose(one.model, replace(wanted, memory_bytes=2 * wanted.memory_bytes))
     assert plan.degrees.devices == devices
     assert plan.degrees in candidates(one.model, devices)
@@ -327,7 +327,7 @@ def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
 
 @given(st.sampled_from(KNOWN), st.integers(1, 3), st.integers(1, 3))
 def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor: int, data: int) -> None:
-    wanted = Wanted(64, GPU)
+    wanted = Workload(64, GPU)
     few, many = (
         Degrees(2**data, 2**tensor, shard_base=True),
         Degrees(2 ** (data + 1), 2 ** (tensor + 1), shard_base=True),
@@ -337,8 +337,8 @@ def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor
     assert after.keys_and_values <= before.keys_and_values
 
 
-def test_a_plan_is_told_to_people_and_to_programs() -> None:
-    plan = choose(known("Qwen3-30B-A3B"), Wanted(8, GPU))
+def test_a_plan_is_printed_as_text_and_json() -> None:
+    plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
     assert ("frozen base model", "9.3 GiB") in list(rows(plan))
     told = json.loads(json.dumps(as_json(plan)))
@@ -346,7 +346,7 @@ def test_a_plan_is_told_to_people_and_to_programs() -> None:
     assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
 
 
-def test_the_document_is_what_the_known_models_give() -> None:
+def test_the_document_matches_the_known_models() -> None:
     assert DOCUMENT.read_text() == render(), "run scripts/write-plan"
 
 
@@ -372,7 +372,7 @@ def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp
 
 
 def test_speeds_are_those_of_the_formulas() -> None:
-    plan = choose(known("Qwen3-8B"), Wanted(1, 48 * 10**9))
+    plan = choose(known("Qwen3-8B"), Workload(1, 48 * 10**9))
     (line,) = report.speeds(plan)
     trained = 0.4 * 362e12 / (6 * plan.model.num_active)
     sampled = 0.6 * 864e9 / (2 * plan.model.num_active)
@@ -383,7 +383,7 @@ def test_speeds_are_those_of_the_formulas() -> None:
 
 def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     """By hand, for Llama-3.1-70B on four groups of two devices with NVLink."""
-    plan = evaluate(known("Llama-3.1-70B"), Wanted(8, 80 * 10**9), Degrees(4, 2))
+    plan = evaluate(known("Llama-3.1-70B"), Workload(8, 80 * 10**9), Degrees(4, 2))
     h100 = next(device for device in DEVICES if device.name == "H100 SXM")
     link, network, work = 0.7 * 450e9, 0.7 * 50e9, Work(8192)
     step = step_time(plan, h100, work)
@@ -415,7 +415,7 @@ def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
         asked.append(dtype)
         return 100e9, 20e9
 
-    small = Wanted(1, 32 * 10**9, rank=8, context=512, dtype="float32", cuda=False)
+    small = Workload(1, 32 * 10**9, rank=8, context=512, dtype="float32", cuda=False)
     plan = choose(known("Qwen3-0.6B"), small)
     assert plan.mode == "kept"
     (line,) = report.speeds(plan, measure)
@@ -457,7 +457,9 @@ def test_products_are_measured_on_this_machine() -> None:
         ("deepseek-ai/DeepSeek-V3", "--memory 80GB", "Plan for larger ones", "doctor {} --gpus 32 --memory"),
     ],
 )
-def test_what_does_not_fit_ends_with_one_command_that_does(model: str, words: str, advice: str, command: str) -> None:
+def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(
+    model: str, words: str, advice: str, command: str
+) -> None:
     flags = (model, "--gpus", "1", *words.split())
     told = json.loads(doctor(*flags, "--json").stdout)
     assert not told["fits"] and advice in told["advice"]

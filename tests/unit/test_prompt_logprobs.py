@@ -1,4 +1,4 @@
-"""What a sample says about its prompt, against transformers in float64, and that it pays only for what it asks."""
+"""Prompt logprobs against transformers in float64, and that only requested rows are computed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def base(bases: dict[str, BaseModel]) -> BaseModel:
 
 
 def _ids(rng: np.random.Generator, num_rows: int, width: int) -> np.ndarray:
-    """Ids of which about half ask for nothing, but one at least for something."""
+    """Target ids, about half of them empty, at least one not."""
     ids = np.where(rng.random((num_rows, width)) < 0.5, -1, rng.integers(0, 256, (num_rows, width)))
     ids[-1, 0] = 5
     return ids
 
 
 def _csr(ids_TK: np.ndarray, *, listed_nothings: int = 0) -> SparseRows:
-    """The cells that name a token, and the first `listed_nothings` of the others."""
+    """The cells with a token, and the first `listed_nothings` of the empty ones."""
     nothings = np.flatnonzero(ids_TK.ravel() < 0)[:listed_nothings]
     listed = ids_TK >= 0
     listed.ravel()[nothings] = True
@@ -87,7 +87,7 @@ def _check_targets(found: object, ids_TK: np.ndarray, logprobs_TV: torch.Tensor)
 
 
 def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.Tensor, logprobs_TV: torch.Tensor):
-    """Each draw is where its uniform falls in the reference's cumulative distribution, within rounding."""
+    """Each draw matches its uniform in the reference's cumulative distribution, within rounding."""
     assert found is not None
     num_rows, k = found.token_ids_Tk.shape
     assert (found.token_ids_Tk.dtype, found.logprobs_Tk.dtype) == (np.int64, np.float32)
@@ -103,7 +103,7 @@ def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.T
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_everything_at_once_is_what_transformers_says(
+def test_all_prompt_results_at_once_match_transformers(
     bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool, sparse: bool, monkeypatch
 ):
     monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * bases[arch].vocab_size)
@@ -184,7 +184,7 @@ class _Rows:
         monkeypatch.setattr(base, "next_logits", counted_logits)
 
 
-def test_the_end_of_a_known_prompt_costs_what_its_end_costs(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
+def test_scoring_the_end_of_a_cached_prompt_costs_only_its_end(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
     prompt, once = make_prompt(40), replace(HOT, max_tokens=1)
     whole = run(sampler, make_sample("whole", prompt, once, prompt_logprobs=True, topk_prompt_logprobs=3))["whole"]
@@ -246,7 +246,7 @@ def test_only_rows_that_are_asked_for_are_computed(
 
 @examples(6)
 @given(seed=st.integers(0, 10_000), max_tokens=st.sampled_from([3, 17, 512]), num_blocks=st.sampled_from([None, 60]))
-def test_neither_company_nor_chunks_nor_memory_change_what_a_prompt_says(
+def test_batches_chunks_and_memory_do_not_change_prompt_logprobs(
     bases: dict[str, BaseModel], seed: int, max_tokens: int, num_blocks: int | None
 ):
     base, rng = bases["qwen3"], np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Prompts: of the last layer only what somebody asks for is computed, and short ones attend to themselves exactly."""
+"""Prompts: the last layer computes only requested rows, and short prompts attend to themselves exactly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WANTED = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma2"])
-def test_wanted_rows_are_what_they_are_among_all(tmp_path: Path, arch: str, dtype: str) -> None:
+def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dtype: str) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype=dtype)
     adapters = [make_adapter(base, 1), None, make_adapter(base, 2, rank=8), make_adapter(base, 3), None]
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -61,12 +61,12 @@ def test_a_routing_of_some_rows_has_each_one_where_it_was(sizes: list[tuple[int,
 
 
 def _named(name: int) -> Adapter | None:
-    """What stands for an adapter, of which a routing only asks whether it is the same."""
+    """A placeholder for an adapter; a routing only compares identity."""
     return (None, cast(Adapter, "one"), cast(Adapter, "other"))[name]
 
 
 class Counting:
-    """A base model that notes of how many rows it was asked for the hidden states."""
+    """A base model that records the number of requested rows of hidden states."""
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
@@ -88,7 +88,7 @@ def test_of_a_prompt_only_the_last_row_is_asked_for_unless_it_is_scored(tmp_path
     sampler = LocalSampler(counting, versions, options=SamplerOptions(max_tokens_per_step=24))  # pyright: ignore[reportArgumentType]
     counting.asked.clear()
     run(sampler, make_sample("long", make_prompt(60), version_id="v"))
-    # Two whole pieces of which nobody asks anything, the third with its last row, then a row a token.
+    # Two whole pieces without requested rows, the third with its last row, then one row per token.
     assert counting.asked[:4] == [(24, 1), (24, 1), (12, 1), (1, 1)]
     counting.asked.clear()
     short = make_sample("short", make_prompt(20, seed=1))
@@ -143,8 +143,8 @@ def varlen(  # noqa: PLR0913 - torch's own signature
     max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
     block_table: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """What torch's documentation of `varlen_attn` promises of pages, in float64: the last rows of a sequence see the
-    keys up to their own, and those at most `window_size[0]` before it.
+    """torch's documented `varlen_attn` with pages, in float64: the last rows of a sequence see the keys up to their
+    own, and at most `window_size[0]` before it.
     """
     assert enable_gqa and window_size[1] == 0 and cu_seq_k is None
     assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}

@@ -1,4 +1,4 @@
-"""A published version and its model have the same weights until the model's change; then the version has them alone."""
+"""A published version shares its model's weights until the model changes; then only the version has them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_version_keeps_what_was_published_when_its_model_goes_on(shape: ModelS
     assert not torch.equal(trained.adapter.compute_P, published[1])
 
 
-def test_a_version_that_nobody_has_any_more_costs_no_copy(shape: ModelShape) -> None:
+def test_a_dropped_version_causes_no_copy(shape: ModelShape) -> None:
     backend = TorchBackend(shape, device="cpu")
     backend.create_model("m", LoraSpec(4))
     step(backend)

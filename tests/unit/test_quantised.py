@@ -1,4 +1,4 @@
-"""A base in fewer bits, against the same model with its weights replaced by what the bits stand for."""
+"""A quantised base model, against the same model with dequantised weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def backend_of(shape: ModelShape, **options: str) -> TorchBackend:
 
 
 def dequantised(shape: ModelShape, backend: TorchBackend, directory: Path) -> ModelShape:
-    """transformers' own model with the weights that the codes stand for, as a directory."""
+    """A directory of transformers' model with the dequantised weights."""
     model = AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.float32)
     for name, linear in backend.base.targets.items():
         model.get_submodule(name).weight = torch.nn.Parameter(linear.weight.detach().clone())
@@ -59,7 +59,7 @@ def data(seed: int = 0) -> tuple[Datum, ...]:
 
 
 def trained(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], torch.Tensor, torch.Tensor]:
-    """Logprobs of the first step, its gradient, and the weights after the last."""
+    """Logprobs and gradient of the first step, and the weights after the last."""
     logprobs: list[np.ndarray] = []
     gradient = torch.empty(0)
     for step in range(steps):
@@ -77,7 +77,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_training_over_codes_is_training_over_what_they_stand_for(shape: ModelShape, kind: str, tmp_path: Path) -> None:
+def test_training_over_codes_equals_training_over_dequantised_weights(
+    shape: ModelShape, kind: str, tmp_path: Path
+) -> None:
     backend = backend_of(shape, quantize=kind)
     oracle = backend_of(dequantised(shape, backend, tmp_path))
     ours, theirs = trained(backend), trained(oracle)
@@ -128,7 +130,7 @@ def test_it_can_be_deterministic_too(shape: ModelShape) -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_what_cannot_be_quantised_is_refused(
+def test_unsupported_quantization_is_refused(
     shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SettingsError, match="quantize is 'int3'"):

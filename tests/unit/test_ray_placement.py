@@ -1,6 +1,5 @@
-"""What keeps processes on a cluster, without a cluster: the shell of one, and the controller of all.
-
-With Ray: test_ray.py."""
+"""The supervision of processes on a cluster, without Ray: the shell of one process, and the controller. test_ray.py
+uses Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from tinsmith.db.schema import BATCH_JOBS, FUTURES
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load, portable
 
-# Waiting is for slow machines only.
+# Only slow machines need this long.
 PATIENCE_S = 60.0
 
 
@@ -159,7 +158,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
 
 @dataclass
 class FakeCluster:
-    """Shells that do what they are told when `settle` is called."""
+    """Shells that execute their commands when `settle` is called."""
 
     found: dict[str, RayProcess] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
@@ -217,7 +216,7 @@ class Scene:
 ONE_TO_THREE = Rule(1, 3, 100, up_after_s=2, down_after_s=5)
 
 
-def test_what_is_missing_is_started_and_a_queue_brings_more() -> None:
+def test_missing_processes_are_started_and_a_queue_adds_more() -> None:
     scene = Scene(fleet_of(ONE_TO_THREE))
     scene.tick()
     assert scene.names() == ["engine-0"]
@@ -227,7 +226,7 @@ def test_what_is_missing_is_started_and_a_queue_brings_more() -> None:
     assert scene.controller.report()["wanted"] == {"engine": 3}
 
 
-def test_what_is_too_much_is_drained_before_it_is_taken_away() -> None:
+def test_surplus_processes_are_drained_before_removal() -> None:
     scene = Scene(fleet_of(ONE_TO_THREE), waiting=250)
     scene.tick(5)
     scene.waiting = 0
@@ -257,7 +256,7 @@ def test_one_that_is_wanted_again_while_it_drains_comes_back_when_it_has_ended()
     assert {seat.state for seat in scene.cluster.found.values()} == {"running"}
 
 
-def test_a_controller_that_starts_again_adopts_what_runs() -> None:
+def test_a_restarted_controller_adopts_running_processes() -> None:
     scene = Scene(fleet_of(ONE_TO_THREE), waiting=250)
     scene.tick(5)
     after = Scene(fleet_of(ONE_TO_THREE), scene.cluster, waiting=250)
@@ -334,7 +333,7 @@ def add_job(db: Database, status: str, sealed: bool, total: int, completed: int)
         connection.execute(insert, {**row, **more, "cleaned": False, "created_at": now(), "updated_at": now()})
 
 
-def test_what_waits_is_counted_by_role_and_base_model(db: Database) -> None:
+def test_queue_depths_are_by_role_and_base_model(db: Database) -> None:
     add_future(db, 1, "forward_backward", 100)
     add_future(db, 2, "optim_step", 0)
     add_future(db, 3, "sample", 40)

@@ -1,8 +1,7 @@
-"""Layers that keep a state: a packed row is its sequences alone, in values, gradients and in any pieces.
-
-The reference is transformers' own module over one sequence, in float64 as far as the module keeps to it, and for the
-gated delta net a float64 recurrence written token by token. The last tests remove the boundary between sequences and
-show that both the comparison and the server's own check at start notice it.
+"""Recurrent layers: a packed row equals its sequences alone, in values and gradients and in any pieces. The reference
+is transformers' own module over one sequence, in float64 as far as the module supports it, and for the gated delta net
+a float64 recurrence written token by token. The last tests remove the boundary between sequences and show that both the
+comparison and the server's own check at start notice it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def packed(layer: Layer, lengths: list[int], x_TD: Tensor) -> Tensor:
 
 
 def assert_near(ours: Tensor, expected: Tensor) -> None:
-    """To 1e-4 of the whole tensor; gradients that are zero but for rounding may differ by it."""
+    """Within 1e-4 of the tensor's norm; gradients that are only rounding may differ by it."""
     assert float((ours - expected).detach().norm()) <= 1e-4 * max(float(expected.detach().norm()), 0.01)
 
 
@@ -110,7 +109,7 @@ def test_a_packed_row_is_its_sequences_alone(family: str, lengths: list[int], se
 @examples(6)
 @given(lengths=LENGTHS, data=st.data())
 def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data: st.DataObject) -> None:
-    """Steps of pieces of several sequences, cut within a step too; some go on from a snapshot once more."""
+    """Steps with pieces of several sequences, also cut within a step; some continue again from a snapshot."""
     layer = layer_of(family)
     seed = data.draw(st.integers(0, 99))
     sequences = layer.rows(lengths, seed).split(lengths)
@@ -132,7 +131,7 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
 
 
 def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
-    """What lies behind a cut is computed again from the state at it."""
+    """Compute the rest after a cut again from its state."""
     for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
         again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshared()], [set()])
         assert_close(again, y_LD[cut:])
@@ -249,7 +248,7 @@ def test_a_server_without_the_boundaries_does_not_start(
         BaseModel.load(make(tmp_path, family), device="cpu")
 
 
-# StateSnapshots, and how much room there is.
+# StateSnapshots and their budget.
 
 
 def test_snapshots_are_bounded_and_the_one_used_longest_ago_goes() -> None:

@@ -1,4 +1,4 @@
-"""Which sampler a sample goes to: affinity, stability, and the bound on what one of them is given."""
+"""The choice of a sampler: prefix affinity, stability, and the bound on its load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def even(names: list[str], tokens: int = 0) -> dict[str, int]:
     return dict.fromkeys(names, tokens)
 
 
-def test_without_samplers_nobody_is_chosen() -> None:
+def test_without_samplers_none_is_chosen() -> None:
     assert choose(b"key", {}) is None
 
 
@@ -30,7 +30,7 @@ def test_the_same_key_finds_the_same_sampler_while_load_is_even(names, key, toke
 
 
 @given(NAMES, KEYS, st.data())
-def test_a_sampler_that_goes_moves_only_what_it_had(names, key, data) -> None:
+def test_removing_a_sampler_moves_only_its_own_keys(names, key, data) -> None:
     chosen = choose(key, even(names))
     gone = data.draw(st.sampled_from(names))
     left = choose(key, even([name for name in names if name != gone]))
@@ -41,7 +41,7 @@ def test_a_sampler_that_goes_moves_only_what_it_had(names, key, data) -> None:
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=8), KEYS)
-def test_nobody_far_above_the_mean_is_chosen(loads, key) -> None:
+def test_no_sampler_far_above_the_mean_is_chosen(loads, key) -> None:
     waiting_tokens = {f"sampler-{index}": load for index, load in enumerate(loads)}
     chosen = choose(key, waiting_tokens)
     assert chosen is not None
@@ -116,7 +116,7 @@ def test_a_shared_system_prompt_maps_conversations_to_all_samplers() -> None:
     assert all(60 < count < 140 for count in counts.values()), counts
 
 
-def test_a_history_whose_end_is_written_anew_stays_where_it_is() -> None:
+def test_a_history_with_a_rewritten_end_stays_on_its_sampler() -> None:
     prefixes = Prefixes()
     shared = tokens(0, 300)
     for seed in range(1, 6):

@@ -1,4 +1,4 @@
-"""Choosing tokens, against numpy in float64 and against the distributions themselves."""
+"""Sampling of tokens, against numpy in float64 and the distributions themselves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> np.ndarray:
 
 
 def _frequencies(logits_V: torch.Tensor, num: int, **params: float) -> np.ndarray:
-    """How often each token is drawn from `num` evenly spread uniforms: within 1/num of its probability."""
+    """The frequency of each token over `num` evenly spaced uniforms: within 1/num of its probability."""
     grid = (np.arange(num) + 0.5) / num
     counts = np.zeros(len(logits_V))
     for part in np.array_split(grid, max(num * len(logits_V) // 4_000_000, 1)):
@@ -51,7 +51,7 @@ def _frequencies(logits_V: torch.Tensor, num: int, **params: float) -> np.ndarra
 
 
 def _truncated(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """By definition: the top k, then of those the fewest with at least top_p of their mass."""
+    """The definition: the top k, then the fewest of them with at least top_p of their mass."""
     order = np.argsort(-probs_V, kind="stable")
     order = order[:top_k] if top_k > 0 else order
     mass = probs_V[order] / probs_V[order].sum()
@@ -86,7 +86,7 @@ def test_logprobs_and_likeliest_tokens_are_those_of_a_softmax_in_float64(num_voc
         np.testing.assert_allclose(chosen.top.logprobs_Rk.numpy(), best, atol=2e-6)
 
 
-def test_no_token_is_drawn_from_what_is_given_and_no_logprob_from_what_it_was_changed_to():
+def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_given_ones():
     logits = _logits(6, 200)
     adjusted = torch.full_like(logits, -torch.inf)
     adjusted[:, 11] = 5.0
@@ -134,7 +134,7 @@ def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_
 
 
 def test_rows_that_are_sorted_whole_give_the_tokens_that_candidates_give():
-    """As on a device, where the host does not ask which rows need more than the candidates."""
+    """As on a device, where the host does not check which rows need more than the candidates."""
     rng, num_vocab = np.random.default_rng(3), 1000
     weights_RV = torch.from_numpy(rng.standard_normal((400, num_vocab)).astype(np.float32) * 3).exp()
     top_k_R = torch.from_numpy(rng.choice([num_vocab, 3, 100, 300], 400)).double()
@@ -166,7 +166,7 @@ def test_uniforms_of_neighbouring_coordinates_do_not_resemble_each_other():
     assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.1
 
 
-def test_each_row_is_drawn_as_it_would_be_alone_whatever_the_others_ask_for():
+def test_each_row_is_drawn_as_alone_beside_any_others():
     logits = _logits(24, 333)
     rng = np.random.default_rng(1)
     draws = Draws(

@@ -1,4 +1,4 @@
-"""How many processes there should be: the rule, whatever waits and whenever it is looked at."""
+"""The autoscaling rule, for any queue depths and times of measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ looks = st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 1e7)), min_size=1, m
 
 
 def play(rule: Rule, steps: list[tuple[float, float]], before: Past | None = None) -> list[tuple[float, int]]:
-    """(time, count) after each step of (seconds since the last one, how much waits)."""
+    """(time, count) after each step of (seconds since the last one, queue depth)."""
     past = {"engine": before} if before else {}
     now, counts = 0.0, []
     for seconds, waiting in steps:
@@ -36,7 +36,7 @@ def test_there_are_never_fewer_than_the_minimum_or_more_than_the_maximum(rule, s
 
 
 @given(rules, st.floats(0, 1e7), st.integers(0, 8))
-def test_what_waits_for_long_gets_as_many_as_it_needs_and_then_nothing_changes(rule, waiting, start) -> None:
+def test_a_lasting_queue_gets_the_processes_it_needs_and_stays_stable(rule, waiting, start) -> None:
     needed = rule.bounded(math.ceil(waiting / rule.work))
     patience_s = max(rule.up_after_s, rule.down_after_s) + 1
     counts = [count for _, count in play(rule, [(1, waiting), (patience_s, waiting)] + [(1, waiting)] * 5, Past(start))]
@@ -44,7 +44,7 @@ def test_what_waits_for_long_gets_as_many_as_it_needs_and_then_nothing_changes(r
 
 
 @given(rules, looks)
-def test_a_change_is_what_was_needed_at_some_look_in_its_window(rule, steps) -> None:
+def test_a_change_matches_some_need_in_its_window(rule, steps) -> None:
     seen: list[tuple[float, int]] = []
     now, last = 0.0, rule.minimum
     for (at, count), (seconds, waiting) in zip(play(rule, steps), steps, strict=True):
@@ -84,7 +84,7 @@ def test_a_role_shrinks_to_the_most_that_was_needed() -> None:
     assert counts[15.0 + 61] == 2 and counts[15.0 + 30 + 61] == 1
 
 
-def test_whoever_has_just_begun_to_look_changes_nothing() -> None:
+def test_a_new_controller_changes_nothing_at_first() -> None:
     assert play(RULE, [(1, 0.0)] * 30, Past(3))[-1][1] == 3
     assert play(RULE, [(1, 1e6)] * 9, Past(1))[-1][1] == 1
 

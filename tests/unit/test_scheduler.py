@@ -48,7 +48,7 @@ def worlds(draw: st.DrawFn) -> list[ModelQueue]:
 
 
 def drain(queues: list[ModelQueue], budget: int) -> list[list[Pending]]:
-    """Run plans to the end; every step as the requests it ran."""
+    """Run plans to the end; return the requests of every step."""
     fairness = Fairness()
     steps = []
     for _ in range(1000):
@@ -127,7 +127,7 @@ def test_a_pass_behind_a_barrier_or_a_gap_does_not_run() -> None:
 def test_a_flood_delays_another_tenants_request_by_at_most_one_step(tokens: int, lone_tokens: int) -> None:
     flood = {seq: pending(seq, "flood", "a", seq, "forward", tokens) for seq in range(10_000)}
     lone = {0: pending(20_000, "lone", "b", 0, "forward", lone_tokens)}
-    # The flood has been running alone: its fairness state is whatever it left.
+    # The flood has run alone before, so the fairness state is arbitrary.
     _, fairness = plan([ModelQueue("a", "flood", 0, flood)], Fairness(), 256)
     queues = [ModelQueue("a", "flood", 0, flood), ModelQueue("b", "lone", 0, lone)]
     first, fairness = plan(queues, fairness, 256)
@@ -168,7 +168,7 @@ def test_small_requests_never_keep_a_large_one_waiting_for_ever() -> None:
     assert done >= 5, "one in six or seven steps, of which every other one is short"
 
 
-def test_what_fits_into_one_step_is_never_split() -> None:
+def test_passes_that_fit_into_one_step_are_never_split() -> None:
     runs = {
         name: {0: pending(index, name, name, 0, "forward", tokens)}
         for index, (name, tokens) in enumerate((("a", 1), ("b", 100), ("c", 155)))
@@ -178,7 +178,7 @@ def test_what_fits_into_one_step_is_never_split() -> None:
 
 
 def saves(tenant: str, count: int, first: int = 0) -> list[ModelQueue]:
-    """Models of a tenant that each wait to be saved."""
+    """Models of a tenant, each with a pending save."""
     numbered = range(first, first + count)
     return [ModelQueue(f"m{i}", tenant, 1, {1: pending(i, tenant, f"m{i}", 1, "save_weights")}) for i in numbered]
 
@@ -195,7 +195,7 @@ def test_saves_take_at_most_half_as_long_as_the_passes_beside_them() -> None:
 
 
 @given(st.integers(0, 5000), st.booleans())
-def test_one_save_runs_in_every_step_whatever_it_costs(price: int, known: bool) -> None:
+def test_one_save_runs_in_every_step_at_any_cost(price: int, known: bool) -> None:
     prices = {"save_weights": price} if known else {}
     step, fairness = plan([*saves("t", 3), a_pass("u", 10)], Fairness(), 1000, prices)
     assert len(step.singles) >= 1 and len(step.passes) == 1
@@ -203,11 +203,11 @@ def test_one_save_runs_in_every_step_whatever_it_costs(price: int, known: bool) 
     assert len(step.singles) == 1, "with nothing to compare with, others that come meanwhile are not held up"
 
 
-def test_tenants_take_turns_with_their_saves_and_nobody_waits_for_another_ones_flood() -> None:
+def test_saves_are_round_robin_by_tenant_despite_a_flood() -> None:
     queues = [*saves("flood", 100), *saves("a", 1, 200), *saves("b", 1, 300), a_pass("c", 1000)]
     fairness, waited = Fairness(), []
     for _ in range(4):
-        step, fairness = plan(queues, fairness, 1000, {"save_weights": 600})  # dearer than the share
+        step, fairness = plan(queues, fairness, 1000, {"save_weights": 600})  # more expensive than the share
         assert len(step.singles) == 1
         waited.append(step.singles[0].tenant_id)
         queues = [queue for queue in queues if queue.model_id not in {single.model_id for single in step.singles}]
@@ -229,11 +229,11 @@ def test_who_has_much_to_save_pays_for_it_with_passes() -> None:
 
 
 def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> None:
-    """A simulation of what benchmarks/soak.py does, without samples: each client publishes or saves, then trains."""
+    """Simulates benchmarks/soak.py without samples: each client publishes or saves, then trains."""
     token_s, single_s, optim_step_s = 0.001, 0.03, 0.005
     prices = {"save_weights": round(single_s / token_s)}
     clock, arrival, fairness = 0.0, 0, Fairness()
-    lanes = {f"m{number}": (0, 0.0) for number in range(64)}  # seq_id that waits, and since when
+    lanes = {f"m{number}": (0, 0.0) for number in range(64)}  # pending seq_id, and its time
     waits: dict[str, list[float]] = defaultdict(list)
     kinds = ("save_weights", "forward_backward", "optim_step", "forward_backward", "optim_step")
     longest = 0.0
@@ -258,7 +258,7 @@ def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> No
 
 @given(st.integers(1, 64), st.integers(0, 500))
 def test_all_that_a_light_tenant_wants_runs_in_the_next_short_step(lone_tokens: int, debt: int) -> None:
-    """A quarter of a step is half of its share of one among two."""
+    """A quarter of a step is half of the share of one of two tenants."""
     flood = {seq: pending(seq, "flood", "a", seq, "forward", 10) for seq in range(1000)}
     lone = {0: pending(20_000, "lone", "b", 0, "forward", lone_tokens)}
     queues = [ModelQueue("a", "flood", 0, flood), ModelQueue("b", "lone", 0, lone)]
@@ -295,7 +295,7 @@ def test_samples_are_taken_in_turns(counts: dict[str, int], places: int) -> None
 
 
 @given(COUNTS, COUNTS, st.integers(1, 30))
-def test_a_tenant_with_less_than_its_share_of_places_gets_one_however_full_they_are(
+def test_a_tenant_below_its_share_of_slots_gets_one_in_a_full_sampler(
     counts: dict[str, int], inside: dict[str, int], places: int
 ) -> None:
     waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items() if n}

@@ -1,4 +1,4 @@
-"""What is seen of a model before it is served; test_families.py has whole models that are refused."""
+"""Checks of a model before it is served; test_families.py has whole models that are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_layer_attends_once_to_the_window_of_its_configuration(
         check_layers("X", config, seen)
 
 
-def test_what_layers_ask_is_noted() -> None:
+def test_the_probe_records_attention_options() -> None:
     seen = AttentionProbe()
     rows = torch.zeros(3, 4, 8)
     out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=6)

@@ -1,4 +1,4 @@
-"""Settings: where they come from, and what is refused."""
+"""Settings: their sources and validation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_variables_of_a_kubernetes_service_are_refused_with_the_way_out(
         ("role", "cook", "Input should be 'all', 'server'"),
     ],
 )
-def test_a_refusal_says_what_would_be_right(name: str, value: object, fix: str) -> None:
+def test_a_refusal_names_a_valid_value(name: str, value: object, fix: str) -> None:
     with pytest.raises(SettingsError, match=rf"^{name} is '{value}': {fix}"):
         load({name: value})
 
@@ -60,7 +60,7 @@ def test_a_bad_value_is_refused_with_its_name(name: str, value: object) -> None:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *words: str) -> Settings:
-    """What `tinsmith serve` with these words would run with."""
+    """The settings of `tinsmith serve` with these arguments."""
     found: list[Settings] = []
     monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_given: found.append(settings))
     result = CliRunner().invoke(cli.app, ("serve", *words))

@@ -1,4 +1,4 @@
-"""What ranks tell each other survives the way, and nothing else gets through; sequences are shared out evenly."""
+"""Messages between ranks are encoded without loss, other types are refused, and sequences are distributed evenly."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Strange:
 
 
 @pytest.mark.parametrize("value", [Strange(), {1, 2}, print, ValueError("no")])
-def test_what_has_no_form_is_not_sent(value: object) -> None:
+def test_unsupported_types_are_not_sent(value: object) -> None:
     with pytest.raises(TypeError, match="cannot be sent between ranks"):
         encode([value])
 

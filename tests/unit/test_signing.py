@@ -1,4 +1,4 @@
-"""Signatures: what they bind, and where the secret comes from."""
+"""Signatures: the data that they cover, and the source of the secret."""
 
 from __future__ import annotations
 

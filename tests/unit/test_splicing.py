@@ -1,4 +1,4 @@
-"""Earlier answers of a captured chat keep the tokens that were sampled, whatever the tokenizer and the template do."""
+"""Earlier answers of a captured chat keep their sampled tokens with any tokenizer and template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 
 class Session:
-    """What `store.exchanges` keeps of a capture session."""
+    """The stored data of a capture session, as in `store.exchanges`."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -42,7 +42,7 @@ class Session:
         return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(self.text, self)
 
     def answer(self, plan: GenerationPlan, tokens: list[int]) -> dict[str, Any]:
-        """Records tokens as the answer, and the message that a client has of it."""
+        """Record tokens as an answer; return the message that a client receives."""
         choice = new_choice(plan, self.text, 0)
         for token_id in tokens:
             choice.push(token_id, -1.0)
@@ -59,7 +59,7 @@ class Session:
 
 @pytest.fixture(scope="module")
 def thinker() -> Text:
-    """Its template leaves out the thoughts of earlier turns."""
+    """A tokenizer whose template omits the thoughts of earlier turns."""
     return Text(read_shape(nano.MODEL_NAME, nano.path()))
 
 
@@ -73,7 +73,7 @@ def user(content: str) -> dict[str, Any]:
 
 
 def odd_tokens(text: Text, words: str) -> list[int]:
-    """The text one character a token: other tokens than the tokenizer makes of it."""
+    """The text with one token per character, unlike the tokenizer's tokens."""
     found = [token for letter in words for token in text.encode(letter, special=False)]
     assert text.decode(found) == words and found != text.encode(words, special=False)
     return found

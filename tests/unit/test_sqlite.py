@@ -1,4 +1,4 @@
-"""SQLite's connection pool: a connection carries nothing from one transaction into the next."""
+"""SQLite's connection pool: a connection keeps no state between transactions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
     assert names(lite) == ["a", "b"]
 
 
-def test_what_one_transaction_left_undone_is_not_done_by_the_next(lite: Database) -> None:
+def test_an_unfinished_transaction_is_rolled_back_before_the_next(lite: Database) -> None:
     for write in (lite.write, lite.write_nowait):
         with pytest.raises(RuntimeError), write() as connection:
             assert connection is not None
@@ -71,7 +71,7 @@ def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_aft
     with lite.read() as connection:
         assert NAMES.first(connection, {}) == ("meanwhile",)
         assert connection.scalar(count) == 1
-    # A reader that had not let go would keep the log from being emptied.
+    # An open reader would prevent the truncation of the log.
     with sqlite3.connect(lite.url.removeprefix("sqlite:///")) as other:
         assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
 

@@ -72,7 +72,7 @@ def test_changes_are_counted_and_roll_back_with_their_transaction(db: Database) 
         assert connection.execute(sa.select(THINGS.c.name, THINGS.c.size)).all() == [("a", 3.0)]
 
 
-def test_errors_are_sqlalchemys_and_do_not_repeat_what_was_sent(db: Database) -> None:
+def test_errors_are_sqlalchemys_without_the_sent_values(db: Database) -> None:
     add = Statement(ADD)
     secret = GIVEN | {"body": b"not for the log"}
     with pytest.raises(IntegrityError) as caught, db.write() as connection:
@@ -95,7 +95,7 @@ def test_a_list_of_any_length_is_refused() -> None:
     db.close()
 
 
-def test_what_waits_in_vain_is_an_operational_error(tmp_path: Path) -> None:
+def test_a_lock_timeout_is_an_operational_error(tmp_path: Path) -> None:
     one, other = (Database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
     with one.write() as connection:
         THINGS.create(connection)

@@ -1,4 +1,4 @@
-"""Stop rules against the plain definition: the first token after which a stop is in the decoded answer."""
+"""Stop rules against their definition: the first token after which a stop is in the decoded answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _byte_decode(token_ids: list[int]) -> str:
 
 
 def _fallback_decode() -> Decode:
-    """A SentencePiece-like tokenizer: words with a leading mark, and bytes for what has no token."""
+    """A SentencePiece-like tokenizer: words with a leading mark, and byte fallback."""
     words = ["<unk>", "\u2581the", "\u2581", "stop", "s", "t", "o", "p", "\u2581end"]
     vocab = {piece: i for i, piece in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -32,7 +32,7 @@ def _encode(text: str) -> list[int]:
 
 
 def _first_hit(decode: Decode, tokens: list[int], strings: tuple[str, ...]) -> int | None:
-    """By definition, with the whole answer decoded each time; an unfinished character is not text yet."""
+    """The definition, which decodes the whole answer each time; an unfinished character is not text yet."""
     for end in range(1, len(tokens) + 1):
         if any(text in decode(tokens[:end]).rstrip("\ufffd") for text in strings):
             return end

@@ -84,7 +84,7 @@ def test_a_claim_excludes_other_processes_until_its_own_is_killed(tmp_path: Path
         assert claim(path, wait=False) is None
         holder.kill()
         holder.wait()
-        mine = claim(path, wait=True)  # the kernel let go of it
+        mine = claim(path, wait=True)  # the kernel released it
         assert mine is not None
         late = subprocess.run(command, input=b"", stdout=subprocess.PIPE, check=True)
         assert late.stdout == b"no"
@@ -180,7 +180,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], messa
 # Sweeping.
 
 
-def test_only_what_nothing_was_written_to_for_long_is_old(tmp_path: Path) -> None:
+def test_only_directories_without_recent_writes_are_old(tmp_path: Path) -> None:
     directories = Directories(tmp_path / "root")
     assert directories.old(0) == []
     old, _ = directories.write(fill)

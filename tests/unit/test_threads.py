@@ -1,4 +1,4 @@
-"""How many threads a forward of so many tokens gets: by the size of the model and of the batch."""
+"""The number of threads of a forward pass, by the size of the model and the batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def two() -> Iterator[None]:
     ],
     ids=["narrow and shared by many", "narrow, with many tokens each", "narrow, of one", "wide"],
 )
-def test_what_is_small_gets_one_thread_and_the_rest_all_of_them(
+def test_small_forwards_get_one_thread_and_others_all(
     num_parameters: int, num_adapters: int, small_flops: float
 ) -> None:
     threads = Threads(num_parameters, torch.device("cpu"))

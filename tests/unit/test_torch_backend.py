@@ -64,7 +64,7 @@ def sft(rng: np.random.Generator, length: int, num_targets: int | None = None) -
 
 
 def rl(rng: np.random.Generator, length: int, model: Reference, **extra: np.ndarray) -> Datum:
-    """Old logprobs near the base model's, so that some ratios fall inside and some outside of the clips."""
+    """Old logprobs near the base model's, so that some ratios are inside and some outside of the clip range."""
     tokens = rng.integers(0, tiny_models.VOCAB, length).astype(np.int32)
     targets = rng.integers(0, tiny_models.VOCAB, length)
     base = model.logprobs(tokens, {})[torch.arange(length), torch.from_numpy(targets)].numpy()
@@ -259,7 +259,7 @@ def test_gspo_counts_only_the_masked_positions_in_its_ratio(qwen: ModelShape) ->
 
 
 def mixed_passes(rng: np.random.Generator, oracle: Reference) -> list[Pass]:
-    """Eight tenants: every loss, ragged lengths."""
+    """Passes of eight tenants, with every loss and ragged lengths."""
     passes = []
     for i, loss_fn in enumerate([*OUR_LOSSES, "cross_entropy"]):
         lengths = rng.integers(1, 40, 3).tolist()
@@ -302,7 +302,7 @@ def test_eight_tenants_packed_equal_each_alone(qwen: ModelShape, max_tokens: int
 
 
 def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> None:
-    """Neighbours of one formula are one call of it where their configurations are equal, and only there."""
+    """Neighbours share a call of their loss only if their configurations are equal."""
     oracle, rng, backend = Reference(qwen.path), np.random.default_rng(9), TorchBackend(qwen, device="cpu")
     betas, found = (0.05, 0.05, 0.7), {}
     passes = [
@@ -324,7 +324,7 @@ def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> 
         assert relative(packed_P, alone_P.double()) < 1e-4
 
 
-def test_who_keeps_a_gradient_keeps_nobody_elses_memory(qwen: ModelShape) -> None:
+def test_a_kept_gradient_does_not_retain_other_models_memory(qwen: ModelShape) -> None:
     rng, backend = np.random.default_rng(8), TorchBackend(qwen, device="cpu")
     for name in ("stays", "steps", "later"):
         backend.create_model(name, LoraSpec(4, seed=0))

@@ -1,4 +1,4 @@
-"""Usage: counted once, wherever the rows are; in the hour in which it happened; of what was done only."""
+"""Usage is counted once, before and after roll-ups, in its hour, and only for completed work."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_tokens_of_passes_and_samples_are_told_apart(db: Database) -> None:
 
 
 @pytest.mark.parametrize("state", ["pending", "failed", "refused"])
-def test_only_what_was_done_counts(db: Database, state: str) -> None:
+def test_only_completed_work_counts(db: Database, state: str) -> None:
     add(db, "a", state=state)
     assert totals(db) == {}
     Futures(db).delete_of_sessions(["s"], fold_usage)
     assert totals(db) == {}
 
 
-def test_what_a_sample_costs_is_what_the_engine_settled_it_with(db: Database) -> None:
+def test_a_samples_cost_is_its_settlements(db: Database) -> None:
     futures = Futures(db)
     fields = {"tenant_id": "alice", "session_id": "s", "base_model": "base", "kind": "sample", "body": b"{}"}
     request_id = futures.submit(NewFuture("a", num_tokens=500, **fields))  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ REQUESTS = st.lists(
         st.sampled_from(["done", "done", "failed", "refused", "pending"]),
         st.integers(0, 2**31 - 1),
         st.integers(0, 3 * HOUR_S - 1),
-        st.booleans(),  # a roll-up comes after it
+        st.booleans(),  # a roll-up follows
     ),
     max_size=12,
 )
@@ -149,7 +149,7 @@ REQUESTS = st.lists(
 @pytest.mark.extended
 @settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
-def test_the_sum_is_the_same_whatever_was_rolled_up_when(tmp_path: Path, requests: list[tuple]) -> None:
+def test_the_sum_is_the_same_with_any_roll_ups(tmp_path: Path, requests: list[tuple]) -> None:
     db = Database(fresh_url(tmp_path))
     expected: Counter[str] = Counter()
     for number, (session_id, kind, state, tokens, second, roll_up) in enumerate(requests):

@@ -1,4 +1,4 @@
-"""What a dedicated sampler has of versions: budget, use, turns, and what never comes."""
+"""A dedicated sampler's cached versions: budget, use, fairness, and missing versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 100
 
 
 class VersionFetcher:
-    """Brings what was asked for when the test says so."""
+    """Completes fetches when the test says so."""
 
     def __init__(self) -> None:
         self.asked: deque[str] = deque()
@@ -43,7 +43,7 @@ class VersionFetcher:
 
 
 class Sampler:
-    """A stock, and which versions are in memory because of it."""
+    """A loader, and the versions that it keeps in memory."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.fetcher = VersionFetcher()
@@ -116,7 +116,7 @@ def test_the_least_recently_used_goes_and_comes_back_on_demand() -> None:
     assert sampler.ready() == [back] and sampler.memory == {"c", "b"}
 
 
-def test_what_is_in_use_stays_and_the_next_waits_for_its_room() -> None:
+def test_versions_in_use_stay_and_the_next_waits_for_memory() -> None:
     sampler = Sampler(1)
     first = sampler.add("a")
     sampler.ready()
@@ -145,7 +145,7 @@ def test_a_busy_version_does_not_keep_another_out() -> None:
     assert sampler.ready() == [other]
 
 
-def test_what_cannot_be_had_fails_its_samples_and_no_others() -> None:
+def test_a_missing_version_fails_only_its_samples() -> None:
     sampler = Sampler(10 * SIZE)
     lost, fine, broken = sampler.add("lost"), sampler.add("fine"), sampler.add("broken")
     sampler.ready()

@@ -54,7 +54,7 @@ WIDE, TALL, SMALL = picture(61, 22, 1), picture(20, 75, 2, "jpeg"), picture(8, 8
 DATA = (
     datum(text(5, 1), WIDE, text(7, 2)),
     datum(text(12, 3)),
-    # transformers' own positions do not tell images apart that touch.
+    # transformers' own positions do not distinguish adjacent images.
     datum(TALL, text(4, 4), SMALL, text(1, 1), SMALL, text(9, 5)),
     datum(text(3, 6), WIDE),
 )
@@ -75,7 +75,7 @@ def own(path: str | Path, adapter: Path | None = None) -> nn.Module:
 
 
 def logits(model: nn.Module, one: Datum) -> Tensor:
-    """[N, V], from the tokens and what the model's own image processor makes of the files."""
+    """[N, V], from the tokens and the output of the model's own image processor."""
     given: dict[str, Tensor] = {"input_ids": torch.from_numpy(one.tokens_N.astype(np.int64))[None]}
     if one.images:
         files = [Pillow.open(io.BytesIO(image.data)) for image in one.images]
@@ -119,7 +119,7 @@ def test_logprobs_are_those_of_transformers_alone_and_packed(shape: ModelShape, 
 
 
 def test_an_image_changes_what_follows_it(shape: ModelShape) -> None:
-    """Without this the other comparisons would say nothing of the features."""
+    """Shows that the other comparisons depend on the features."""
     model = own(shape.path)
     one, other = (datum(text(5, 1), picture(61, 22, seed), text(7, 2)) for seed in (1, 9))
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_an_image_changes_what_follows_it(shape: ModelShape) -> None:
 
 
 def own_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: LogprobsOf) -> dict[str, Tensor]:
-    """Of the summed weighted loss, by the names of PEFT's matrices."""
+    """Gradients of the summed weighted loss, by the names of PEFT's matrices."""
     model.zero_grad()
     weights = [torch.from_numpy(np.asarray(one.inputs["weights"])) for one in data]
     loss = -sum((w * logprobs_of(model, one)).sum() for w, one in zip(weights, data, strict=True))
@@ -143,7 +143,7 @@ def own_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: Logprobs
 
 
 def trained_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of the same pass, which takes no optimizer step, by the names of linears."""
+    """Gradients of the same pass, without an optimizer step, by the names of linears."""
     run(backend, "m", *data)
     model = backend._models["m"]
     assert model.gradient_P is not None
@@ -212,7 +212,7 @@ def test_an_image_is_upright_as_its_file_says(shape: ModelShape) -> None:
     assert base.vision is not None
     pixels = Pillow.open(io.BytesIO(picture(61, 22, 1)))
     exif, file = Pillow.Exif(), io.BytesIO()
-    exif[0x0112] = 6  # held upright, the first row is on the right
+    exif[0x0112] = 6  # after the rotation, the first row is on the right
     pixels.save(file, "PNG", exif=exif)
     _, (turned,) = vision_models.model_input(file.getvalue())
     _, (plain,) = vision_models.model_input(png(pixels.transpose(Pillow.Transpose.ROTATE_270)))
@@ -247,7 +247,7 @@ def test_features_are_computed_once_and_kept_within_bounds(shape: ModelShape, mo
 
 
 def test_features_are_found_within_one_scope(shape: ModelShape) -> None:
-    """The time that they save would tell another tenant what was sent before."""
+    """Otherwise their latency would reveal to another tenant which images were sent."""
     base = BaseModel.load(shape, device="cpu")
     vision = base.vision
     assert vision is not None

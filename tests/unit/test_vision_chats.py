@@ -1,4 +1,4 @@
-"""Images in conversations: of OpenAI's and Anthropic's requests and of rows of a bulk job."""
+"""Images in conversations: in OpenAI's and Anthropic's requests and in rows of a bulk job."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def chat(text: Text, *content: object, **more: object) -> GenerationPlan:
 
 
 def test_a_chat_with_images_is_written_as_transformers_does(text: Text) -> None:
-    """By its tokenizer's template and its image processor's counts; its processor for both needs torchvision."""
+    """The reference is the tokenizer's template with the image processor's counts, since the combined processor needs
+    torchvision."""
     plan = chat(text, *SAID)
     tokenizer = AutoTokenizer.from_pretrained(text._directory)
     shown = [{"type": "image"} if each["type"] == "image_url" else each for each in SAID]
@@ -162,7 +163,7 @@ def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
     assert list(plan.prompts[0]).count(IMAGE) == 1 and not plan.images
 
 
-def test_what_no_image_can_be_is_refused_by_name(text: Text, tmp_path: Path) -> None:
+def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
     for detail, ok in (("auto", True), ("high", True), ("low", False)):
         asked = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
         if ok:
@@ -180,7 +181,7 @@ def test_what_no_image_can_be_is_refused_by_name(text: Text, tmp_path: Path) -> 
 
 
 class Row:
-    """The service of a row, without a server: it keeps the request."""
+    """The service of a row without a server; it records the request."""
 
     row_idx = 0
 

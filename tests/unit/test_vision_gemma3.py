@@ -1,4 +1,4 @@
-"""Gemma 3 with images: image tokens see each other both ways, and an image goes through the model in one piece."""
+"""Gemma 3 with images: image tokens attend bidirectionally, and an image is processed in one chunk."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def model(backend: TorchBackend, shape: ModelShape) -> nn.Module:
 
 
 def logits(model: nn.Module, one: Datum) -> Tensor:
-    """[N, V], by transformers' own image processor and its own token types."""
+    """[N, V], with transformers' own image processor and token types."""
     given: dict[str, Tensor] = {"input_ids": torch.from_numpy(one.tokens_N.astype(np.int64))[None]}
     if one.images:
         files = [Pillow.open(io.BytesIO(image.data)).convert("RGB") for image in one.images]
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_transformers_alone_and_packed(backend: TorchBack
 
 
 def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model: nn.Module) -> None:
-    """Without this the other comparisons would say nothing of the mask."""
+    """Shows that the other comparisons depend on the mask."""
     before = datum(*PROMPTS["middle"])
     inputs = {**before.inputs, "target_tokens": np.full(len(before.tokens_N), 5)}
     one, other = (replace(before, inputs=inputs, images=datum(text(9, 2), data, text(6, 3)).images)
@@ -161,7 +161,7 @@ check = partial(check_sample, logits_of=logits)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 12, 512])
-def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+def test_answers_match_transformers_in_chunks_and_in_batches(
     backend: TorchBackend, model: nn.Module, rows: int
 ) -> None:
     samples = [ask(name, prompt_logprobs=True) for name in PROMPTS]
@@ -212,7 +212,7 @@ def test_cached_blocks_that_end_within_an_image_serve_the_same_image_alone(
         check(result, same(name, data), model)
         hits.append(result.prompt_cache_hit_tokens)
     assert hits == [0, 8, 20, 20]
-    # The same image at the end of a prompt: what follows a hit within the image is one piece.
+    # The same image at the end of a prompt: the rest after a hit within the image is one chunk.
     tokens, images = model_input((text(9, 2), ONE))
     sample = Sample("e", "v", tokens, 1, GREEDY, images=images)
     result = run(shared, sample)["e"]
@@ -228,7 +228,7 @@ def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, mod
         check(found[sample.request_id], sample, model)
 
 
-def test_a_deterministic_sampler_gives_the_same_bits_in_company(backend: TorchBackend, model: nn.Module) -> None:
+def test_a_deterministic_sampler_gives_the_same_bits_in_any_batch(backend: TorchBackend, model: nn.Module) -> None:
     make = partial(LocalSampler, backend.base, backend._versions)
     options = SamplerOptions(block_size=4, deterministic=True)
     samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("end"), ask("middle"), ask("text")]

@@ -1,4 +1,4 @@
-"""Prompts with images: sampled and prompt logprobs are those of transformers and of training, however they are cut."""
+"""Prompts with images: sampled and prompt logprobs match transformers and training, with any chunks."""
 
 from __future__ import annotations
 
@@ -61,14 +61,12 @@ def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **opti
 def check(
     result: SampleResult, sample: Sample, model: nn.Module, logits_of: Callable[[nn.Module, Datum], Tensor] = logits
 ) -> None:
-    """Every sequence and the prompt's logprobs against the model's own forward over prompt and answer.
-
-    At an image these are the image token's, so that a sum with weights of 0 there is a number, as the cookbook's
-    SamplerNLLEvaluator needs it.
+    """Compare every sequence and the prompt's logprobs with the model's forward over prompt and answer. Image positions
+    have finite logprobs of the image token, since the cookbook's SamplerNLLEvaluator multiplies them by 0.
     """
     num_prompt = len(sample.prompt_T)
     for sequence in result.sequences:
-        # transformers takes an image token that was sampled for an image, so the answer is compared up to there.
+        # transformers would treat a sampled image token as an image, so the answer is compared up to it.
         drawn = np.append(sequence.tokens_T, IMAGE)
         num_compared = min(int(np.flatnonzero(drawn == IMAGE)[0]) + 1, len(sequence.tokens_T))
         answer_T, logprobs_T = sequence.tokens_T[:num_compared], sequence.logprobs_T[:num_compared]
@@ -88,7 +86,7 @@ def check(
 
 
 @pytest.mark.parametrize("rows", [5, 512])
-def test_answers_are_those_of_transformers_in_pieces_and_in_company(
+def test_answers_match_transformers_in_chunks_and_in_batches(
     backend: TorchBackend, reference: nn.Module, rows: int
 ) -> None:
     samples = [ask(name, prompt_logprobs=True, topk_prompt_logprobs=2) for name in PROMPTS]
@@ -123,7 +121,7 @@ def test_two_images_with_the_same_tokens_never_share_blocks(backend: TorchBacken
     shared = sampler(backend)
     samples = [same_but_for_the_image(name, OTHER if name in "bd" else ONE) for name in "abcd"]
     assert samples[0].prompt_T.tolist() == samples[1].prompt_T.tolist()
-    for sample in samples:  # one after the other, so that the cache is filled
+    for sample in samples:  # one after another, so that the cache fills
         check(run(shared, sample)[sample.request_id], sample, reference)
     again = [run(shared, sample)[sample.request_id] for sample in samples]
     # 9 tokens of text before the image are two blocks; the prompt has (39 - 1) // 4 whole ones.
@@ -131,14 +129,14 @@ def test_two_images_with_the_same_tokens_never_share_blocks(backend: TorchBacken
     assert [result.prompt_cache_hit_tokens for result in again] == [36] * 4
     fresh = sampler(backend)
     hits = [run(fresh, sample)[sample.request_id].prompt_cache_hit_tokens for sample in samples]
-    # States are kept at the ends of prompts, and not before an image.
+    # States are stored at the ends of prompts, and not before an image.
     assert hits == [0, 0 if fresh._keeps_states else 8, 36, 36]
 
 
 def test_blocks_would_be_shared_if_keys_knew_no_images(
     backend: TorchBackend, reference: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test before this one can fail: without the marks another image's keys and values are found."""
+    """Shows that the previous test can fail: without the image digest in the keys, another image's KV blocks match."""
     monkeypatch.setattr(Sequence, "_image_marks", lambda *_: b"")
     shared = sampler(backend)
     run(shared, same_but_for_the_image("a", ONE))
@@ -150,11 +148,11 @@ def test_blocks_would_be_shared_if_keys_knew_no_images(
 
 
 def test_the_same_image_elsewhere_in_a_block_shares_nothing(backend: TorchBackend, reference: nn.Module) -> None:
-    """Tokens of one image are all alike: only their number in the image tells them apart."""
+    """All tokens of an image have the same id; only their offset in the image distinguishes them."""
     shared = sampler(backend, block_size=2)
     for name, parts in (("a", (ONE, text(5, 1))), ("b", (ONE, ONE)), ("c", (text(2, 1), ONE, text(5, 1)))):
         tokens, images = vision_models.model_input(*parts)
-        if name == "b":  # transformers cannot tell images apart that touch
+        if name == "b":  # transformers cannot distinguish adjacent images
             run(shared, Sample(name, "v", tokens, 1, GREEDY, images=images))
             continue
         sample = Sample(name, "v", tokens, 1, GREEDY, images=images)

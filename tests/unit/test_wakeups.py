@@ -1,4 +1,4 @@
-"""Wake-ups: they arrive, they may be lost without an error, and waiters look when told."""
+"""Wake-ups arrive or are lost without an error; waiters poll when woken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sockets() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_ids_arrive_whole_however_many(sockets: Path) -> None:
+def test_any_number_of_ids_arrives(sockets: Path) -> None:
     reader, sender = Mailbox(sockets, "server"), Mailbox(sockets, "engine")
     ids = {f"{'x' * 100}:{index}" for index in range(2000)}
     assert len("\n".join(ids)) > 2 * MAX_DATAGRAM_BYTES
@@ -45,7 +45,7 @@ def test_a_bare_wake_up_wakes(sockets: Path) -> None:
     sender.close()
 
 
-def test_nobody_there_and_a_full_buffer_are_no_errors(sockets: Path) -> None:
+def test_a_missing_receiver_and_a_full_buffer_are_not_errors(sockets: Path) -> None:
     sender = Mailbox(sockets, "server")
     sender.wake("engine", ["a"])
     reader = Mailbox(sockets, "engine")
@@ -58,7 +58,7 @@ def test_nobody_there_and_a_full_buffer_are_no_errors(sockets: Path) -> None:
     sender.close()
 
 
-def test_what_is_sent_to_a_group_goes_to_all_of_its_members_and_to_nobody_else(sockets: Path) -> None:
+def test_a_message_to_a_group_reaches_exactly_its_members(sockets: Path) -> None:
     sender = Mailbox(sockets, "server.x")
     members = [Mailbox(sockets, name) for name in ("engine-a", "engine-a.one", "engine-a.two")]
     others = [Mailbox(sockets, name) for name in ("engine-ab", "engine-ab.one", "engine-b.one")]
@@ -66,7 +66,7 @@ def test_what_is_sent_to_a_group_goes_to_all_of_its_members_and_to_nobody_else(s
     sender.wake("engine-a.two", ["two"])
     assert [member.drain() for member in members] == [{"all"}, {"all"}, {"all", "two"}]
     assert [other.drain() for other in others] == [set()] * 3
-    time.sleep(0.2)  # what is in the directory is remembered by now
+    time.sleep(0.2)  # the directory listing is cached by now
     sender.wake("engine-a", ["again"])
     late = Mailbox(sockets, "engine-a.late")
     members.pop().close()
@@ -86,7 +86,7 @@ def test_a_successor_takes_the_name_and_keeps_it(sockets: Path) -> None:
     sender.close()
 
 
-def test_what_is_no_text_wakes_and_harms_nobody(sockets: Path) -> None:
+def test_datagrams_that_are_not_text_are_ignored(sockets: Path) -> None:
     reader = Mailbox(sockets, "server")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         stranger.sendto(b"\xff\xfe\n\x00", str(sockets / "server"))
@@ -106,7 +106,7 @@ def test_sockets_lie_where_only_their_user_can_enter(sockets: Path) -> None:
 def test_a_directory_that_others_made_before_is_refused(
     sockets: Path, level: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever owns it could replace what is in it."""
+    """Its owner could replace the sockets in it."""
     (sockets / level).parent.mkdir(exist_ok=True)
     if how == "a link":
         (sockets / "elsewhere").mkdir()
@@ -154,7 +154,7 @@ def test_a_waiter_is_woken_by_its_own_id_only() -> None:
     asyncio.run(run())
 
 
-def test_closing_wakes_whoever_waits() -> None:
+def test_closing_wakes_all_waiters() -> None:
     async def run() -> bool:
         waiters = Waiters()
         with waiters.watch("a") as woken:

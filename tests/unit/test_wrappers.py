@@ -1,4 +1,4 @@
-"""Directories whose architecture wraps a text model and a vision tower: the text model alone is served from them."""
+"""Directories whose architecture wraps a text model and a vision tower; only the text model is served."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_wrapper(directory: Path, model_type: str, *, tied: bool = False) -> tup
     config = AutoConfig.for_model(model_type, text_config={**COMMON, **text, **tie}, vision_config=vision, **tie)
     model = randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 1.0).eval()
     model.save_pretrained(directory)
-    if model_type == "kimi_k25":  # whose own writing of files gives layers of the text model the tower's name
+    if model_type == "kimi_k25":  # its save_pretrained gives layers of the text model the tower's name
         file = directory / "model.safetensors"
         tensors = {name.replace("model.blocks.", "model.layers."): own for name, own in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
@@ -65,7 +65,7 @@ def test_the_text_model_of_a_wrapper_is_served_alone(model_type: str, tied: bool
     check_sampling(backend, None, wrapper)
 
 
-def test_what_is_trained_on_a_wrapper_loads_beside_it_and_merges_into_it(tmp_path: Path) -> None:
+def test_a_wrappers_checkpoint_loads_in_peft_and_merges(tmp_path: Path) -> None:
     """PEFT reads the checkpoint, and the cookbook merges an export under the names of the wrapper's own weights."""
     from tinker_cookbook import weights
 

@@ -27,7 +27,7 @@ COUNTED_EVERY_S = 1.0
 COUNTED_WHEN_FULL_EVERY_S = 0.2
 LIMITS_READ_EVERY_S = 5.0
 LONGEST_WAIT_S = 30.0  # the SDK ignores a Retry-After above 60
-MOST_TENANTS = 10_000
+MAX_TENANTS = 10_000
 """Most tenants in memory; exceeded only while more are active."""
 
 IDLE_S = 60.0
@@ -166,7 +166,7 @@ class Quotas:
             self._tenants.move_to_end(tenant_id)
             tenant.used_at = self._clock()
             for name in list(islice(self._tenants, EVICTION_SCAN)):
-                if len(self._tenants) <= MOST_TENANTS:
+                if len(self._tenants) <= MAX_TENANTS:
                     break
                 if self._tenants[name].is_idle(tenant.used_at):
                     del self._tenants[name]
@@ -233,8 +233,8 @@ def _is_full(tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> bool:
     return bool(limits.queued_bytes) and tenant.bytes > 0 and tenant.bytes + len(new.body) > limits.queued_bytes
 
 
-def _exceeded(name: str, used: str, limit: int, way_out: str, retry_after_s: float) -> TooManyRequestsError:
-    return TooManyRequestsError(f"quota {name}: {used}, the limit is {limit}; {way_out}", retry_after_s)
+def _exceeded(name: str, used: str, limit: int, fix: str, retry_after_s: float) -> TooManyRequestsError:
+    return TooManyRequestsError(f"quota {name}: {used}, the limit is {limit}; {fix}", retry_after_s)
 
 
 def read_quotas(texts: Iterable[str]) -> Mapping[str, int]:

@@ -115,7 +115,7 @@ def check_paths(
         named["batch_error_format"] = errors
     for name, data in named.items():
         if not data["path"]:
-            raise UserError(f"{name}.path is ''; it must be a text that is not empty")
+            raise UserError(f"{name}.path is ''; it must be a string that is not empty")
     paths = [data["path"] for name, data in named.items() if name != "batch_input_format"]
     for path in paths:
         if paths.count(path) > 1:

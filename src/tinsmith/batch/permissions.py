@@ -46,7 +46,7 @@ def check_code(settings: Settings, tenant_id: str, keyless: bool, why: str) -> N
     """Raises ForbiddenError if this tenant may not run code here."""
     if not settings.batch_user_code:
         raise ForbiddenError(
-            f"this server runs no code of its users, and {why}; use operations such as Sample, in the formats of "
+            f"this server does not run users' code, and {why}; use operations such as Sample, in the formats of "
             "tinsmith.batch. The operator can allow it with TINSMITH_BATCH_USER_CODE=true"
         )
     if not is_trusted(settings, tenant_id, keyless):
@@ -61,9 +61,9 @@ def code_of(spec: JobSpec) -> str:
     if operations.steps_of(spec.batch_serialized_fn) is None:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
-        return "the job names its interpreter"
+        return "the job has its own interpreter"
     if any(name in data for data in _formats(spec) for name in SHIPPED):
-        return "one of its formats comes with its source"
+        return "one of its formats has its own source code"
     return ""
 
 
@@ -95,7 +95,7 @@ def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence
         return data
     path = str(data["path"])
     if "\x00" in path:
-        raise UserError(f"the path {path!r} holds a NUL character")
+        raise UserError(f"the path {path!r} has a NUL character; remove it")
     if spec.directory and not is_below(path, roots):
         path = path.removeprefix(f"{spec.directory}/")  # relative again, as the user wrote it
     if "://" not in path and not path.startswith(("/", "~")):
@@ -118,6 +118,6 @@ def _formats(spec: JobSpec) -> list[dict[str, Any]]:
 
 def _no_format(tenant_id: str, data: dict[str, Any], known: frozenset[str]) -> ForbiddenError:
     return ForbiddenError(
-        f"tenant {tenant_id!r} may not use the format {data['format']!r}, which reaches beyond its files; use one of "
+        f"tenant {tenant_id!r} may not use the format {data['format']!r}, which can reach other files; use one of "
         f"{sorted(known)}"
     )

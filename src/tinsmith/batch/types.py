@@ -270,12 +270,12 @@ class JobSpec:
     num_gpus: float | None = None
     memory: int | None = None
     resources: dict[str, float] | None = None
-    """What each worker needs, by Ray's names and units (`memory` in bytes); None for what its pool gives. On a cluster,
+    """The resources of each worker, by Ray's names and units (`memory` in bytes); None for the pool's. On a cluster,
     Ray reserves it. On one machine, fewer workers run the job at a time (`pools/specs.py`)."""
     requests_per_minute: float | None = None
     """The rate at which rows are given to the function, on all workers together; None for no limit."""
     tokens_per_minute: float | None = None
-    """The same for the tokens that operations count and that `save_results` is told."""
+    """The same for tokens, which operations count and `save_results` receives."""
     resume_from: int | None = None
     directory: str = ""
     """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""
@@ -319,7 +319,7 @@ CHAIN = "chain"
 
 
 def packed(data: Mapping[str, Any]) -> str:
-    """A payload as `JobSpec.batch_serialized_fn`. Raises ValueError, TypeError for what is not JSON."""
+    """A payload as `JobSpec.batch_serialized_fn`. Raises ValueError or TypeError unless it is JSON."""
     return base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
 
 

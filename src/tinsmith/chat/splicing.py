@@ -26,7 +26,7 @@ from tinsmith.types import I32
 Recorded = Callable[[Sequence[str]], tuple[int, I32, I32] | None]
 """Maps digests of chats, the longest first, to the index of the first recorded one, its prompt and its completion."""
 
-MOST_TRIED = 256
+MAX_TRIED = 256
 """Most completions of a chat to look up, counted from the last."""
 
 
@@ -64,7 +64,7 @@ def splice(
     if the end of a completion cannot be found in the template's text. `messages` have no images.
     """
     digests = digests_of(digest_of(tools, variables), messages)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"][: -MOST_TRIED - 1 : -1]
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"][: -MAX_TRIED - 1 : -1]
     found = recorded([digests[place] for place in places]) if places else None
     if found is None:
         return None

@@ -308,7 +308,7 @@ TAGS = (
 SWITCH = "enable_thinking"
 """The template variable that turns reasoning on and off, if the template has one."""
 
-MOST_SPACE = 4
+MAX_SPACE = 4
 """Most tokens of white space that a template may write after the opening tag."""
 
 
@@ -379,7 +379,7 @@ def _tags(text: Text, prompt: Sequence[int], among: Sequence[tuple[str, str]]) -
 
 
 def _is_begun(text: Text, prompt: Sequence[int], open_id: int) -> bool:
-    for token_id in reversed(prompt[-MOST_SPACE - 1 :]):
+    for token_id in reversed(prompt[-MAX_SPACE - 1 :]):
         if token_id == open_id:
             return True
         if text.token_bytes(token_id).strip():

@@ -32,7 +32,7 @@ NOT_SUCCEEDED = 1
 PATIENCE_S = 5.0
 """How long an unreachable server is tried again by commands that do not wait for a job."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
-MOST_PURGED = 1000
+MAX_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
@@ -165,10 +165,10 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print the output of the function, each line with its batch, and the job's events."""
-    from tinsmith.batch.client.job import followed
+    from tinsmith.batch.client.job import follow_logs
 
     with _client() as client:
-        for line in followed(client, job_id, follow):
+        for line in follow_logs(client, job_id, follow):
             if as_json:
                 typer.echo(json.dumps(line))
             else:
@@ -225,7 +225,7 @@ def purge(
         if every == bool(job_ids):
             raise typer.BadParameter("name the jobs to purge, or give --all")
         chosen = job_ids or [
-            job["job_id"] for job in client.jobs(MOST_PURGED) if job["status"] in ("FAILED", "CANCELLED")
+            job["job_id"] for job in client.jobs(MAX_PURGED) if job["status"] in ("FAILED", "CANCELLED")
         ]
         if chosen:
             _confirm(f"Delete the parts of {_counted(chosen)}, which can then not be resumed?", yes)

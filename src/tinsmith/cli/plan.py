@@ -24,7 +24,7 @@ from tinsmith import base_models
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
-from tinsmith.plan.degrees import MODES, Degrees, Plan, Wanted, check, choose, described, first_fit, gib
+from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, described, first_fit, gib
 from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
@@ -108,7 +108,7 @@ def _compare(model: Architecture, directory: Path) -> None:
         )
 
 
-def _wanted(request: PlanRequest, model: Architecture) -> Wanted:
+def _wanted(request: PlanRequest, model: Architecture) -> Workload:
     devices, memory_bytes, cuda = request.gpus, None, True
     if request.memory is not None:
         memory_bytes = _bytes_of(request.memory)
@@ -129,7 +129,7 @@ def _wanted(request: PlanRequest, model: Architecture) -> Wanted:
     ):
         if not good:
             raise SettingsError(f"{name} is {value!r}; {hint}")
-    return Wanted(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
+    return Workload(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
 
 
 def _bytes_of(text: str) -> int:
@@ -193,7 +193,7 @@ def summary(plan: Plan) -> str:
 
 SMALLEST_CONTEXT, SMALL_RANK = 512, 8
 LARGER_DEVICES = ("24GB", "48GB", "80GB", "141GB")
-MOST_LARGER_DEVICES = 256
+MAX_LARGER_DEVICES = 256
 
 
 def recommended(request: PlanRequest, plan: Plan) -> tuple[str, str]:
@@ -208,7 +208,7 @@ def recommended(request: PlanRequest, plan: Plan) -> tuple[str, str]:
             smaller = replace(request, dtype=dtype, quantize=less.quantize)
             return f"This fits: {_differences(plan, less)}.", command(smaller, choose(plan.model, less))
     less = replace(request, rank=min(request.rank, SMALL_RANK), context=min(plan.wanted.context_of(plan.model), 2048))
-    counts = [2**power for power in range(MOST_LARGER_DEVICES.bit_length())]
+    counts = [2**power for power in range(MAX_LARGER_DEVICES.bit_length())]
     larger = [
         replace(asked, gpus=devices, memory=size)
         for asked, devices, size in itertools.product((request, less), counts, LARGER_DEVICES)
@@ -217,7 +217,7 @@ def recommended(request: PlanRequest, plan: Plan) -> tuple[str, str]:
     return "No smaller configuration fits on these devices. Plan for larger ones:", _planning(more)
 
 
-def _smaller(plan: Plan) -> Iterator[Wanted]:
+def _smaller(plan: Plan) -> Iterator[Workload]:
     """Yield smaller requests: first smaller formats, then shorter sequences, then a lower rank."""
     wanted, context = plan.wanted, plan.wanted.context_of(plan.model)
     halvings = range(max(0, (context // SMALLEST_CONTEXT).bit_length() - 1) + 1)
@@ -230,7 +230,7 @@ def _smaller(plan: Plan) -> Iterator[Wanted]:
             yield replace(wanted, rank=rank, context=context >> times, quantize=quantize, dtype=dtype)
 
 
-def _differences(plan: Plan, less: Wanted) -> str:
+def _differences(plan: Plan, less: Workload) -> str:
     wanted, model = plan.wanted, plan.model
     changed = (
         (less.dtype, less.dtype != wanted.dtype),
@@ -316,7 +316,7 @@ def _exchanges(step: StepTime) -> str:
     return f"; exchanges at {LINK_SHARE:.0%} of the links: {', '.join(shares)}" if shares else ""
 
 
-LARGEST_SIDE, MEASURED_ROWS, MOST_WEIGHTS = 2048, 256, 16
+LARGEST_SIDE, MEASURED_ROWS, MAX_WEIGHTS = 2048, 256, 16
 """Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
 MEASURING_S = 0.3
 
@@ -329,7 +329,7 @@ def measured_products(dtype: str, hidden: int, num_weights: int) -> tuple[float,
     import torch
 
     form, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE)
-    weights = [torch.randn(side, side).to(form) for _ in range(max(1, min(MOST_WEIGHTS, num_weights // side**2)))]
+    weights = [torch.randn(side, side).to(form) for _ in range(max(1, min(MAX_WEIGHTS, num_weights // side**2)))]
     product: Callable[..., torch.Tensor] = torch.nn.functional.linear
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]

@@ -43,7 +43,7 @@ TOKEN_FILE = "ray.token"
 """Files in the data directory while `tinsmith up --ray local` runs: the cluster's address and its token."""
 WATCH_S = 1.0
 REACH_S = 5.0
-MOST_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+MAX_DIRECTORY = 107 - len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 """Most characters of Ray's directory: Linux allows 107 in the path of a socket, and Ray appends the rest."""
 
 
@@ -251,7 +251,7 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
     stop = threading.Event()
     directory = tempfile.mkdtemp(prefix="ts-", dir=ray_root())
     try:
-        if len(directory) > MOST_DIRECTORY:
+        if len(directory) > MAX_DIRECTORY:
             raise SettingsError(
                 f"RAY_TMPDIR is {ray_root()!r}, too long for Ray's sockets; set a shorter one, such as /tmp"
             )

@@ -63,7 +63,7 @@ from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, Ve
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
-from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, described, evaluate, gib, problem_of
+from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, described, evaluate, gib, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
@@ -184,7 +184,7 @@ def _free_bytes(settings: Settings) -> list[int]:
 
 
 def _architecture(shape: ModelShape) -> Architecture:
-    """What the plan knows of a base model as it is served. Raises SettingsError for families that it does not know."""
+    """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
     model = read_directory(Path(shape.path))
     return model if shape.vision is not None else replace(model, vision_numbers=0, tower_numbers=0.0)
 
@@ -230,10 +230,10 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
     return evaluate(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT), degrees)
 
 
-def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Wanted:
+def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Workload:
     wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
     dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored)
-    return Wanted(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
+    return Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
 
 
 def _device(settings: Settings, devices: int) -> tuple[int, bool]:

@@ -234,7 +234,7 @@ class Engine:
         for request in step.singles:
             begun = time.monotonic()
             self._run_single(request)
-            self._costs.note_single(request.kind, time.monotonic() - begun)
+            self._costs.record_single(request.kind, time.monotonic() - begun)
             self.meters.worked(request.kind, time.monotonic() - begun)
         begun, decoded_before_s = time.monotonic(), self._sampling.decoded_s
         for group in self._quarantine.groups(step.passes):
@@ -246,7 +246,7 @@ class Engine:
         self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
         self._recorder.record_duration(step, step_s)
-        self._costs.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
+        self._costs.record_passes(sum(request.num_tokens for request in step.passes), passes_s)
         self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
             "step",
@@ -260,7 +260,7 @@ class Engine:
     def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
         """The most tokens of the next step."""
         tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
-        self._pace.saw(tenants, time.monotonic())
+        self._pace.record_tenants(tenants, time.monotonic())
         samples = self._sampling.has_work or bool(self._queues.samples)
         return self._pace.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
 
@@ -270,7 +270,7 @@ class Engine:
         try:
             if self._mailbox.wait(0.0):
                 self._arrivals.fetch(self._mailbox.drain())
-                self._pace.saw(self._queues.samples.keys(), time.monotonic())
+                self._pace.record_tenants(self._queues.samples.keys(), time.monotonic())
             self._sampling.admit_loaded(self._queues)
         except SQLAlchemyError as error:  # the step continues; the next turn polls everything
             log.warning("new requests could not be read during a step", error=repr(error))

@@ -38,7 +38,7 @@ class Pace:
         self._seen_at: dict[str, float] = {}
         self._is_shared = False
 
-    def saw(self, tenant_ids: Iterable[str], moment: float) -> None:
+    def record_tenants(self, tenant_ids: Iterable[str], moment: float) -> None:
         """These tenants have work now."""
         for tenant_id in tenant_ids:
             self._seen_at[tenant_id] = moment
@@ -89,11 +89,11 @@ class CostModel:
         self._steps: deque[tuple[int, float]] = deque(maxlen=MEASURED_STEPS)  # tokens and seconds
         self._single_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEASURED_STEPS))
 
-    def note_passes(self, num_tokens: int, seconds: float) -> None:
+    def record_passes(self, num_tokens: int, seconds: float) -> None:
         if num_tokens:
             self._steps.append((num_tokens, seconds))
 
-    def note_single(self, kind: str, seconds: float) -> None:
+    def record_single(self, kind: str, seconds: float) -> None:
         self._single_s[kind].append(seconds)
 
     def in_tokens(self) -> dict[str, int]:

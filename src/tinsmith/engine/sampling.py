@@ -28,7 +28,7 @@ from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import Outbox, TurnFailedError
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleKeeper
+from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleRecorder
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -94,7 +94,7 @@ class Sampling:
         self._timings = timings
         self._meters = meters
         self._vision = vision
-        self._keeper = SampleKeeper(stores.records)
+        self._sample_recorder = SampleRecorder(stores.records)
         self._absent: set[str] = set()  # sessions
         self._running: dict[str, _RunningSample] = {}
         self._max_running = MAX_IN_SAMPLER
@@ -351,7 +351,7 @@ class Sampling:
                 sample = read_sample(body, request.request_id, version_id, self._vision)
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
-                begun = self._keeper.begin(request, sampler, sample)
+                begun = self._sample_recorder.begin(request, sampler, sample)
                 self._running[request.request_id] = _RunningSample(
                     request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
                 )
@@ -385,5 +385,5 @@ class Sampling:
                 recorded_sequences.insertion(running.recorded_for, request_id, running.prompt_tokens, lengths)
             )
         if running.begun is not None:
-            effects += self._keeper.record(running.begun, outcome)
+            effects += self._sample_recorder.record(running.begun, outcome)
         return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

@@ -1,4 +1,4 @@
-"""What runs next: a pure function from the queues to one step.
+"""The choice of the next step: a pure function of the queues.
 
 Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward) at the
 heads of any number of models share one step, for any losses, ranks or tenants; everything else is a barrier of its
@@ -9,7 +9,7 @@ work; otherwise such a tenant would wait for the running full step and then for 
 
 A single has a cost in tokens, so that it can be weighed against passes. A step has one single, and more as long as they
 take at most half as long as its passes: one of each tenant in turn, paid from the tenants' share of later passes. So
-neither kind delays the other by much, whatever each costs. No I/O, no clock, no device.
+neither kind delays the other by much, at any cost. No I/O, no clock, no device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Fairness:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to run, in this order. A model appears in only one of the three."""
+    """The requests to run, in this order. A model appears in only one of the three."""
 
     optim_steps: tuple[Pending, ...] = ()
     singles: tuple[Pending, ...] = ()

@@ -132,7 +132,7 @@ class SnapshotWriter:
 SNAPSHOT_OPTIM_STEPS = 16
 """Fewest optimizer steps between snapshots."""
 
-MOST_OPTIM_STEPS = 64
+MAX_OPTIM_STEPS = 64
 """Most optimizer steps between snapshots, which bounds what a restart replays."""
 
 SNAPSHOT_SHARE = 0.005
@@ -154,7 +154,8 @@ CleanUp = Callable[[], None]
 
 @dataclass(slots=True)
 class _Resident:
-    """A model in memory: what a restart would replay, and the seq_ids of the last change and the last covered one."""
+    """A model in memory: the work that a restart would replay, and the seq_ids of the last change and the last covered
+    one."""
 
     num_bytes: int
     changed_seq_id: int
@@ -232,7 +233,7 @@ class Snapshots:
             self._resident_bytes -= entry.num_bytes
 
     def count(self, model_id: str, *, steps: int = 0, body_bytes: int = 0) -> None:
-        """Add to what a restart would replay."""
+        """Add to the work that a restart would replay."""
         entry = self._resident[model_id]
         entry.steps += steps
         entry.body_bytes += body_bytes
@@ -249,7 +250,7 @@ class Snapshots:
             self._take(model_id, entry)
 
     def _is_due(self, entry: _Resident) -> bool:
-        if entry.steps >= MOST_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
+        if entry.steps >= MAX_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
             return True
         return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 
@@ -356,8 +357,7 @@ class Snapshots:
         self._writer.submit(WriteTask(num_bytes, partial(self._versions.write, captured), done))
 
     def is_durable(self, model_id: str) -> bool:
-        """Whether all state of a model is in files, so that any engine can continue it; starts writing what is not.
-
+        """Whether all state of a model is in files, so that any engine can continue it; starts writing the rest.
         Returns False until the writing has finished.
         """
         entry = self._resident.get(model_id)
@@ -388,7 +388,7 @@ class Snapshots:
         excess = self._resident_bytes - (self._budget_bytes or self._backend.model_budget_bytes)
         if excess <= 0:
             return
-        for model_id, entry in list(self._resident.items())[:-1]:  # not the one that was just used
+        for model_id, entry in list(self._resident.items())[:-1]:  # not the most recently used one
             if excess <= 0 or self._writer.is_full:
                 return
             if model_id in busy:

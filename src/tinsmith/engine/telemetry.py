@@ -2,8 +2,8 @@
 
 `Recorder` gathers the metrics of passes in memory until the optimizer step that uses them, and writes them in the
 transaction that settles that step: one more row, no extra transaction. So the first point after an engine's death
-covers only the passes since then. Steps are written about once a second. `SampleKeeper` keeps samples at a limited rate
-per tenant, so that bursts cost next to nothing. Errors here fail nothing else.
+covers only the passes since then. Steps are written about once a second. `SampleRecorder` keeps samples at a limited
+rate per tenant, so that bursts cost next to nothing. Errors here fail nothing else.
 
 `RequestTimings` has an entry from a request's arrival in memory to its settlement: when it was planned, started and
 done. The entry is written with the settlement into the request's row, without a write of its own. Then the metrics
@@ -37,12 +37,12 @@ from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
 from tinsmith.store.history import (
     KEPT_POINTS,
     KEPT_STEPS,
-    MOST_IMAGES_BYTES,
-    MOST_NAMES,
-    MOST_POINTS,
-    MOST_PROMPT_TOKENS,
-    MOST_SEQUENCE_TOKENS,
-    MOST_SEQUENCES,
+    MAX_IMAGES_BYTES,
+    MAX_NAMES,
+    MAX_POINTS,
+    MAX_PROMPT_TOKENS,
+    MAX_SEQUENCE_TOKENS,
+    MAX_SEQUENCES,
     SERVER,
     Curves,
     KeptImage,
@@ -166,16 +166,16 @@ class EngineMeters:
         self._database.observe(seconds)
 
 
-MOST_RUNS = 10_000
+MAX_RUNS = 10_000
 """Runs whose gathered metrics are in memory; the least recently used is dropped first."""
 
-MOST_NAMED_MODELS = 64
+MAX_NAMED_MODELS = 64
 """Models whose share of a step is recorded by name; the share of others is their tenant's."""
 
-MOST_ANSWERS = 16_384
+MAX_ANSWERS = 16_384
 """Answers whose lengths are kept between two optimizer steps."""
 
-MOST_TRAINED = 256
+MAX_TRAINED = 256
 """Trained answers recorded at one flush, about once a second."""
 
 SAMPLES_PER_S = 2.0
@@ -209,7 +209,7 @@ class _Gathered:
 
     def add_answer(self, advantages: F32, logprobs: F32) -> None:
         """The trained positions of one datum of a policy loss; logprobs are those of its sampling."""
-        if len(self.lengths) < MOST_ANSWERS:
+        if len(self.lengths) < MAX_ANSWERS:
             self.lengths.append(len(advantages))
             self.advantages.append(float(advantages.mean(dtype=np.float64)))
         entropy = self.means.setdefault("entropy", _Mean())
@@ -307,10 +307,10 @@ class Recorder:
             if isinstance(targets, SparseRows) or targets.ndim != 1 or not len(at):
                 continue
             gathered.add_answer(advantages_N[at], floats(datum.inputs["logprobs"])[at])
-            if request.kind == "forward" or not self._keeps or len(self._trained) >= MOST_TRAINED:
+            if request.kind == "forward" or not self._keeps or len(self._trained) >= MAX_TRAINED:
                 continue
             digest = tokens_digest(datum.tokens_N, targets[-1:].astype(np.int32))
-            tail = logprobs_N[max(int(at[0]), len(targets) - MOST_SEQUENCE_TOKENS) :]
+            tail = logprobs_N[max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS) :]
             advantage = float(advantages_N[at].mean(dtype=np.float64))
             self._trained.append(
                 TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, tail)
@@ -336,9 +336,9 @@ class Recorder:
         run.passes, run.forwards, run.stepped_at = _Gathered(), _Gathered(), moment
         run.steps += 1
         run.points += 1
-        point = dict(list(point.items())[:MOST_NAMES])
+        point = dict(list(point.items())[:MAX_NAMES])
         statements: list[Effect] = [self._records.curves.step_statement(request.model_id, run.steps, point)]
-        if run.points > MOST_POINTS:
+        if run.points > MAX_POINTS:
             statements.append(thin_points(request.model_id, SERVER, 0, run.steps))
             run.points = KEPT_POINTS
         return statements
@@ -357,7 +357,7 @@ class Recorder:
                 log.warning("the curves of a run cannot be read", model_id=model_id, error=repr(error))
                 return None
             self._runs[model_id] = run
-            if len(self._runs) > MOST_RUNS:
+            if len(self._runs) > MAX_RUNS:
                 self._runs.popitem(last=False)
         self._runs.move_to_end(model_id)
         return run
@@ -369,7 +369,7 @@ class Recorder:
         named: set[str] = set()
         for request in step.passes:
             model_id = request.model_id or ""
-            if model_id not in named and len(named) >= MOST_NAMED_MODELS:
+            if model_id not in named and len(named) >= MAX_NAMED_MODELS:
                 model_id = ""
             named.add(model_id)
             of_tenant = shares.setdefault(request.tenant_id, {})
@@ -399,7 +399,7 @@ class Recorder:
             log.warning("recent steps could not be recorded", error=repr(error))
 
 
-class SampleKeeper:
+class SampleRecorder:
     """Keeps samples; none without records."""
 
     def __init__(self, records: Records | None) -> None:
@@ -418,13 +418,13 @@ class SampleKeeper:
         """Statements for the transaction that settles the sample."""
         requested, sequences = begun.requested, result.sequences
         content = SampleContent(
-            prompt=requested.prompt_T[-MOST_PROMPT_TOKENS:].tolist(),
-            prompt_cut=max(0, len(requested.prompt_T) - MOST_PROMPT_TOKENS),
+            prompt=requested.prompt_T[-MAX_PROMPT_TOKENS:].tolist(),
+            prompt_cut=max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS),
             params={
                 name: getattr(requested.params, name)
                 for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")
             },
-            sequences=[_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MOST_SEQUENCES]],
+            sequences=[_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MAX_SEQUENCES]],
             images=_kept_images(requested),
         )
         sample = replace(
@@ -450,17 +450,17 @@ class SampleKeeper:
 
 
 def _kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:
-    logprobs = np.round(sequence.logprobs_T[:MOST_SEQUENCE_TOKENS].astype(np.float64), 6)
+    logprobs = np.round(sequence.logprobs_T[:MAX_SEQUENCE_TOKENS].astype(np.float64), 6)
     shown: Sequence[float | None] = logprobs.tolist()
     if not np.isfinite(logprobs).all():
         shown = [value if math.isfinite(value) else None for value in logprobs.tolist()]
-    tokens = sequence.tokens_T[:MOST_SEQUENCE_TOKENS].tolist()
+    tokens = sequence.tokens_T[:MAX_SEQUENCE_TOKENS].tolist()
     digest = tokens_digest(prompt_T, sequence.tokens_T)
     return KeptSequence(tokens, shown, sequence.stop_reason, digest, len(sequence.tokens_T))
 
 
 def _kept_images(requested: Sample) -> list[KeptImage]:
-    cut, room, found = max(0, len(requested.prompt_T) - MOST_PROMPT_TOKENS), MOST_IMAGES_BYTES, list[KeptImage]()
+    cut, room, found = max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS), MAX_IMAGES_BYTES, list[KeptImage]()
     for image in requested.images:
         if image.start < cut:
             continue

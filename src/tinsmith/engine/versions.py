@@ -29,7 +29,7 @@ from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions, 
 VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
 
-MOST_VERSIONS_IN_MEMORY = 64
+MAX_VERSIONS_IN_MEMORY = 64
 """From this many on, an engine that is never idle moves the oldest to disk at a publish."""
 
 LOADED_VERSIONS = 32
@@ -97,7 +97,7 @@ class Versions:
             num_bytes = self._backend.capture_version(version_id).num_bytes
             self._in_memory[version_id] = model_id, num_bytes
             self._bytes_in_memory += num_bytes
-            self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
+            self._move_oldest(model_id, leave=MAX_VERSIONS_IN_MEMORY)
             self._drop_written(model_id)
             self._evict(version_id)
 

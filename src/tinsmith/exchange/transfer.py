@@ -39,7 +39,7 @@ ARCHIVES = (".tar.gz", ".tgz", ".tar")
 MAX_MEMBERS = 1000
 MAX_UNPACKED_BYTES = 64 << 30
 MAX_READ_BYTES = 1 << 25
-"""Most that is read of an archive at once. tarfile reads extended headers whole, whatever size they claim."""
+"""Maximum bytes of one read of an archive. tarfile reads extended headers whole, at any declared size."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and in all (0: unknown)."""

@@ -1,4 +1,4 @@
-"""The parts of a base model: its linears, its other numbers, what it caches.
+"""The parts of a base model: its linears, its other parameters, its cache.
 
 `read` lets transformers build the model of a configuration on the meta device, where it takes no memory, and counts its
 parts. No weight is read. A model with layers that neither attend nor keep a known state is refused by name. Where the
@@ -60,7 +60,7 @@ FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn"})
 """Linears that produce queries, keys and values."""
 
 CUTS = {"colwise": "outputs", "colwise_gather_output": "outputs", "rowwise": "inputs", "rowwise_split_input": "inputs"}
-"""What each style of transformers' tensor-parallel plans splits."""
+"""The dimension that each style of transformers' tensor-parallel plans splits."""
 
 TOWER_ATTENTION = 12.0
 """Numbers per patch in a tower's attention, for each unit of its hidden size: input, norm, queries, keys and values,

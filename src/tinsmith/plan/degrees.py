@@ -67,7 +67,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Workload:
     """The workload on `devices` with `memory_bytes` each: training `models` adapters of `rank` at a time, on sequences
     of up to `context` tokens, and sampling sequences of that length.
     """
@@ -86,7 +86,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """Bytes of one device: `activations` of its rows of a whole micro-batch, kept; `least_activations` of its rows of
     one sequence, recomputed; `keys_and_values` of one context. Images go through the vision tower before a step's
     layers run, so the larger of the two counts.
@@ -124,9 +124,9 @@ class Plan:
     """`mode` is empty if the model does not fit; `words` are the reasons, in order."""
 
     model: Architecture
-    wanted: Wanted
+    wanted: Workload
     degrees: Degrees
-    needs: Needs
+    needs: MemoryNeeds
     mode: str
     words: tuple[str, ...] = field(default=())
 
@@ -140,7 +140,7 @@ class Plan:
         return max(0, self.needs.total("in turns") - self.wanted.memory_bytes)
 
 
-def needs_of(model: Architecture, wanted: Wanted, degrees: Degrees) -> Needs:
+def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryNeeds:
     dtype, context = wanted.dtype, wanted.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
@@ -149,7 +149,7 @@ def needs_of(model: Architecture, wanted: Wanted, degrees: Degrees) -> Needs:
     kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor)
     numbers = memory.adapter_numbers(model, wanted.rank)
     image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
-    return Needs(
+    return MemoryNeeds(
         base=base,
         adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
         activations=max(image, kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], rows), recompute=False)),
@@ -198,7 +198,7 @@ def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
             yield linear.inputs, f"columns of {linear.name}"
 
 
-def evaluate(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
+def evaluate(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
     """A plan with these degrees, without reasons."""
     needs = needs_of(model, wanted, degrees)
     mode = next((mode for mode in MODES if needs.total(mode) <= wanted.memory_bytes), "")
@@ -217,17 +217,17 @@ def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> l
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
 
 
-def _candidates(model: Architecture, wanted: Wanted) -> list[Degrees]:
+def _candidates(model: Architecture, wanted: Workload) -> list[Degrees]:
     return candidates(model, wanted.devices, quantize=wanted.quantize)
 
 
-def first_fit(model: Architecture, wanted: Wanted) -> Plan | None:
+def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
     """The first candidate that fits, without an explanation; None if none does."""
     plans = (evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted))
     return next((plan for plan in plans if plan.fits), None)
 
 
-def choose(model: Architecture, wanted: Wanted) -> Plan:
+def choose(model: Architecture, wanted: Workload) -> Plan:
     """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. A
     higher context-parallel degree counts only if no plan with a lower one fits.
     """
@@ -240,7 +240,7 @@ def choose(model: Architecture, wanted: Wanted) -> Plan:
     return _worded(best, chosen=True)
 
 
-def check(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
+def check(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
     """A user's choice. Raises SettingsError with the reason if it is impossible or does not fit."""
     if problem := problem_of(model, degrees, wanted.devices, quantize=wanted.quantize):
         raise SettingsError(f"{problem}; {_advice(model, wanted)}")
@@ -253,7 +253,7 @@ def check(model: Architecture, wanted: Wanted, degrees: Degrees) -> Plan:
     return _worded(plan, chosen=False)
 
 
-def _advice(model: Architecture, wanted: Wanted) -> str:
+def _advice(model: Architecture, wanted: Workload) -> str:
     best = choose(model, wanted)
     if best.fits:
         return f"{described(best.degrees)} would fit"
@@ -339,7 +339,7 @@ def _what_would_help(plan: Plan) -> Iterator[str]:
     )
 
 
-def _enough(model: Architecture, wanted: Wanted) -> Plan | None:
+def _enough(model: Architecture, wanted: Workload) -> Plan | None:
     """The smallest sufficient number of devices, up to 512."""
     devices = wanted.devices
     while devices < 512:

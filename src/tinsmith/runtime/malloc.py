@@ -26,10 +26,10 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
-def give_back() -> bool:
+def trim() -> bool:
     """Return unused pages to the system; False if the C library has no malloc_trim."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is None:
         return False
-    trim(0)
+    malloc_trim(0)
     return True

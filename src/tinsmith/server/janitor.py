@@ -33,7 +33,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.history import KEPT_S, KeptSamples
+from tinsmith.store.history import RETENTION_S, KeptSamples
 from tinsmith.store.models import Models, unload_request
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
@@ -109,7 +109,7 @@ class Janitor:
         with self._try_lock() as locked:
             if locked:
                 self.sweep()
-        malloc.give_back()
+        malloc.trim()
 
     def sweep(self) -> None:
         """One sweep. Each part may be interrupted; the next sweep completes it."""
@@ -139,7 +139,7 @@ class Janitor:
             log.info("checkpoint expired", path=checkpoint.ref.path)
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
         parts.files.sweep_expired()
-        parts.kept_samples.sweep(now() - KEPT_S)
+        parts.kept_samples.sweep(now() - RETENTION_S)
         parts.responses.sweep()
         parts.exchanges.sweep()
         parts.engines.delete_unused()

@@ -2,7 +2,7 @@
 
 An exchange is one prompt and one sampled answer, with the answer's logprobs and the weight version that sampled it: the
 path of a checkpoint, or the base model. It belongs to a capture session, which the client names, and is deleted
-`KEPT_S` after it was recorded.
+`RETENTION_S` after it was recorded.
 
 `merged` merges the exchanges of a session, in their order, into trajectories. An exchange whose prompt begins with all
 tokens of a trajectory continues the longest such trajectory; any other exchange begins a new one. So forks are separate
@@ -25,7 +25,7 @@ from tinsmith.db.schema import EXCHANGES
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.types import F32, I32, SampleResult
 
-KEPT_S = 7 * 86400.0
+RETENTION_S = 7 * 86400.0
 _PREFIX = "traj-"
 MAX_EXCHANGES = 10_000
 """Most exchanges of one session that can be merged."""
@@ -179,7 +179,7 @@ class Exchanges:
         return self._db.execute(EXCHANGES.delete().where(mine))
 
     def sweep(self) -> int:
-        return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - KEPT_S))
+        return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
 
 
 _COLUMNS = (

@@ -115,7 +115,7 @@ class Files:
             raise NotFoundError(f"file {file_id[:80]!a} does not exist; it may have been deleted, or have expired")
         return File(*row)
 
-    def listing(
+    def page(
         self, tenant_id: str, limit: int, *, after: str | None, ascending: bool, purpose: str | None
     ) -> tuple[list[File], bool]:
         """A page, newest first unless `ascending`, and whether more follow. Raises NotFoundError for `after`."""

@@ -217,7 +217,7 @@ _ADVANCE = Statement(
 
 
 def _text(error: TinsmithError) -> str:
-    """The error's text without what a database refuses: Postgres takes no NUL, and UTF-8 has no lone surrogates."""
+    """The error's text without characters that databases refuse: Postgres takes no NUL, UTF-8 no lone surrogates."""
     return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()
 
 

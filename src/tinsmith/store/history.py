@@ -2,12 +2,12 @@
 
 Curves: a point belongs to a model, a source and a step. The transaction that settles an optimizer step writes the
 server's point with the number of that step. A client logs points at its own steps; metrics of the same step are merged.
-A run has at most MOST_POINTS points per source. Beyond that, KEPT_POINTS of them, evenly spaced, are kept unaveraged.
+A run has at most MAX_POINTS points per source. Beyond that, KEPT_POINTS of them, evenly spaced, are kept unaveraged.
 
 Kept samples: prompts and answers of recent samples of each tenant. The transaction that settles a sample adds it and
-deletes the oldest beyond a limit; all are deleted after KEPT_S. Only the dashboard reads them. A sample continues a
-conversation if its prompt begins with an earlier prompt and one of its answers. Each kept answer has its own row, found
-by the digest of all its tokens, which records training on it and the client's reward.
+deletes the oldest beyond a limit; all are deleted after RETENTION_S. Only the dashboard reads them. A sample continues
+a conversation if its prompt begins with an earlier prompt and one of its answers. Each kept answer has its own row,
+found by the digest of all its tokens, which records training on it and the client's reward.
 
 Recent steps: the last KEPT_STEPS steps of a base model with the tokens of each tenant. An engine writes them about once
 a second, best effort: up to 1 s may be lost in a crash.
@@ -31,9 +31,9 @@ from tinsmith.db.statements import Bound, Effect, Statement
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.types import F32
 
-MOST_POINTS = 2048
+MAX_POINTS = 2048
 KEPT_POINTS = 1024
-MOST_NAMES = 128
+MAX_NAMES = 128
 """Most metrics of one point."""
 
 OVERLAP_S = 5.0
@@ -95,7 +95,7 @@ class Curves:
                 merged.setdefault(default if given is None else given, {}).update(metrics)
             for step, metrics in sorted(merged.items()):
                 _merge(connection, self._add, model_id, step, metrics)
-            if (connection.scalar(_count(model_id, CLIENT)) or 0) > MOST_POINTS:
+            if (connection.scalar(_count(model_id, CLIENT)) or 0) > MAX_POINTS:
                 ends = sa.select(sa.func.min(CURVE_POINTS.c.step), sa.func.max(CURVE_POINTS.c.step))
                 low, high = connection.execute(ends.where(_of(model_id, CLIENT))).one()
                 connection.execute(thin_points(model_id, CLIENT, low, high))
@@ -146,8 +146,8 @@ def _merge(connection: sa.Connection, add: Statement, model_id: str, step: int, 
     add.count(connection, _row(model_id, CLIENT, step, {}))
     found = connection.scalar(sa.select(CURVE_POINTS.c.metrics).where(mine).with_for_update())
     merged = {**(found or {}), **metrics}
-    if len(merged) > MOST_NAMES:
-        raise UserError(f"step {step} would have {len(merged)} metrics; at most {MOST_NAMES} are kept")
+    if len(merged) > MAX_NAMES:
+        raise UserError(f"step {step} would have {len(merged)} metrics; at most {MAX_NAMES} are kept")
     connection.execute(CURVE_POINTS.update().where(mine).values(metrics=merged, recorded_at=now()))
 
 
@@ -175,13 +175,13 @@ def _row(model_id: str, source: str, step: int, metrics: Mapping[str, float]) ->
     return {"model_id": model_id, "source": source, "step": step, "metrics": json.dumps(shown), "recorded_at": now()}
 
 
-KEPT_S = 86400.0
-MOST_PROMPT_TOKENS = 8192
+RETENTION_S = 86400.0
+MAX_PROMPT_TOKENS = 8192
 """Only the end of a longer prompt is kept."""
 
-MOST_SEQUENCES = 8
-MOST_SEQUENCE_TOKENS = 2048
-MOST_IMAGES_BYTES = 1 << 20
+MAX_SEQUENCES = 8
+MAX_SEQUENCE_TOKENS = 2048
+MAX_IMAGES_BYTES = 1 << 20
 """Most bytes of all images of a sample; further images are kept without their content."""
 
 

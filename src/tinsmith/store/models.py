@@ -253,7 +253,7 @@ def unload_statement(model_id: str, reason: str) -> sa.Executable:
 
 
 def set_alpha(model_id: str, alpha: float) -> sa.Executable:
-    """A statement for the transaction that settles a load: the model goes on with the checkpoint's alpha."""
+    """A statement for the transaction that settles a load: the model continues with the checkpoint's alpha."""
     return MODELS.update().where(MODELS.c.model_id == model_id).values(lora_alpha=alpha)
 
 

@@ -104,7 +104,7 @@ SORTS: Mapping[str, sa.ColumnElement[object]] = {
 }
 
 
-MOST_LOADS = 10_000
+MAX_LOADS = 10_000
 """The newest loads of a tenant from which a lineage is computed."""
 
 
@@ -169,7 +169,7 @@ class Overview:
             sa.select(AUDIT.c.details, AUDIT.c.created_at)
             .where(AUDIT.c.tenant_id == tenant_id, AUDIT.c.event == "checkpoint_loaded")
             .order_by(AUDIT.c.entry_id.desc())
-            .limit(MOST_LOADS)
+            .limit(MAX_LOADS)
         )
         rows = self._db.rows(query)
         loads = [LoadedFrom(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]

@@ -1,7 +1,7 @@
 """Stored responses of `/v1/responses`: the request, the samples that answer it, and the answer once they are settled.
 
 A row is written with its samples, so that every server can read and cancel a response while it is sampled. A response
-is visible only to its tenant, and is deleted `KEPT_S` after its creation. Contents are opaque to this module.
+is visible only to its tenant, and is deleted `RETENTION_S` after its creation. Contents are opaque to this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import RESPONSES
 from tinsmith.errors import NotFoundError
 
-KEPT_S = 30 * 86400.0
+RETENTION_S = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +69,4 @@ class Responses:
         self._db.execute(RESPONSES.delete().where(mine))
 
     def sweep(self) -> int:
-        return self._db.execute(RESPONSES.delete().where(RESPONSES.c.created_at < now() - KEPT_S))
+        return self._db.execute(RESPONSES.delete().where(RESPONSES.c.created_at < now() - RETENTION_S))

@@ -1,1 +1,1 @@
-"""Processes die at named points, or at any moment: training runs by the real SDK end as if nothing had happened."""
+"""Processes die at named points, or at any moment: training runs of the real SDK end with the same results."""

@@ -25,7 +25,7 @@ TENANTS = ("ann", "bob", "cal")
 
 
 class KeptServer:
-    """The processes of one server, of which there may be many, one after the other."""
+    """The successive processes of one server."""
 
     def __init__(self, data_dir: Path, arguments: Sequence[str], settings: Mapping[str, str]) -> None:
         self.data_dir = data_dir
@@ -50,11 +50,11 @@ class KeptServer:
 
     @property
     def markers(self) -> set[str]:
-        """The points at which something died."""
+        """The failpoints at which a process died."""
         return {path.name.removeprefix("crashed.") for path in self.data_dir.glob("crashed.*")}
 
     def rows(self, query: str) -> list[tuple]:
-        """What a query finds in the server's database."""
+        """The rows of a query of the server's database."""
         database = Database(self.database_url)
         with database.read() as connection:
             found = [tuple(row) for row in connection.execute(sa.text(query))]
@@ -75,7 +75,7 @@ class KeptServer:
         return False
 
     def make_keys(self) -> None:
-        """Keys of all tenants; from here on the server takes no others."""
+        """Create keys for all tenants; from then on the server refuses other keys."""
         database = Database(self.database_url)
         self.keys = {tenant: Keys(database).create(tenant)[1] for tenant in TENANTS}
         database.close()
@@ -91,7 +91,7 @@ class KeptServer:
         return "\n".join(path.read_text() for path in paths if path.exists())
 
     def close(self) -> None:
-        """Stop it in good order."""
+        """Stop it gracefully."""
         self._ending = True
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
@@ -123,7 +123,7 @@ class KeptServer:
 
 @contextlib.contextmanager
 def kept(data_dir: Path, *arguments: str, migrated: bool = True, **settings: str) -> Iterator[KeptServer]:
-    """A server that answers, with keys for three tenants. Unless `migrated`, its first start makes the database."""
+    """A running server with keys for three tenants. Unless `migrated`, its first start creates the database."""
     data_dir.mkdir(parents=True)
     if migrated and databases.chosen == databases.SQLITE:
         databases.fresh_url(data_dir)

@@ -20,11 +20,11 @@ MODULES = {
     "tinsmith.batch.worker.worker": "worker",
     "tinsmith.batch.worker.child": "mapper",
 }
-"""What each kind of process runs."""
+"""The command lines of each kind of process."""
 ALL = "everything"
-"""A victim beside the kinds: all processes at once, as when a machine is lost."""
+"""An additional victim: all processes at once, as when a machine is lost."""
 AT_ONCE = 0.25
-"""How many of the pauses do not wait until the server answers."""
+"""Share of the pauses that do not wait for the server."""
 PR_SET_CHILD_SUBREAPER = 36
 
 Processes = dict[int, str]
@@ -33,7 +33,7 @@ Processes = dict[int, str]
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Processes below this one whose parent dies become children of this one, so that none is lost from sight."""
+    """Make this process the subreaper of its descendants, so that orphans stay its children."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -64,7 +64,7 @@ def processes_below(root: int) -> Processes:
 def _kind_of(pid: int) -> str | None:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:  # it has just ended
+    except OSError:  # it has ended meanwhile
         return None
     return next((MODULES[word] for word in words if word in MODULES), None)
 
@@ -78,12 +78,11 @@ def left_below(root: int, patience_s: float) -> Processes:
 
 
 class Killer:
-    """Kills what `choose` finds, for `for_s` or until it is told to stop; `kills` says how often, by kind.
+    """Kills the processes that `choose` returns, for `for_s` or until it is stopped; `kills` counts them by kind.
 
-    `pauses_s` are the shortest and the longest time between two kills. Every fourth pause or so begins at once, so that
-    servers are killed while they start; the others begin when the server is `ready`, so that a slow machine gets
-    anywhere.
-    `say` hears of each kill in words.
+    `pauses_s` are the shortest and the longest time between two kills. About every fourth pause begins at once, so that
+    servers are killed while they start; the others begin when the server is `ready`, so that slow machines make
+    progress. `say` receives a line about each kill.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Killer:
                 self._say(f"{time.monotonic() - self._started:6.1f} s: killed {kind} {killed}")
 
     def _pause(self) -> bool:
-        """Whether to go on after it."""
+        """Wait; return whether to continue."""
         waits, pause_s = self._random.random() >= AT_ONCE, self._random.uniform(*self._pauses_s)
         while waits and not self._ready() and not self._stopping.wait(0.2):
             pass
@@ -127,7 +126,7 @@ class Killer:
 
 
 def any_kind(processes: Mapping[int, str], choice: random.Random) -> tuple[str, list[int]]:
-    """One process of a kind that is there, each kind as likely as the others; or, as likely as a kind, all."""
+    """Choose a running process, with equal odds for each kind, or all processes with the odds of one kind."""
     kinds = sorted(set(processes.values()))
     if not kinds:
         return ALL, []

@@ -1,8 +1,8 @@
 """Kills processes at random moments for some minutes: `PYTHONPATH=tests python -m fault.crash.random --minutes 10`.
 
-The training runs of `runs` go on, one after the other, on one data directory; meanwhile a process is killed every few
-seconds, the server, its engine or both, as the seed has it. Every run must tell its clients what an undisturbed one
-did, and the books must be those of as many undisturbed runs.
+The training runs of `runs` run one after another on one data directory, while every few seconds the server, its engine
+or both are killed, as the seed decides. Every run must return the results of an undisturbed one, and the stored counts
+must be those of as many undisturbed runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The runs that crashes must not disturb: training loops of two tenants with the real SDK, and their comparison.
 
-The loops differ in rank and loss, send passes and steps ahead of their results, sample from ephemeral samplers, save,
-load, begin again from a checkpoint, and say goodbye. Their numbers do not depend on what shares a step on the fake
-backend, whose arithmetic is exact here, so that everything is compared bit by bit.
+The loops differ in rank and loss, pipeline passes and steps, sample from ephemeral samplers, save, load, restart from a
+checkpoint, and unload. The fake backend's arithmetic is exact here and does not depend on batching, so all results are
+compared bit by bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fault.crash.kept import KeptServer
 
 NANO = "tinsmith/nano"
 DEPRECATED = "ignore:.*TrainingClient.load_state:FutureWarning"
-"""What the SDK says of a method that must work as long as it is there."""
+"""The SDK's deprecation warning of a method that must work as long as it exists."""
 STEPS = 9
-"""Between two publishes; twice this many are more than lie between two snapshots."""
+"""Steps between two publishes; twice as many exceed the interval of snapshots."""
 PATIENCE_S = 120.0
-"""A run that waits longer for one answer has noticed more than a delay."""
+"""A run that waits longer for one answer has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Plan:
     rank: int
     loss_fn: str
     seed: int
-    rate: float = 1 / 64  # a power of two: sums of such are exact
+    rate: float = 1 / 64  # powers of two, whose sums are exact
     patience_s: float = PATIENCE_S
 
 
@@ -135,8 +135,8 @@ def _data(plan: Plan, count: int = 3, length: int = 12) -> list[types.Datum]:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the server has in its books after runs, of the tenants that train: counts by tenant, how far each model
-    came, which numbers are missing, and the weights and steps in the checkpoints of the fake backend.
+    """The server's stored state of the training tenants after runs: counts by tenant, the last step of each model,
+    missing seq_ids, and the weights and steps in the fake backend's checkpoints.
     """
 
     futures: list[tuple]
@@ -146,7 +146,7 @@ class Books:
     gaps: list[tuple]
 
     def times(self, runs: int) -> Books:
-        """After as many equal runs."""
+        """The state after this many equal runs."""
         return Books(
             [(*row[:-1], row[-1] * runs) for row in self.futures],
             sorted(self.models * runs),

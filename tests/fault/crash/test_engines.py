@@ -1,5 +1,5 @@
-"""Two engines with data directories of their own: one dies at a point, alone or with its machine, and what it worked on
-goes on with the other, as if nothing had happened.
+"""Two engines with separate data directories: one dies at a failpoint, alone or with its machine, and the other
+continues its work with the same results.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Seen = tuple[dict[str, Record], Books]
 
 OF_SERVERS = ("submit.", "poll.", "migration.")
 OF_SUCCESSORS = ("model.replaying", "engine.claimed")
-"""Where only the other engine comes to: the one that died has nothing to bring back."""
+"""Failpoints that only the other engine reaches, because the dead one has nothing to restore."""
 POINTS = [point for point in POINTS_HERE if not point.startswith(OF_SERVERS) and point not in OF_SUCCESSORS]
 
 
 @contextlib.contextmanager
 def engine(server: KeptServer, name: str, failpoints: str, **more: str) -> Iterator[LiveServer]:
-    """A process of the role engine, on a data directory of its own."""
+    """A process with the role engine and its own data directory."""
     port = free_port()
     settings = {
         "DATABASE_URL": server.database_url,
@@ -58,7 +58,7 @@ def check(directory: Path, undisturbed: Seen, one: str, two: str = "") -> None:
 
 
 def await_both(server: KeptServer) -> None:
-    """So that each of them gets a share of the runs."""
+    """Wait for both engines, so that each gets a share of the runs."""
     database = Database(server.database_url)
     deadline = time.monotonic() + 90
     while [row.state for row in Engines(database, "").of_base(NANO)] != ["ready"] * 2:

@@ -31,22 +31,22 @@ NTH = {
     "checkpoints.sealed": 2,
     "checkpoints.placed": 2,
 }
-"""Which time is the deadly one, where the first would come before there is something to lose."""
+"""The hit at which to die, for failpoints whose first hit comes before any work."""
 
 BEFORE = {"model.replaying": "engine.ran:25,", "engine.claimed": "engine.ran:20,"}
-"""What must happen first."""
+"""Preconditions of failpoints."""
 
 FIRST_START = "migration.uncommitted"
 
 POINTS_HERE = [point for point in POINTS if not point.startswith(("batch.", "openai.", "run."))]
-"""Training and sampling never come to those of bulk jobs, which test_batch_jobs, _kill and test_openai_batches do, nor
-alone to those of a move, which test_moving does."""
+"""Failpoints that training and sampling do not reach: those of bulk jobs are covered by test_batch_jobs,
+test_batch_kill and test_openai_batches, those of migrations by test_moving."""
 
 Seen = tuple[dict[str, Record], Books]
 
 
 def outcome(server: KeptServer) -> Seen:
-    """Everything that must not differ between a run with crashes and one without."""
+    """The results that must be equal with and without crashes."""
     return run_all(server), books(server)
 
 
@@ -82,7 +82,8 @@ CHAINS = (
     "engine.ran:9,engine.claimed,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
     "settle.uncommitted:9@both,settle.committed:5,model.loaded@server,model.published:2,snapshots.placed@both",
 )
-"""Every point once, in few runs. Those of one kind of request are apart: what ends two engines is given up."""
+"""All failpoints in few runs. Those of one kind of request are in different runs, since a request that ends two engines
+fails."""
 
 
 @pytest.mark.smoke
@@ -92,7 +93,7 @@ def test_the_chains_have_every_point() -> None:
 
 @pytest.fixture(scope="module")
 def chained(tmp_path_factory: pytest.TempPathFactory, undisturbed: Seen) -> Iterator[dict[str, Future[None]]]:
-    """All chains, some at a time: most of it is waiting for a client that waits before it tries again."""
+    """Run all chains, several at a time, since most of the time clients wait before a retry."""
     with ThreadPoolExecutor(3) as pool:
         directory = tmp_path_factory.mktemp("chained")
         yield {

@@ -1,4 +1,4 @@
-"""An engine that dies while it hands idle runs over to one that has joined: each of them goes on as it was."""
+"""An engine dies while it migrates idle runs to a new engine: each run continues unchanged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The same with a real model: the numbers of a run with a crash are those of one without, as `docs/numerics.md` bounds
-them, since what shares a step may differ.
+"""Crashes with a real model: results match those of a run without a crash within the bounds of `docs/numerics.md`,
+since the batching of steps may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 PLANS = (Plan("ann", 4, "cross_entropy", 1, rate=1e-3), Plan("bob", 8, "importance_sampling", 2, rate=1e-3))
 BOUND = 1e-3
-"""Of logprobs after dozens of steps, where it is 5e-5 after three."""
+"""Bound on logprobs after dozens of steps; after three it is 5e-5."""
 
 CRASHES = ("submit.stored:30@server", "engine.ran:15@both", "settle.uncommitted:15@engine", "snapshots.placed@both")
 
@@ -44,7 +44,7 @@ def test_a_crash_does_not_show_in_the_numbers_of_a_real_model(tmp_path: Path, un
     assert counts == expected_counts
     for tenant, record in told.items():
         for (what, value), (_, before) in zip(record.told, expected[tenant].told, strict=True):
-            if what == "sample":  # two candidates may be closer to each other than the bound
+            if what == "sample":  # two candidates may differ by less than the bound
                 assert len(value) == len(before)  # type: ignore[arg-type]
             else:
                 np.testing.assert_allclose(flat(value), flat(before), rtol=BOUND, atol=BOUND, err_msg=what)

@@ -24,8 +24,8 @@ from tinsmith.wire.fields import show
 
 RATE_S = 60.0
 MINUTES = 10.0
-MOST_MINUTES = 120.0
-MOST_REQUESTS = 2000
+MAX_MINUTES = 120.0
+MAX_REQUESTS = 2000
 
 
 class Utilisation:
@@ -113,13 +113,13 @@ def machine(call: Call) -> JsonObject:
     "List requests of the last minutes",
     answer=fields({"requests": LIST, "steps": LIST, "snapshots": LIST, "others_sampling": LIST}),
     access=Access.LISTING,
-    query={"minutes": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_MINUTES}},
+    query={"minutes": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MINUTES}},
 )
 def timeline(call: Call) -> JsonObject:
     """Return the caller's requests and snapshots by run or sampler, and other tenants' tokens and sampling times."""
     moment = now()
     since = moment - 60.0 * _minutes(call.query.get("minutes", str(MINUTES)))
-    ended = call.services.overview.settled(call.tenant_id, since, MOST_REQUESTS)
+    ended = call.services.overview.settled(call.tenant_id, since, MAX_REQUESTS)
     steps = [
         {
             "base_model": shape.name,
@@ -146,7 +146,7 @@ def timeline(call: Call) -> JsonObject:
         ],
         "others_sampling": [
             {"began": began, "ended": ended}
-            for began, ended in call.services.overview.sampling_of_others(call.tenant_id, since, MOST_REQUESTS)
+            for began, ended in call.services.overview.sampling_of_others(call.tenant_id, since, MAX_REQUESTS)
         ],
     }
 
@@ -156,8 +156,8 @@ def _minutes(text: str) -> float:
         found = float(text)
     except ValueError:
         found = math.nan
-    if not 0 < found <= MOST_MINUTES:
-        raise UserError(f"the query's minutes is {show(text)}; it must be above 0 and at most {MOST_MINUTES:.0f}")
+    if not 0 < found <= MAX_MINUTES:
+        raise UserError(f"the query's minutes is {show(text)}; it must be above 0 and at most {MAX_MINUTES:.0f}")
     return found
 
 

@@ -105,7 +105,7 @@ ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, me
 # Overview, search of runs, queue and recent steps.
 
 MAX_SEARCH = 200
-MOST_LINKS = 100
+MAX_LINKS = 100
 OUTLINED = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
 """Candidates, in order, for the one metric in the list of runs."""
 OUTLINE_VALUES = 32
@@ -231,7 +231,7 @@ def describe_run(call: Call, request: DescribeRunRequest) -> JsonObject:
 def lineage(call: Call) -> JsonObject:
     """Return the loads of checkpoints into this run or from it. A parent may belong to another tenant."""
     found = call.services.overview.run(call.tenant_id, call.path["run_id"])
-    links = call.services.overview.lineage(call.tenant_id, found["model_id"], MOST_LINKS)
+    links = call.services.overview.lineage(call.tenant_id, found["model_id"], MAX_LINKS)
     return {
         "links": [
             {"parent": one.parent, "path": one.path, "child": one.model_id, "time": iso(one.loaded_at)} for one in links

@@ -2,7 +2,7 @@
 
 A group has the kept samples that share prompt, weights and session. Its answers carry notes on top of the sample: the
 client's reward, and from training on it the run, the step, the advantage and the logprobs. Filters and sorting cover
-the newest `MOST_GROUPED` samples of the tenant. All data belongs to the caller.
+the newest `MAX_GROUPED` samples of the tenant. All data belongs to the caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinsmith.store.history import AnswerNotes, KeptSample, KeptSequence, Sample
 from tinsmith.wire.fields import ClosedBody, Number, iso, show
 
 PREVIEW_TOKENS = 24
-MOST_GROUPED = 1000
+MAX_GROUPED = 1000
 MAX_STEP = 2**53 - 1
 
 
@@ -192,7 +192,7 @@ def groups(call: Call) -> JsonObject:
 
 def _grouped(call: Call) -> Iterator[list[_Answer]]:
     kept = call.services.kept_samples
-    page, _ = kept.page(call.tenant_id, MOST_GROUPED, 0)
+    page, _ = kept.page(call.tenant_id, MAX_GROUPED, 0)
     notes = kept.notes(call.tenant_id, [one.request_id for one, _ in page])
     found: dict[tuple[str, str | None, tuple[int, ...]], list[_Answer]] = {}
     for one, content in page:

@@ -16,7 +16,7 @@ from tinsmith.api.openai.files import Expiry, page, page_limit
 from tinsmith.api.openai.generation import answer
 from tinsmith.api.openapi import FLAG, TEXT, fields, integer, ref
 from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, operation
-from tinsmith.batch.coordinator.model_gateway import Question
+from tinsmith.batch.coordinator.model_gateway import RowRequest
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.errors import RequestError, UserError
@@ -80,21 +80,21 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     return shown(made)
 
 
-async def answer_request(services: Services, question: Question) -> dict[str, object]:
+async def answer_request(services: Services, request: RowRequest) -> dict[str, object]:
     """Serve one line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
-    url, body = question.payload.get("url"), question.payload.get("body")
+    url, body = request.payload.get("url"), request.payload.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
         raise UserError("the line must have a url, and a body that is an object")
     tries = 0
     while True:
-        status, answered = await answer(services, question.tenant_id, url, body)
+        status, answered = await answer(services, request.tenant_id, url, body)
         if status in WAIT:
             await asyncio.sleep(RETRY_S)
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and tries < MAX_RETRIES:
             tries += 1
             await asyncio.sleep(RETRY_S * 2**tries)
         else:
-            name = f"{question.job_id}:{question.row_idx}".encode()
+            name = f"{request.job_id}:{request.row_idx}".encode()
             request_id = f"req_{hashlib.sha256(name).hexdigest()[:32]}"
             return {"status_code": status, "request_id": request_id, "body": answered}
 
@@ -117,7 +117,7 @@ def batch(call: Call) -> JsonObject:
 )
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, LISTED)
-    found, more = call.services.openai_batches.listing(call.tenant_id, limit, call.query.get("after"))
+    found, more = call.services.openai_batches.page(call.tenant_id, limit, call.query.get("after"))
     return page([shown(each) for each in found], more)
 
 

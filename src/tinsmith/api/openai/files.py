@@ -40,7 +40,7 @@ CHUNK_BYTES = 1 << 20
 MAX_NAME = 512
 MAX_LISTED = 10_000
 DAY_S = 86400
-KEPT_S = 30 * DAY_S
+RETENTION_S = 30 * DAY_S
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * DAY_S
 ENDINGS = (".jsonl",)
 UPLOAD = fields(
@@ -117,7 +117,7 @@ def _checked(form: FormData) -> tuple[UploadFile, int]:
     expiry = {"anchor": form.get("expires_after[anchor]"), "seconds": seconds}
     wanted = None if expiry == dict.fromkeys(expiry) else expiry
     given = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": wanted})
-    return file, given.expires_after.seconds if given.expires_after else KEPT_S
+    return file, given.expires_after.seconds if given.expires_after else RETENTION_S
 
 
 def _pieces(file: UploadFile) -> Iterator[bytes]:
@@ -149,7 +149,7 @@ def listing(call: Call) -> JsonObject:
         raise RequestError("order", f"order is {show(order)}; it must be 'asc' or 'desc'")
     if purpose not in (None, BATCH, BATCH_OUTPUT):
         raise RequestError("purpose", f"purpose is {show(purpose)}; it must be {BATCH!r} or {BATCH_OUTPUT!r}")
-    found, more = call.services.files.listing(
+    found, more = call.services.files.page(
         call.tenant_id, limit, after=call.query.get("after"), ascending=order == "asc", purpose=purpose
     )
     return page([shown(file) for file in found], more)

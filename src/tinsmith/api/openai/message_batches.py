@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.api.errors import anthropic_error
-from tinsmith.api.openai.files import KEPT_S, page_limit
+from tinsmith.api.openai.files import RETENTION_S, page_limit
 from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, integer, one_of
 from tinsmith.api.operation import ANTHROPIC, Access, Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.links import base_url
@@ -91,7 +91,7 @@ def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     except UserError:
         services.files.discard(stored.file_id)
         raise
-    file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, KEPT_S)
+    file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
     new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))
     made = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
     services.batch_reconciler.wake()
@@ -119,7 +119,7 @@ def listing(call: Call) -> JsonObject:
     after, before = call.query.get("after_id"), call.query.get("before_id")
     if after is not None and before is not None:
         raise RequestError("after_id", "after_id and before_id are both given; send one of them")
-    found, more = call.services.openai_batches.listing(call.tenant_id, limit, after, before, messages=True)
+    found, more = call.services.openai_batches.page(call.tenant_id, limit, after, before, messages=True)
     ends = (found[0].batch_id, found[-1].batch_id) if found else (None, None)
     data = [_shown(call, each) for each in found]
     return {"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]}

@@ -76,7 +76,7 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
 )
 def jobs(call: Call) -> JsonObject:
     limit, offset = call.page(100)
-    found, count = call.services.batch_jobs.listing(call.tenant_id, limit, offset)
+    found, count = call.services.batch_jobs.page(call.tenant_id, limit, offset)
     return {"jobs": [_shown(job) for job in found], "total_count": count}
 
 

@@ -19,25 +19,25 @@ from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.errors import RequestError, UserError
 from tinsmith.wire.fields import ClosedBody, Number, OrList, Text, show, wrong
 
-MOST_NAME_LETTERS = 64
-MOST_AT_A_TIME = 64
+MAX_NAME_LETTERS = 64
+MAX_AT_A_TIME = 64
 """Most names of one point."""
-MOST_BATCHED = 256
+MAX_BATCHED = 256
 """Most points of one request."""
-MOST_NUMBERS = 16_384
+MAX_NUMBERS = 16_384
 """Most numbers of one list."""
 MAX_STEP = 2**53 - 1
 """The largest integer that JavaScript represents exactly."""
 QUANTILES = {":min": 0.0, ":p10": 0.1, ":p50": 0.5, ":p90": 0.9, ":max": 1.0}
 
-Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MOST_NUMBERS)], OrList()]
+Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MAX_NUMBERS)], OrList()]
 
 
 def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | list[float]]:
-    if not 0 < len(metrics) <= MOST_AT_A_TIME:
-        raise wrong(f"has {len(metrics)} names; log 1 to {MOST_AT_A_TIME} at a time")
+    if not 0 < len(metrics) <= MAX_AT_A_TIME:
+        raise wrong(f"has {len(metrics)} names; log 1 to {MAX_AT_A_TIME} at a time")
     for name, value in metrics.items():
-        longest = MOST_NAME_LETTERS - (4 if isinstance(value, list) else 0)
+        longest = MAX_NAME_LETTERS - (4 if isinstance(value, list) else 0)
         if not 0 < len(name) <= longest or not name.isprintable():
             raise wrong(f"has the name {show(name)}; a name has 1 to {longest} printable characters")
     return metrics
@@ -46,7 +46,7 @@ def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | l
 Metrics = Annotated[
     dict[str, Values],
     AfterValidator(_check_names),
-    Field(description=f"1 to {MOST_AT_A_TIME} finite numbers, or lists of them, by name"),
+    Field(description=f"1 to {MAX_AT_A_TIME} finite numbers, or lists of them, by name"),
 ]
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 
@@ -62,7 +62,7 @@ class LogMetricsRequest(ClosedBody):
     model_id: Text
     metrics: Metrics | None = None
     step: Step | None = None
-    points: Annotated[list[PointBody], Field(min_length=1, max_length=MOST_BATCHED)] | None = None
+    points: Annotated[list[PointBody], Field(min_length=1, max_length=MAX_BATCHED)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LogMetricsRequest:

@@ -68,7 +68,7 @@ MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
 """Smaller chunks make inefficient products, larger ones gain nothing."""
 
 LEAST_RANK, LEAST_TOKENS = 8, 256
-"""What a memory budget must have room for, in training or in sampling."""
+"""The activations that a memory budget must leave space for, in training or in sampling."""
 
 
 class TorchBackend:
@@ -399,7 +399,7 @@ class TorchBackend:
                 f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
                 f"rank {spec.rank} on {len(layout.targets)}"
             )
-        pairs, factor = dict(saved.pairs), saved.alpha / spec.alpha  # 1 for a checkpoint of its own
+        pairs, factor = dict(saved.pairs), saved.alpha / spec.alpha  # 1 for its own checkpoint
         if missing:
             # The file was written by other software that adapted only some linears of a group: the rest start fresh.
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
@@ -439,7 +439,7 @@ class TorchBackend:
         self._collect()
 
     def _collect(self) -> None:
-        """Free what the sampler kept of replaced and dropped versions, mainly cached prefixes."""
+        """Free the sampler's memory of replaced and dropped versions, mainly cached prefixes."""
         if self._sampler is not None:
             self._sampler.collect()
 

@@ -25,7 +25,7 @@ from tinsmith.types import F32, I32, I64, Datum, Pass
 Columns32 = Mapping[str, F32]
 
 COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
-"""What a loss may read of a pair, one float32 each; a loss ignores columns that it does not use."""
+"""The columns that a loss may read of a pair, one float32 each; a loss ignores columns that it does not use."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one packed forward needs. Rows of one adapter, and pairs of one pass, are contiguous."""
+    """The inputs of one packed forward. Rows of one adapter, and pairs of one pass, are contiguous."""
 
     examples: tuple[Example, ...]
 

@@ -1,4 +1,4 @@
-"""The memory manager of a device: who uses how much of the memory budget, and what is evicted for others.
+"""The memory manager of a device: the holders' use of the memory budget, and eviction.
 
 Holders report their bytes on request; a step reserves memory for its activations while it runs. Nothing is measured, so
 equal requests lead to equal decisions on every rank and in every run. Without a budget the manager only counts. Holders
@@ -83,8 +83,8 @@ VERSIONS_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Evictable:
-    """What a holder can free: `idle_bytes` without cost for running work, `most_bytes` in all. `evict` receives the
-    number of missing bytes and frees what it can.
+    """Bytes that a holder can free: `idle_bytes` without cost for running work, `most_bytes` in all. `evict` receives
+    the number of missing bytes and frees what it can.
     """
 
     idle_bytes: Callable[[], int]

@@ -1,9 +1,9 @@
 """Whether a model can be served exactly from packed rows; error messages say why not.
 
-A model is refused at start rather than served almost right. Its configuration tells most; running one token tells the
-rest. Every layer must attend exactly once, through our attention, with the window of its configuration, since the
-comparison with the model's own forward at load is too short to reach beyond a window. A stateful layer must be a mixer
-that `recurrent` supports. Knows no adapter and no weight.
+A model is refused at start rather than served almost right. Most checks use its configuration; the rest run one token.
+Every layer must attend exactly once, through our attention, with the window of its configuration, since the comparison
+with the model's own forward at load is too short to reach beyond a window. A stateful layer must be a mixer that
+`recurrent` supports. Knows no adapter and no weight.
 """
 
 from __future__ import annotations

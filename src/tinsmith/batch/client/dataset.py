@@ -4,7 +4,7 @@
 steps in one pass. With an output, or by `write_json` and the like, they submit a job. Invalid functions, options, and
 outputs that exist are refused here, before anything is sent.
 
-One rule says what becomes of the columns: `map` puts the result's columns over those of the row, less `remove_columns`;
+One rule determines the output columns: `map` puts the result's columns over those of the row, less `remove_columns`;
 `filter` keeps rows as they are; `flat_map`, `map_batches` and loops over `load()` give the new rows whole.
 """
 
@@ -22,7 +22,7 @@ from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_form
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, identity_of, packed
@@ -57,7 +57,7 @@ class StepOptions(TypedDict, total=False):
 
 
 class MapOptions(StepOptions, total=False):
-    """What `map` takes by name only. Options of the job may be given at any step of a chain; `types.JobSpec` says what
+    """Keyword-only options of `map`. Options of the job may be given at any step of a chain; `types.JobSpec` says what
     most of them mean."""
 
     pool: str
@@ -83,7 +83,7 @@ class MapOptions(StepOptions, total=False):
 
 
 class RunOptions(MapOptions, total=False):
-    """What the other methods take by name only."""
+    """Keyword-only options of the other methods."""
 
     batch_size: int
     activate_env: str
@@ -128,15 +128,15 @@ class Dataset:
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(Job, name):
-            raise AttributeError(f"{NO_OUTPUT}. Only then there is a job with a {name!r}")
+            raise AttributeError(f"{NO_OUTPUT}. This starts the job, which has {name!r}")
         raise AttributeError(f"a Dataset has no attribute {name!r}")
 
     def __int__(self) -> int:
-        raise TypeError(f"{NO_OUTPUT}. Only then there is a job with an id")
+        raise TypeError(f"{NO_OUTPUT}. This starts the job, which has the id")
 
     def __del__(self) -> None:
         if self._forgotten:
-            warnings.warn(f"{NO_OUTPUT}. Nothing was run", UserWarning, stacklevel=2)
+            warnings.warn(f"{NO_OUTPUT}. No job was started", UserWarning, stacklevel=2)
 
     @classmethod
     def from_hf(cls, name: object, split: str | None = None, **options: object) -> Dataset:
@@ -196,7 +196,7 @@ class Dataset:
         by_position = {"batch_size": batch_size, "output": output, "activate_env": activate_env, "stream": stream}
         given = {**options, **{name: value for name, value in by_position.items() if value is not None}}
         if pool_name and given.setdefault("pool", pool_name) != pool_name:
-            raise ValueError(f"pool_name {pool_name!r} and pool {given['pool']!r} are two names of one thing")
+            raise ValueError(f"pool_name is {pool_name!r} and pool is {given['pool']!r}; they are one option: give one")
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
             return self._then(_operations(steps, given), given)
@@ -260,9 +260,7 @@ class Dataset:
         """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
         self._forgotten = False
         if not self._steps:
-            raise ValueError(
-                "this data set has no step; call map, map_batches, filter or flat_map before it is written"
-            )
+            raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before writing it")
         options = self._options
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
@@ -281,21 +279,21 @@ class Dataset:
             raise JobRefusedError(str(error)) from None
         return self._followed(job)
 
-    def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
+    def _check_same(self, stored: Status, status: Status, outputs: list[OutputWriter]) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
-        given = sent(self.reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
+        given = request_form(self.reader.of_job([str(request_form(writer)["path"]) for writer in outputs]))
         mine = {
             "function": identity_of(self._payload()),
             "input": {name: given[name] for name in ("format", "path")},
             "rows": _rows_of(self._steps),
         }
-        other = [name for name, value in mine.items() if told[name] != value]
+        other = [name for name, value in mine.items() if stored[name] != value]
         if other and (status["rows_ok"] or status["status"] not in ("FAILED", "CANCELLED")):
             job_id, rows, name = status["job_id"], status["rows_ok"], other[0]
             raise JobRefusedError(
-                f"bulk job {job_id} writes to these outputs, is {status['status']} and has {rows} rows, but its {name} "
-                f"differs: {told[name]} there, {mine[name]} here. To keep its rows and do the rest with this job, pass "
-                f"resume_from={job_id}; to start again, if_exists='overwrite'"
+                f"bulk job {job_id} ({status['status']}, {rows} rows) writes to these outputs, but its {name} is "
+                f"{stored[name]} and this job's is {mine[name]}. To keep its rows and compute the rest with this job, "
+                f"pass resume_from={job_id}; to start over, pass if_exists='overwrite'"
             )
 
     def _followed(self, job: Job) -> Job:
@@ -341,16 +339,16 @@ class Dataset:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store:
                 check_output(writer.path, if_exists)
-        formats = [sent(writer) for writer in outputs]
+        formats = [request_form(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": sent(self.reader.of_job([str(each["path"]) for each in formats])),
+            "batch_input_format": request_form(self.reader.of_job([str(each["path"]) for each in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
-            "batch_error_format": sent(errors) if errors is not None else None,
+            "batch_error_format": request_form(errors) if errors is not None else None,
             "batch_activate_env": options.get("activate_env"),
             "directory": os.getcwd(),
         }
@@ -366,7 +364,7 @@ class Dataset:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest job with exactly these outputs, among the last page of jobs."""
-    wanted = [sent(writer) for writer in outputs]
+    wanted = [request_form(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
             return Job(job["job_id"], client)
@@ -382,7 +380,7 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
             raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
     _check_options(options)
     if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python"}):
-        raise NotSupportedError(f"operations take no {refused}, which belong to functions")
+        raise NotSupportedError(f"{refused} are options of functions; leave them out for operations")
     operations.payload_of(steps)
     return operations.described(steps)
 
@@ -401,7 +399,7 @@ def _step(
     elif kind == "row" and functions.parameters_of(mapper) == 0:
         raise ValueError(
             "Mapper function must be decorated with @batch.remote_function if it takes no argument and loops over "
-            "load(); else it takes a row, or with batched=True a batch"
+            "load(); otherwise give it a parameter for a row, or with batched=True for a batch"
         )
     shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
     if shape not in functions.BATCH_FORMATS:
@@ -424,13 +422,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _check_chain(steps: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for steps that cannot share a pass."""
     if len(steps) > 1 and any(step.get("kind") == "loop" for step in steps):
-        raise ValueError("a @remote_function that loops over load() is a whole job; it cannot be one of several steps")
+        raise ValueError(
+            "a @remote_function that loops over load() must be the only step; run the other steps as a second job"
+        )
     changes = False
     for step in steps:
         if changes and step["type"] == operations.TYPE:
             raise ValueError(
-                "an operation comes after a step that may make several rows of one, and its seeds are those of the "
-                "input's rows; put the operation first, or make two jobs"
+                "an operation follows a step that may return several rows for one, but its seeds are derived from the "
+                "input's rows; put the operation first, or run two jobs"
             )
         changes |= step.get("kind") == "flat" or step.get("options", {}).get("rows") == "any"
 
@@ -502,7 +502,7 @@ def _reader_of(source: object) -> InputReader:
         return reader_of(source, None)
     if isinstance(source, Iterable):
         return _reader("items", items=list(source))
-    raise UserError(f"a data set is made of a reader, a path or rows, not of a {type(source).__name__}")
+    raise UserError(f"the source of a data set is a {type(source).__name__}; give a reader, a path or rows")
 
 
 def _reader(format: str, **fields: object) -> InputReader:

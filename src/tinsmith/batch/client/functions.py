@@ -64,14 +64,14 @@ def definition_of(target: Callable[..., object]) -> Definition:
         tree = ast.parse(wrapped)
     except SyntaxError:
         raise ValueError(
-            f"the source of {_name(target)} does not stand alone (is it a lambda, or part of a longer line?); "
-            "write it as a def of its own"
+            f"the source of {_name(target)} cannot be parsed alone (is it a lambda, or part of a longer line?); "
+            "write it as a separate def"
         ) from None
     for node in ast.walk(tree):
         if isinstance(node, Definition) and node.name == _name(target):
             _strip_annotations(node)
             return node
-    raise ValueError(f"the source of {_name(target)} is not a def; write it as a def of its own")
+    raise ValueError(f"the source of {_name(target)} is not a def; write it as a separate def")
 
 
 def text_of(definition: Definition) -> str:
@@ -216,7 +216,7 @@ class Mapper:
     is_class: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def made(self) -> Callable[..., Any]:
+    def instance(self) -> Callable[..., Any]:
         """The callable for rows or batches."""
         return self.call(**self.kwargs) if self.is_class else partial(self.call, **self.kwargs)
 
@@ -321,7 +321,7 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
         raise ValueError(f"Unknown or missing serialization type: {kind!r}")
     text = data["source"]
     if "sha256" in data and hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
-        raise ValueError(f"the source of {data['name']!r} is not the one that was sent: its sha256 differs")
+        raise ValueError(f"the source of {data['name']!r} was changed after it was sent (SHA-256); submit it again")
     if data.get("sky"):
         importlib.import_module(SKY)
     call = _run(data) if kind == "source" else _unpickled(data)
@@ -343,15 +343,15 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
     """
     name = getattr(function, "__name__", repr(function))
     if name == "<lambda>":
-        raise ValueError("a lambda has no source of its own: write it as a def")
+        raise ValueError("the function is a lambda, whose source cannot be sent; write it as a def")
     if isinstance(function, MethodType):
-        raise ValueError(f"{name!r} is a method of an object, which workers do not have; write it as a def of its own")
+        raise ValueError(f"{name!r} is a method of an object, which workers do not have; write it as a separate def")
     definition = definition_of(function)
     namespace = namespace_of(function)
     for text, decorator in decorators_of(definition, {**namespace, **(around or {})}):
         if decorator is not remote_function and not (around is None and is_remote_function(function)):
             raise ValueError(
-                f"function {name!r} has the decorator @{text}, which workers do not have; apply what it does inside"
+                f"function {name!r} has the decorator @{text}, which workers do not have; do its work inside"
             )
     definition.decorator_list = []
     captured = [each for each in free_names(function) if _reference(namespace.get(each)) is None]
@@ -408,7 +408,7 @@ def _check_call(
             takes = f"{positional} argument(s)" if count else "nothing"
             raise ValueError(
                 f"workers call {name!r} with {takes} and fn_kwargs {sorted(given)}, "
-                f"but it is {name}{signature}: {error}"
+                f"but its signature is {name}{signature}: {error}"
             ) from None
 
 

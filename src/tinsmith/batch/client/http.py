@@ -17,8 +17,8 @@ from tinsmith.errors import TinsmithError, refusal
 
 JOBS = "/api/v1/batch/jobs"
 POOLS = "/api/v1/batch/pools"
-TRY_FOR_S = 60.0
-WAY_OUT = ". `tinsmith serve` starts a server; set TINKER_BASE_URL to its address"
+PATIENCE_S = 60.0
+HINT = ". `tinsmith serve` starts a server; set TINKER_BASE_URL to its address"
 PAUSE_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
 BUSY = frozenset({429, 502, 503, 504})
@@ -29,7 +29,7 @@ Status = dict[str, Any]
 class Client:
     """One server and one key; by default those of the environment, as the SDK's."""
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None, patience_s: float = TRY_FOR_S) -> None:
+    def __init__(self, base_url: str | None = None, api_key: str | None = None, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
         if base_url is None or api_key is None:
             from tinsmith import settings
@@ -76,7 +76,7 @@ class Client:
         return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
 
     def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
-        """The workers that printed; with `worker`, its lines after so many bytes, and where they end."""
+        """The workers that printed; with `worker`, its lines after this many bytes, and their end."""
         return self._call(
             "GET", f"{JOBS}/{job_id}/logs", query={"after": after, **({"worker": worker} if worker else {})}
         )
@@ -101,7 +101,7 @@ class Client:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > self.patience_s:
                     raise TinsmithError(
-                        f"no connection to {self.base_url} for {self.patience_s:g} s: {error}{WAY_OUT}"
+                        f"no connection to {self.base_url} for {self.patience_s:g} s: {error}{HINT}"
                     ) from None
             time.sleep(PAUSE_S)
 
@@ -132,7 +132,7 @@ class Client:
                 response = self._http.request(method, path, params=query, json=body)
             except httpx.TransportError as error:
                 if time.monotonic() > until:
-                    raise TinsmithError(f"no connection to {self.base_url}: {error}{WAY_OUT}") from None
+                    raise TinsmithError(f"no connection to {self.base_url}: {error}{HINT}") from None
             else:
                 if not response.is_error:
                     return response.json()

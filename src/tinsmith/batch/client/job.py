@@ -23,7 +23,7 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
-from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, sent, writer_of_part
+from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, request_form, writer_of_part
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.utility import delete_staging
 from tinsmith.errors import NotFoundError, UserError
@@ -92,8 +92,8 @@ class CommittedRows:
         status = self._client.status(self._job_id)
         if status["status"] != "SUCCEEDED":
             raise NotFoundError(
-                f"the parts of bulk job {self._job_id} were deleted: a job that resumed it has succeeded, or it ended "
-                "longer ago than parts are kept (TINSMITH_BATCH_RETENTION_DAYS)"
+                f"the parts of bulk job {self._job_id} were deleted: a job that resumed it has succeeded, or their "
+                "retention (TINSMITH_BATCH_RETENTION_DAYS) has ended"
             ) from None
         published = OutputInfo.from_dict(status["outputs"][self._output])
         if self.writer.in_store:
@@ -101,7 +101,7 @@ class CommittedRows:
             if not store.exists(key) or store.head(key).etag != published.etag:
                 raise NotFoundError(
                     f"the output {published.path} of bulk job {self._job_id} was deleted or replaced after it was "
-                    "published, and its parts were deleted then"
+                    "published, and its parts no longer exist; submit the job again"
                 ) from None
         return self.writer.read_published(published)
 
@@ -157,7 +157,7 @@ def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter
 
 def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
     if not writer.in_store:
-        raise UserError(f"the output is {info.path}, which is not a file: read it there")
+        raise UserError(f"the parts of the job were deleted, and its output {info.path} is not a file; read it there")
     base = info.path.rstrip("/")
     store, root = open_store(base)
     if store.exists(root):
@@ -174,15 +174,15 @@ def _check_name(writer: OutputWriter, target: str) -> None:
     """Bytes are copied as they are, so the target must be compressed, or a directory, if and only if the output is."""
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
-        raise UserError(f"the output {writer.path} is {kind}, and {target!r} is not")
+        raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
     for packing in PACKED:
         if writer.path.endswith(packing) != target.endswith(packing):
-            raise UserError(f"the output {writer.path} and {target!r} must both end in {packing}, or neither")
+            raise UserError(f"the target is {target!r}; it must end in {packing} if and only if {writer.path} does")
 
 
 class JobFailedError(RuntimeError):
-    """A bulk job did not succeed. The text says how it ended, shows the first failed row, and says how to go on.
-    `status` is the job's."""
+    """A bulk job did not succeed. The text has the reason, the first failed row, and the next steps. `status` is the
+    job's."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(ending_of(status))
@@ -191,7 +191,7 @@ class JobFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is. Rates are over its whole run; `seconds_left` is None before a batch is done."""
+    """The progress of a job. Rates are over its whole run; `seconds_left` is None before a batch is done."""
 
     status: str
     batches: int
@@ -204,11 +204,11 @@ class Progress:
     seconds_left: float | None
     workers: int = 0
     retried: int = 0
-    """Batches that are tried again now."""
+    """Batches whose current attempt is a retry."""
 
     def __str__(self) -> str:
         workers = f", {self.workers} worker{'s' * (self.workers != 1)}" if self.status == "RUNNING" else ""
-        retried = f", {self.retried} tried again" if self.retried else ""
+        retried = f", {self.retried} retried" if self.retried else ""
         return (
             f"{self.status}, {self.rows_per_second:.0f} rows/s, {self.tokens_per_second:.0f} tokens/s, "
             f"{self.rows_failed} failed{retried}{workers}"
@@ -305,10 +305,10 @@ class Job:
         many other outputs as it has, it writes these instead; completed batches are converted, not computed again."""
         outputs = None
         if output is not None:
-            outputs = [sent(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
+            outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [sent(in_format(registry.writer_from_dict(each), format)) for each in old]
+            outputs = [request_form(in_format(registry.writer_from_dict(each), format)) for each in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
@@ -319,8 +319,8 @@ class Job:
             after = found[-1]["idx"]
 
     def logs(self) -> Iterator[Row]:
-        """What the function has printed so far, by worker: `text`, and the batch for which it was printed."""
-        yield from (line for line in followed(self._client, self.job_id, to_its_end=False) if line["worker_id"])
+        """The function's output so far, by worker: `text`, and the batch for which it was printed."""
+        yield from (line for line in follow_logs(self._client, self.job_id, until_end=False) if line["worker_id"])
 
     def batches(self) -> list[Status]:
         """All batches, in the order of their rows."""
@@ -357,8 +357,8 @@ class Job:
 
 
 def ending_of(status: Status, *, for_shell: bool = False) -> str:
-    """How a job that did not succeed ended, with its first failed row and the traceback, and how to go on: by calls in
-    Python, or by commands of the shell."""
+    """The report of a job that did not succeed: its first failed row, the traceback, and the next steps as calls in
+    Python or commands of the shell."""
     job_id, failed, kept = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
     lines = [f"bulk job {job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}"]
     if first := status.get("first_error"):
@@ -388,7 +388,7 @@ def ending_of(status: Status, *, for_shell: bool = False) -> str:
 
 
 def first_error_lines(error: Row) -> list[str]:
-    """A failed row as it was, and the traceback of its failure."""
+    """A failed row, and the traceback of its failure."""
     shown = json.dumps(error["row"], ensure_ascii=False)
     if len(shown) > SHOWN_CHARACTERS:
         shown = f"{shown[:SHOWN_CHARACTERS]}... ({len(shown)} characters)"
@@ -420,10 +420,10 @@ def progress_of(status: Status) -> Progress:
     )
 
 
-def followed(client: Client, job_id: int, to_its_end: bool) -> Iterator[Row]:
-    """The events of a job and what its function prints: {at, worker_id, batch_idx, attempt_id, stream, text}.
+def follow_logs(client: Client, job_id: int, until_end: bool) -> Iterator[Row]:
+    """The events of a job and the output of its function: {at, worker_id, batch_idx, attempt_id, stream, text}.
 
-    Events of the job have no worker. Yields what is there now or, with `to_its_end`, all until the job has ended.
+    Events of the job have no worker. Yields the present ones or, with `until_end`, all until the job has ended.
     """
     read: dict[str, int] = {}
     shown = 0
@@ -440,7 +440,7 @@ def followed(client: Client, job_id: int, to_its_end: bool) -> Iterator[Row]:
                 read[worker_id] = page["after"]
         if ended:
             yield moments[-1]
-        if ended or not to_its_end:
+        if ended or not until_end:
             return
         time.sleep(POLL_S)
 

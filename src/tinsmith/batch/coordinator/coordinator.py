@@ -5,7 +5,7 @@ It runs no user code and loads no format library: workers do. A server that dies
 data directory takes its jobs at once; another server takes them when their leases have expired.
 
 A job cannot stop other jobs. An unexpected error of this coordinator while it runs a job counts against that job: the
-coordinator takes the job again after a growing pause, and fails it after `MAX_TROUBLES` errors. Errors of the database
+coordinator takes the job again after a growing pause, and fails it after `MAX_FAILURES` errors. Errors of the database
 count against no job.
 A job whose specification cannot be read fails at once.
 
@@ -51,16 +51,16 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 """Interval of looking for jobs that other processes stored or cancelled."""
-HAND_ON_S = 1.5
+YIELD_S = 1.5
 """For each of its jobs, how long a process that only runs bulk jobs leaves a new one to other processes."""
-MAX_HAND_ONS = 10
+MAX_YIELDS = 10
 SWEEP_S = 60.0
 QUANTUM_S = 0.2
 EXCLUSIVE_QUANTUM_S = 30.0
 """How long a slot works for one job before another may have it. With accelerators, each change loads a model."""
 FIRST_LEASE_S = 60.0
 DAY_S = 86400
-MAX_TROUBLES = 5
+MAX_FAILURES = 5
 MAX_PAUSE_S = 60.0
 CLEAN_AGAIN_S = 600.0
 """The pause after a failed deletion of a job's parts."""
@@ -97,10 +97,10 @@ class FairShare:
     def leave(self, job_id: int) -> None:
         self._shares.pop(job_id, None)
 
-    def hold(self, job_id: int, slot: int) -> None:
+    def acquire(self, job_id: int, slot: int) -> None:
         self._shares[job_id].holding[slot] = self._clock()
 
-    def give_back(self, job_id: int, slot: int) -> None:
+    def release(self, job_id: int, slot: int) -> None:
         share = self._shares.get(job_id)
         if share is not None and slot in share.holding:
             share.virtual_s += (self._clock() - share.holding.pop(slot)) / share.weight
@@ -173,14 +173,14 @@ class _Slots:
             if job_id is None:
                 await self._wait()
                 continue
-            self._share.hold(job_id, slot)
+            self._share.acquire(job_id, slot)
             try:
                 await self.runs[job_id].serve(slot, partial(self._should_yield, job_id, slot))
             except Exception as error:
-                log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
+                log.error("a worker slot failed on a bulk job", job_id=job_id, exc_info=error)
                 await asyncio.sleep(POLL_S)
             finally:
-                self._share.give_back(job_id, slot)
+                self._share.release(job_id, slot)
             await asyncio.sleep(0)  # let other tasks run, however soon the job returned the slot
         self.tasks.pop(slot, None)
 
@@ -215,7 +215,7 @@ def pools_of(settings: Settings) -> dict[str, PoolSpec]:
 
 
 @dataclass(slots=True)
-class _Trouble:
+class _Failures:
     """The errors of this coordinator in one job, and until when it does not take the job again."""
 
     count: int = 0
@@ -240,7 +240,7 @@ class Coordinator:
         self._main: asyncio.Task[None] | None = None
         self._renting: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
-        self._troubles: dict[int, _Trouble] = {}
+        self._failures: dict[int, _Failures] = {}
         self._clean_at: dict[int, float] = {}  # jobs whose parts could not be deleted, and when to try again
         self._seen: dict[int, float] = {}  # jobs without an owner, and since when
         self._machines = self._managed_machines()
@@ -325,8 +325,8 @@ class Coordinator:
         pool = self._specs.get(job.batch_pool_name)
         if pool is None:
             raise UserError(
-                f"there is no pool {job.batch_pool_name!r}; there are {self.pool_names()}. Use {DEFAULT_POOL!r}, or "
-                "name it in the server's TINSMITH_BATCH_POOLS"
+                f"there is no pool {job.batch_pool_name!r}; the pools are {self.pool_names()}. Use {DEFAULT_POOL!r} "
+                "or add the pool to the server's TINSMITH_BATCH_POOLS"
             )
         most_workers(pool, job)
 
@@ -337,9 +337,9 @@ class Coordinator:
         """Until the server ends. Raises NotFoundError, UserError."""
         spec = self._specs.get(name)
         if spec is None:
-            raise NotFoundError(f"there is no pool {name!r}; there are {self.pool_names()}")
+            raise NotFoundError(f"there is no pool {name!r}; the pools are {self.pool_names()}")
         if spec.rented:
-            raise UserError(f"SkyPilot has the machines of the pool {name!r}; change num_nodes of its task")
+            raise UserError(f"SkyPilot manages the machines of pool {name!r}; change num_nodes of its task")
         self._specs[name] = resized = spec.resized(workers)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
@@ -389,7 +389,7 @@ class Coordinator:
         at = time.monotonic()
         self._seen = {job_id: self._seen.get(job_id, at) for job_id in waiting}
         for job_id in waiting:
-            paused = job_id in self._troubles and at < self._troubles[job_id].until
+            paused = job_id in self._failures and at < self._failures[job_id].until
             if job_id in self._tasks or paused or self._leaves_to_others(job_id):
                 continue
             try:
@@ -397,7 +397,7 @@ class Coordinator:
             except Exception as error:
                 if is_transient(error):
                     raise  # the other jobs need the database, too
-                await self._trouble(job_id, error)
+                await self._note_failure(job_id, error)
 
     def _leaves_pool(self, pool: str) -> bool:
         """Whether other processes run the jobs of a pool. One that only runs bulk jobs serves the pools in which it has
@@ -412,7 +412,7 @@ class Coordinator:
         """Among processes that only run bulk jobs, the one with the fewest jobs takes the next."""
         if self._settings.role != "batch-worker":
             return False
-        return time.monotonic() - self._seen[job_id] < HAND_ON_S * min(len(self._runs), MAX_HAND_ONS)
+        return time.monotonic() - self._seen[job_id] < YIELD_S * min(len(self._runs), MAX_YIELDS)
 
     async def _acquire(self, job_id: int) -> JobRecord | None:
         acquire = self._jobs.acquire_batch_coordinator
@@ -449,22 +449,22 @@ class Coordinator:
         except UserError as error:
             return str(error)
         code = "" if self._settings.batch_user_code else permissions.code_of(spec)
-        return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
+        return code and f"this server does not run users' code (TINSMITH_BATCH_USER_CODE=false), and {code}"
 
     async def _fail(self, job_id: int, why: str) -> None:
         """Fail a job that is not run; one that is being cancelled becomes CANCELLED."""
         if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why):
             await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "CANCELLED")
-        self._troubles.pop(job_id, None)
-        log.error("a bulk job is not run", job_id=job_id, error=why)
+        self._failures.pop(job_id, None)
+        log.error("a bulk job cannot run", job_id=job_id, error=why)
 
-    async def _trouble(self, job_id: int, error: Exception) -> None:
+    async def _note_failure(self, job_id: int, error: Exception) -> None:
         """Pause the job, or fail it after too many errors."""
-        trouble = self._troubles.setdefault(job_id, _Trouble())
-        trouble.count += not is_transient(error)
-        trouble.until = time.monotonic() + min(POLL_S * 2 ** max(trouble.count - 1, 0), MAX_PAUSE_S)
-        log.error("a bulk job stopped and will be taken again", job_id=job_id, exc_info=error)
-        if trouble.count >= MAX_TROUBLES:
+        failures = self._failures.setdefault(job_id, _Failures())
+        failures.count += not is_transient(error)
+        failures.until = time.monotonic() + min(POLL_S * 2 ** max(failures.count - 1, 0), MAX_PAUSE_S)
+        log.error("a bulk job stopped and will be acquired again", job_id=job_id, exc_info=error)
+        if failures.count >= MAX_FAILURES:
             try:
                 if await self._acquire(job_id):
                     why = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
@@ -476,12 +476,12 @@ class Coordinator:
         job_id = run.job.job_id
         try:
             await run.run()
-            self._troubles.pop(job_id, None)
+            self._failures.pop(job_id, None)
             await run.notify_gateway()
             with contextlib.suppress(OSError):  # only the next job would have gained
                 await pool.pool.warm_up()
         except Exception as error:  # noqa: BLE001  counts against the job
-            await self._trouble(job_id, error)
+            await self._note_failure(job_id, error)
         finally:
             pool.leave(run)
             self._runs.pop(job_id, None)
@@ -489,7 +489,7 @@ class Coordinator:
             self._due.set()
 
     async def _sweep(self) -> None:
-        """Delete what a job's own end would have deleted, had it not been cut short, and what is past the retention."""
+        """Delete the files of jobs whose end was interrupted, and those past the retention."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
         await asyncio.to_thread(self._jobs.forget_ended_workers)

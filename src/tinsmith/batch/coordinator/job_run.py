@@ -3,15 +3,15 @@
 `JobRun` is the life of the job: plan, run, and one end. It ends for the first reason that occurs: its batches are done,
 it fails (FailedError), it is cancelled, another coordinator has it (SupersededError), or an error of this coordinator.
 Slots of the pool call `serve` to run batches on one worker. The results of attempts and the claims of slots are
-collected for one transaction at a time (`_turns`), so that a commit and the next claim share it. Everything in memory
-may be lost at any moment: the next owner starts from the rows.
+collected for one transaction at a time (`_settle_loop`), so that a commit and the next claim share it. Everything in
+memory may be lost at any moment: the next owner starts from the rows.
 
 After the last batch each step is durable before the next: every batch committed; WINDING_DOWN; outputs published from
 the committed parts; outputs recorded and SUCCEEDED; parts deleted; the deletion recorded.
 
 `Dispatcher` sends groups of attempts to workers and reports each attempt once. A group has as many batches as the
 worker recently did in `GROUP_S`: short batches share the cost of a request and a transaction, and long batches do not
-wait for one another. Two groups are with a worker at a time. A worker gives back what it has not begun in time.
+wait for each other. Two groups are with a worker at a time. A worker returns batches that it has not begun in time.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from tinsmith.batch.coordinator.workers import (
     SetupFailedError,
     WorkerLostError,
     WorkerSet,
-    unless,
+    run_until,
 )
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
 from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, part_base
-from tinsmith.batch.worker.children import Lost
+from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import now
 from tinsmith.runtime.failpoints import hit
 
@@ -147,7 +147,7 @@ class RateLimits:
             self._tokens_charged[claim.batch_idx, claim.attempt_id] = claim.span.rows * grant.tokens_per_row
 
     def ended(self, claim: Claim, tokens: int | None) -> None:
-        """An attempt took so many tokens; None if that is unknown."""
+        """An attempt took this many tokens; None if that is unknown."""
         self._num_begun -= 1
         charged = self._tokens_charged.pop((claim.batch_idx, claim.attempt_id), 0.0)
         if tokens is not None:
@@ -224,15 +224,15 @@ class Dispatcher:
     def _lose(
         self, left: dict[tuple[int, int], Claim], error_class: str, error: Exception, *, infra: bool = True
     ) -> None:
-        lost = Lost(error_class, str(error), infra=infra)
+        lost = LostAttempt(error_class, str(error), infra=infra)
         self._settle(left, [(key, lost) for key in left])
 
     def _settle(self, left: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
         settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
         self._report(settled, not left)
 
-    def _checked(self, result: AttemptOutcome | Lost) -> AttemptOutcome | Lost:
-        if isinstance(result, Lost):
+    def _checked(self, result: AttemptOutcome | LostAttempt) -> AttemptOutcome | LostAttempt:
+        if isinstance(result, LostAttempt):
             return result
         try:
             schemas = [
@@ -240,7 +240,7 @@ class Dispatcher:
                 for found, part in zip(self._schemas, result.parts, strict=True)
             ]
         except SchemaConflictError as error:
-            return Lost(type(error).__name__, str(error))
+            return LostAttempt(type(error).__name__, str(error))
         self._schemas = schemas
         return result
 
@@ -295,8 +295,8 @@ class JobRun:
         self._reason: Exception | None = None  # why it ended; None if its row says so
         self._settled: list[Settled] = []
         self._wanted: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
-        self._turn_due = asyncio.Event()
-        self._turn_lock = asyncio.Lock()
+        self._settle_due = asyncio.Event()
+        self._settle_lock = asyncio.Lock()
         self._due_at = 0.0  # when a batch may be pending
         self._setup_failures = 0
         self._num_serving = 0
@@ -346,18 +346,18 @@ class JobRun:
         try:
             while True:
                 room = IN_FLIGHT - len(dispatched)
-                if room > 0 and not worker.useless and not self._ended.is_set() and not should_yield():
+                if room > 0 and not worker.unusable and not self._ended.is_set() and not should_yield():
                     size = self._dispatcher.pace(worker).group
                     for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
                         dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
                 if not dispatched:
                     pause_s = self._rates.wait_s()
-                    if pause_s == 0 or self._ended.is_set() or worker.useless or should_yield():
+                    if pause_s == 0 or self._ended.is_set() or worker.unusable or should_yield():
                         return
                     await asyncio.sleep(min(pause_s, PAUSE_S))  # an exclusive pool would end the worker
                     continue
                 _, dispatched = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
-                self._turn_due.set()  # here, so that the end of a group and the next claim share a turn
+                self._settle_due.set()  # here, so that the end of a group and the next claim share a transaction
         finally:
             for task in dispatched:
                 task.cancel()
@@ -373,7 +373,7 @@ class JobRun:
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
             self._settled.append((claim, result))
         if not is_end:
-            self._turn_due.set()
+            self._settle_due.set()
 
     def _setup_failed(self, why: str, final: bool) -> None:
         self._setup_failures += 1
@@ -388,26 +388,26 @@ class JobRun:
             return []
         claimed: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
         self._wanted.append((worker_id, grant.batches, claimed))
-        self._turn_due.set()
+        self._settle_due.set()
         claims = await claimed
         self._rates.claimed(grant, claims)
         return claims
 
-    async def _turns(self) -> None:
+    async def _settle_loop(self) -> None:
         """One transaction after another, each with all that has been collected since the last one."""
         try:
             while True:
-                await self._turn_due.wait()
-                await asyncio.sleep(0)  # what is ready at this moment shares the transaction
-                await self._turn()
+                await self._settle_due.wait()
+                await asyncio.sleep(0)  # results that are ready now share the transaction
+                await self._settle_and_claim()
         finally:
             for _, _, claimed in self._wanted:
                 if not claimed.done():
                     claimed.set_result([])
 
-    async def _turn(self) -> None:
-        async with self._turn_lock:
-            self._turn_due.clear()
+    async def _settle_and_claim(self) -> None:
+        async with self._settle_lock:
+            self._settle_due.clear()
             settled, wanted = self._settled, self._wanted
             self._settled, self._wanted = [], []
             if not settled and not wanted:
@@ -420,7 +420,7 @@ class JobRun:
                     raise
                 log.error("a bulk job's rows cannot be written; trying again", job_id=self.job.job_id, exc_info=error)
                 self._settled[:0] = settled
-                self._turn_due.set()
+                self._settle_due.set()
                 await asyncio.sleep(1)
             finally:
                 for worker_id, _, claimed in wanted:
@@ -436,17 +436,17 @@ class JobRun:
         limits, job_id = self._limits, self.job.job_id
         more = limits.lease_s, limits.max_retries, limits.backoff_s
         more = *more, dict(self._rates.paid_until)
-        turn = await asyncio.to_thread(self._jobs.turn, job_id, self._token, settled, wanted, *more)
-        self.job, claims = turn.job, dict(turn.claims)
+        result = await asyncio.to_thread(self._jobs.settle_and_claim, job_id, self._token, settled, wanted, *more)
+        self.job, claims = result.job, dict(result.claims)
         self._rates.learn(self.job)
         if claims:
             hit("batch.claimed")
         if settled:
             hit("batch.committed")
             self._due_at = 0.0
-        for claim in turn.rejected:
+        for claim in result.rejected:
             log.warning("a late result was rejected", job_id=job_id, batch_idx=claim.batch_idx)
-        if turn.failed:
+        if result.failed:
             await self._check_failed()
         elif wanted and not any(claims.values()):
             wait_s = await asyncio.to_thread(self._jobs.next_retry_in, job_id)
@@ -470,7 +470,7 @@ class JobRun:
 
     async def run(self) -> None:
         """Until the job ends or another coordinator has it. If cancelled, it releases the job."""
-        helpers = [asyncio.create_task(self._help(work)) for work in (self._turns(), self._renew())]
+        helpers = [asyncio.create_task(self._help(work)) for work in (self._settle_loop(), self._renew())]
         try:
             await self._run()
         except SupersededError:
@@ -548,7 +548,7 @@ class JobRun:
         while self._num_serving:
             await asyncio.sleep(0.01)
         if self._reason is None or isinstance(self._reason, FailedError):
-            await self._turn()
+            await self._settle_and_claim()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
         moved = await asyncio.to_thread(self._jobs.set_status, self.job.job_id, self._token, status, error)
@@ -590,7 +590,7 @@ class JobRun:
             first_rows = range(0, total, end["batch_size"]) if "batch_size" in end else starts
             return first_rows, total, end.get("input_version")
 
-        planned = await unless(self._ended, self._operate(plan))
+        planned = await run_until(self._ended, self._operate(plan))
         if planned is None:
             return  # the job is cancelled
         self.job = await asyncio.to_thread(self._jobs.save_batch_states, self.job.job_id, self._token, *planned)
@@ -644,7 +644,7 @@ async def clean(jobs: BatchJobs, job_id: int, operate: Operate) -> bool:
         log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
         return False
     hit("batch.cleaned")
-    await asyncio.to_thread(jobs.note_cleaned, chain)
+    await asyncio.to_thread(jobs.record_cleaned, chain)
     return True
 
 

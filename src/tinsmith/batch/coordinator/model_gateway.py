@@ -1,17 +1,17 @@
-"""The operations of bulk jobs and the service's models: the router of a job's questions, and what answers them.
+"""Model requests of bulk jobs' operations: the router of a job's requests, and the gateway that answers them.
 
-`RequestRouter` takes the questions of a worker's attempts and sends the answers back. Answers that are ready together
-share a call. The questions of an attempt that has ended are cancelled; a sample that was begun goes on, and the next
-attempt finds it.
+`RequestRouter` takes the requests of a worker's attempts and sends the answers back. Answers that are ready together
+share a call. Requests of an ended attempt are cancelled; a sample that has begun continues, and the next attempt finds
+it.
 
-`ModelGateway` answers. Each job that asks has a session of its own: it opens with the first question, stays alive while
-the job asks, and closes with the job, which cancels its samples. Admission, quotas, fairness between tenants, usage and
-traces therefore treat a job like any other client.
+`ModelGateway` answers. Each job with requests has its own session: it opens with the first request, stays alive while
+the job sends requests, and closes with the job, which cancels its samples. Admission, quotas, fairness between tenants,
+usage and traces therefore treat a job like any other client.
 
-The request_id of a sample is made of the job's session, the model and the question's name (row, key, a digest of the
-request). The same question from another attempt, or after a restart, finds the same future: nothing is sampled twice
-while the session lives. A session expires if no coordinator runs the job for `session_timeout_s`; the next one begins
-without results.
+The request_id of a sample consists of the job's session, the model and the request's name (row, key, a digest of the
+body). The same request from another attempt, or after a restart, finds the same future: nothing is sampled twice while
+the session lives. A session expires if no coordinator runs the job for `session_timeout_s`; the next one begins without
+results.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tinsmith.types import ModelShape, Sample
 from tinsmith.wire.fields import show, validate
 from tinsmith.wire.sampling import SampleRequest, sample_of
 
-MAX_ANSWERED = 512
-"""Questions of one worker that are answered at a time."""
+MAX_CONCURRENT_REQUESTS = 512
+"""Concurrent requests of one worker."""
 HEARTBEAT_S = 15.0
 DATABASE_PAUSE_S = 1.0
 MAX_KEY = 48
@@ -56,7 +56,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RowRequest:
     """A request of one row to the service, named by (job_id, row_idx, key, verb, payload)."""
 
     job_id: int
@@ -68,7 +68,7 @@ class Question:
     payload: Message
 
 
-Handler = Callable[[Question], Awaitable[Message]]
+Handler = Callable[[RowRequest], Awaitable[Message]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +99,18 @@ class ModelGateway:
         """Answer `RowService.ask(verb, ...)` by this handler. A TinsmithError that it raises fails the row."""
         self._handlers[verb] = handler
 
-    async def answer(self, question: Question) -> Message:
+    async def answer(self, request: RowRequest) -> Message:
         """Raises TinsmithError, which fails the row."""
-        handler = self._handlers.get(question.verb)
+        handler = self._handlers.get(request.verb)
         if handler is None:
-            raise NotSupportedError(f"operations cannot ask for {show(question.verb)}; known: {sorted(self._handlers)}")
+            raise NotSupportedError(f"verb is {show(request.verb)}; it must be one of {sorted(self._handlers)}")
         while True:
             try:
-                return await handler(question)
+                return await handler(request)
             except TooManyRequestsError as error:
                 await asyncio.sleep(error.retry_after_s)
             except SQLAlchemyError as error:
-                log.warning("a question of a bulk job waits for the database", error=repr(error))
+                log.warning("a model request of a bulk job waits for the database", error=repr(error))
                 await asyncio.sleep(DATABASE_PAUSE_S)
 
     async def ended(self, job_id: int, tenant_id: str, status: str) -> None:
@@ -130,18 +130,18 @@ class ModelGateway:
 
     # Verbs.
 
-    async def _model(self, question: Question) -> Message:
-        shape, _ = await asyncio.to_thread(self._resolve, question.tenant_id, question.payload.get("model"))
+    async def _model(self, request: RowRequest) -> Message:
+        shape, _ = await asyncio.to_thread(self._resolve, request.tenant_id, request.payload.get("model"))
         return {"shape": asdict(shape)}
 
-    async def _sample(self, question: Question) -> Message:
-        job = self._jobs.setdefault(question.job_id, _JobSession())
+    async def _sample(self, request: RowRequest) -> Message:
+        job = self._jobs.setdefault(request.job_id, _JobSession())
         while True:
             session_id = job.session_id
             try:
-                session_id = await self._session_of(job, question)
-                request_id = await asyncio.to_thread(self._submit, session_id, question)
-                body = await self._outcome(job, question, session_id, request_id)
+                session_id = await self._session_of(job, request)
+                request_id = await asyncio.to_thread(self._submit, session_id, request)
+                body = await self._outcome(job, request, session_id, request_id)
             except GoneError:
                 await self._leave(job, session_id)
             else:
@@ -157,53 +157,53 @@ class ModelGateway:
         return self.bases.get(checkpoint.base_model), model
 
     async def _leave(self, job: _JobSession, session_id: str | None) -> None:
-        """The session has expired; the next question opens another."""
+        """The session has expired; the next request opens another."""
         async with job.lock:
             if job.session_id == session_id:
                 job.session_id = None
 
-    async def _session_of(self, job: _JobSession, question: Question) -> str:
+    async def _session_of(self, job: _JobSession, request: RowRequest) -> str:
         """The job's session, alive."""
         async with job.lock:
             if job.session_id is None:
-                job.session_id = await asyncio.to_thread(self._open, question)
+                job.session_id = await asyncio.to_thread(self._open, request)
                 job.alive_at = time.monotonic()
             elif time.monotonic() - job.alive_at > HEARTBEAT_S:
                 job.alive_at = time.monotonic()
-                await asyncio.to_thread(self.sessions.heartbeat, question.tenant_id, job.session_id)
+                await asyncio.to_thread(self.sessions.heartbeat, request.tenant_id, job.session_id)
             return job.session_id
 
-    def _open(self, question: Question) -> str:
+    def _open(self, request: RowRequest) -> str:
         """The newest session of the job that is alive, or a new one."""
-        new = NewSession(tags=("bulk-job",), display_name=question.job_name or f"bulk job {question.job_id}")
+        new = NewSession(tags=("bulk-job",), display_name=request.job_name or f"bulk job {request.job_id}")
         for number in count(1):
-            session_id = _session_id(question.job_id, number)
+            session_id = _session_id(request.job_id, number)
             try:
-                self.sessions.heartbeat(question.tenant_id, session_id)
+                self.sessions.heartbeat(request.tenant_id, session_id)
                 return session_id
             except NotFoundError:
-                return self.sessions.open(question.tenant_id, new, session_id).session_id
+                return self.sessions.open(request.tenant_id, new, session_id).session_id
             except GoneError:
                 continue
         raise AssertionError
 
-    def _submit(self, session_id: str, question: Question) -> str:
+    def _submit(self, session_id: str, request: RowRequest) -> str:
         """Stores the request unless it is stored already. Raises UserError if it is not valid."""
-        request = question.payload.get("request")
-        if not isinstance(request, dict):
-            raise UserError(f"request is {show(request)}; it must be an object")
-        if not 0 < len(question.key) <= MAX_KEY:
-            raise UserError(f"the key {show(question.key)} has {len(question.key)} characters; use 1 to {MAX_KEY}")
-        shape, path = self._resolve(question.tenant_id, question.payload.get("model"))
-        session = self._sampling_session(session_id, question.tenant_id, shape, path)
-        body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
+        fields = request.payload.get("request")
+        if not isinstance(fields, dict):
+            raise UserError(f"request is {show(fields)}; it must be an object")
+        if not 0 < len(request.key) <= MAX_KEY:
+            raise UserError(f"key is {show(request.key)}; it must have 1 to {MAX_KEY} characters")
+        shape, path = self._resolve(request.tenant_id, request.payload.get("model"))
+        session = self._sampling_session(session_id, request.tenant_id, shape, path)
+        body = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
-        sample = sample_of(validate(SampleRequest, request), request_id, path, shape.vision)
+        request_id = f"{session.sampling_session_id}:{request.row_idx}-{request.key}-{digest}"
+        sample = sample_of(validate(SampleRequest, fields), request_id, path, shape.vision)
         num_tokens = self.admission.check(sample, shape)
         new = NewFuture(
             request_id=request_id,
-            tenant_id=question.tenant_id,
+            tenant_id=request.tenant_id,
             session_id=session_id,
             base_model=shape.name,
             kind="sample",
@@ -229,15 +229,15 @@ class ModelGateway:
             else:
                 number += 1
 
-    async def _outcome(self, job: _JobSession, question: Question, session_id: str, request_id: str) -> bytes:
+    async def _outcome(self, job: _JobSession, request: RowRequest, session_id: str, request_id: str) -> bytes:
         """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
         with self.waiters.watch(request_id) as woken:
-            while (found := await asyncio.to_thread(self._found, question.tenant_id, session_id, request_id)) is None:
+            while (found := await asyncio.to_thread(self._found, request.tenant_id, session_id, request_id)) is None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
                         await woken.wait()
                 woken.clear()
-                await self._session_of(job, question)
+                await self._session_of(job, request)
         return found
 
     def _found(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
@@ -266,7 +266,7 @@ def _session_id(job_id: int, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """The questions and answers of one job."""
+    """The model requests of one job."""
 
     gateway: ModelGateway
     job_id: int
@@ -277,12 +277,12 @@ class RequestRouter:
     async def answering(
         self, send: Callable[[list[Message]], Awaitable[None]]
     ) -> AsyncIterator[Callable[[Sequence[Message]], None]]:
-        """Gives a function that takes questions until the end of the block; `send` sends answers to their worker.
+        """Yield a function that accepts requests until the end of the block; `send` sends answers to their worker.
 
-        The next call of that function, perhaps without questions, raises what `send` raised.
+        The next call of that function, perhaps without requests, raises an exception of `send`.
         """
         ready: asyncio.Queue[Message] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_ANSWERED)
+        room = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(ask: Message) -> None:
@@ -315,15 +315,15 @@ class RequestRouter:
 
     async def _answer(self, ask: Message) -> Message:
         try:
-            question = Question(
+            request = RowRequest(
                 self.job_id, self.tenant_id, self.job_name, str(ask["verb"]), int(ask.get("row_idx", -1)),
                 str(ask.get("key", "")), dict(ask["payload"]),
             )  # fmt: skip
-            return {"answer": await self.gateway.answer(question)}
+            return {"answer": await self.gateway.answer(request)}
         except TinsmithError as error:
             return {"refused": str(error)}
         except (KeyError, TypeError, ValueError) as error:
-            return {"refused": str(UserError(f"the question is not valid: {error!r}"))}
+            return {"refused": str(UserError(f"the model request is not valid: {error!r}"))}
         except Exception as error:
-            log.error("a question of a bulk job could not be answered", job_id=self.job_id, exc_info=error)
-            return {"refused": f"the server could not answer: {type(error).__name__}: {error}"}
+            log.error("a model request of a bulk job failed", job_id=self.job_id, exc_info=error)
+            return {"refused": f"the server failed on a model request: {type(error).__name__}: {error}"}

@@ -11,7 +11,7 @@ Invariants:
   coordinator; the update is the commit of the batch, and later results are rejected.
 - The counters of a job change in the transaction of the batch that they count.
 - Clocks are the database's. Batches are claimed, and published, in the order of their rows.
-- Jobs that resume one another share a root. At most one job of a root is active, and after one has succeeded or parts
+- Jobs that resume each other share a root. At most one job of a root is active, and after one has succeeded or parts
   were deleted, none can be resumed: a job that resumes another finds every part that its rows name.
 """
 
@@ -41,7 +41,7 @@ from tinsmith.batch.types import (
     RowRange,
     staging_of,
 )
-from tinsmith.batch.worker.children import Lost
+from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
@@ -137,12 +137,12 @@ class Claim:
         return RowRange(self.start_idx, self.end_idx)
 
 
-Settled = tuple[Claim, AttemptOutcome | Lost]
+Settled = tuple[Claim, AttemptOutcome | LostAttempt]
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What one transaction of a coordinator did."""
+    """The result of one transaction of a coordinator."""
 
     job: JobRecord
     claims: Mapping[str, list[Claim]]
@@ -269,7 +269,7 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return job
 
-    def listing(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
+    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
         """A page of the tenant's jobs, newest first, and the number of all."""
         mine = JOBS.c.tenant_id == tenant_id
         query = sa.select(*_JOB_COLUMNS).where(mine).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
@@ -482,7 +482,7 @@ class BatchJobs:
                 connection.execute(OUTPUTS.insert(), {**row, **output.to_dict()})
         return True
 
-    def turn(
+    def settle_and_claim(
         self,
         job_id: int,
         token: str,
@@ -525,7 +525,7 @@ class BatchJobs:
 
     # Workers.
 
-    def intend_worker(self, pool: str, worker_id: str, job_id: int, token: str, kind: str) -> None:
+    def record_launch(self, pool: str, worker_id: str, job_id: int, token: str, kind: str) -> None:
         """Record a worker before its process is started, so that an abandoned one can be found."""
         at = now()
         row = {"pool": pool, "worker_id": worker_id, "job_id": job_id, "owner_token": token, "kind": kind}
@@ -534,7 +534,7 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(WORKERS.insert(), {**row, **times})
 
-    def note_worker(self, worker_id: str, address: str, where: str) -> None:
+    def record_worker(self, worker_id: str, address: str, where: str) -> None:
         """The worker is ready."""
         values = {"state": "ready", "address": address, "pid_or_actor": where, "last_seen_at": now()}
         with self._db.write() as connection:
@@ -563,7 +563,7 @@ class BatchJobs:
         root = query.scalar_subquery()
         return self._db.scalars(sa.select(JOBS.c.job_id).where(_is_of_root(root)).order_by(JOBS.c.job_id))
 
-    def note_cleaned(self, job_ids: Sequence[int]) -> None:
+    def record_cleaned(self, job_ids: Sequence[int]) -> None:
         with self._db.write() as connection:
             connection.execute(JOBS.update().where(JOBS.c.job_id.in_(job_ids)).values(cleaned=True))
 
@@ -642,9 +642,9 @@ class _Attempts:
         self.counts: Counter[str] = Counter()
         self.failed = False
 
-    def settle(self, claim: Claim, outcome: AttemptOutcome | Lost) -> bool:
+    def settle(self, claim: Claim, outcome: AttemptOutcome | LostAttempt) -> bool:
         """False if the batch is no longer this attempt's."""
-        return self._lose(claim, outcome) if isinstance(outcome, Lost) else self._complete(claim, outcome)
+        return self._lose(claim, outcome) if isinstance(outcome, LostAttempt) else self._complete(claim, outcome)
 
     def _held(self, claim: Claim) -> dict[str, object]:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
@@ -680,7 +680,7 @@ class _Attempts:
             self._connection.execute(self._db.insert_once(ROW_ERRORS), rows)
         return True
 
-    def _lose(self, claim: Claim, lost: Lost) -> bool:
+    def _lose(self, claim: Claim, lost: LostAttempt) -> bool:
         """Decide what follows a lost attempt: retry the batch, split it, record its only row as failed, or fail it.
 
         A batch that raised is tried `max_retries` times more, with back-off. A part of a split batch has one retry, at
@@ -759,7 +759,7 @@ def _resumable(
     wanted = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)
     old = connection.execute(wanted.with_for_update()).one_or_none()
     if old is None:
-        raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
+        raise NotFoundError(f"resume_from is {spec.resume_from}, but there is no such bulk job")
     chain = connection.execute(sa.select(JOBS).where(_is_of_root(old.root_job_id or old.job_id))).all()
     cannot = f"bulk job {old.job_id} cannot be resumed"
     for other in chain:
@@ -768,14 +768,13 @@ def _resumable(
             raise UserError(f"{cannot}: job {other.job_id} {what}")
     for other in chain:
         if other.cleaned or other.spec.get("purge"):
-            raise UserError(f"{cannot}: the parts of job {other.job_id} were deleted")
+            raise UserError(f"{cannot}: the parts of job {other.job_id} were deleted; submit a new job")
     for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
         if old.spec.get(name) != getattr(spec, name):
-            raise UserError(f"bulk job {old.job_id} has another {name} than the one that resumes it")
+            raise UserError(f"{cannot}: its {name} differs; give the same, or submit a new job")
     before, after = old.spec["batch_output_formats"], spec.batch_output_formats
     if len(before) != len(after):
-        count = len(after)
-        raise UserError(f"bulk job {old.job_id} has {len(before)} outputs, and the one that resumes it has {count}")
+        raise UserError(f"{cannot}: it has {len(before)} outputs and the new job has {len(after)}; give as many")
     part_formats = dict(old.spec.get("part_formats") or {})
     for index, (written, new) in enumerate(zip(before, after, strict=True)):
         if written != new:

@@ -4,7 +4,7 @@
 heartbeats allow is lost (WorkerLostError). No batch is to blame, and the worker is never called again.
 
 `WorkerSet` holds the workers of a job. The row of a worker is written before its process starts and deleted after it
-has ended, so that the next coordinator of the job knows which workers to end. A useless worker (lost, or with a mapper
+has ended, so that the next coordinator of the job knows which workers to end. A unusable worker (lost, or with a mapper
 that does not start) is never lent again.
 """
 
@@ -23,7 +23,7 @@ from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
 from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits
-from tinsmith.batch.worker.children import Lost
+from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 
 MAX_OPERATION_TRIES = 3
@@ -33,7 +33,7 @@ MAX_SETUP_FAILURES = 2
 """After this many failed starts of the mapper in one worker, another worker is tried."""
 MAX_INFRA_FAILURES = 3
 
-Result = tuple[tuple[int, int], AttemptOutcome | Lost]
+Result = tuple[tuple[int, int], AttemptOutcome | LostAttempt]
 """An attempt by (batch_idx, attempt_id), and its result."""
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class FailedError(Exception):
     """The job has failed; the message says why."""
 
 
-async def unless(ended: asyncio.Event, work: Awaitable[T]) -> T | None:
+async def run_until(ended: asyncio.Event, work: Awaitable[T]) -> T | None:
     """The result of `work`; None if `ended` is set first, which cancels it."""
     working = asyncio.ensure_future(work)
     ending = asyncio.ensure_future(ended.wait())
@@ -99,7 +99,7 @@ class RemoteWorker:
         self._client = RpcClient(started.address, started.token, connect_s=CALL_S, silence_s=limits.heartbeat_timeout_s)
 
     @property
-    def useless(self) -> bool:
+    def unusable(self) -> bool:
         worn = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
         return self.lost or worn or self.started.gone
 
@@ -111,7 +111,7 @@ class RemoteWorker:
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncGenerator[list[Result], None]:
         """The results of attempts as they arrive. Raises WorkerLostError, SetupFailedError if some have none."""
         left = len(assignments)
-        setup: Lost | None = None
+        setup: LostAttempt | None = None
         async with contextlib.AsyncExitStack() as stack:
             take = None
             if self._router is not None:
@@ -124,7 +124,7 @@ class RemoteWorker:
                 arrived: list[Result] = []
                 for key, result in map(_result, message.get("settled", ())):
                     left -= 1
-                    if isinstance(result, Lost) and result.setup:
+                    if isinstance(result, LostAttempt) and result.setup:
                         setup = result
                         continue
                     arrived.append((key, result))
@@ -199,7 +199,7 @@ def _result(message: Message) -> Result:
     batch_idx, attempt_id = message["key"]
     if "outcome" in message:
         return (batch_idx, attempt_id), AttemptOutcome.from_dict(message["outcome"])
-    return (batch_idx, attempt_id), Lost(**message["lost"])
+    return (batch_idx, attempt_id), LostAttempt(**message["lost"])
 
 
 @contextlib.asynccontextmanager
@@ -236,13 +236,13 @@ class WorkerSet:
         full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SupersededError."""
         bound = slot if self._pool.spec.exclusive else None
         for worker in self._idle:
-            if worker.slot == bound and not worker.useless:
+            if worker.slot == bound and not worker.unusable:
                 self._idle.remove(worker)
                 return worker
-        return await unless(ended, self._start(bound, with_mapper=True))
+        return await run_until(ended, self._start(bound, with_mapper=True))
 
     async def put_back(self, worker: RemoteWorker) -> None:
-        if worker.useless or self._pool.spec.exclusive:
+        if worker.unusable or self._pool.spec.exclusive:
             await self.end(worker)
         else:
             self._idle.append(worker)
@@ -271,7 +271,7 @@ class WorkerSet:
             if isinstance(last, WorkerStartError):
                 await asyncio.sleep(self.spec.limits.backoff_s * 2**tried)
             try:
-                idle = [one for one in self._idle if not one.useless]
+                idle = [one for one in self._idle if not one.unusable]
                 worker = max(idle, key=lambda one: one.operated, default=None)
                 if worker is None:
                     worker = await self._start(None, with_mapper=with_mapper and not self._pool.spec.exclusive)
@@ -282,20 +282,20 @@ class WorkerSet:
                 last = error
             except OperationError as error:
                 raise FailedError(error.trace) from error
-        raise FailedError(f"no worker could be used: {last}") from last
+        raise FailedError(f"no worker is usable: {last}") from last
 
     async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
         worker_id, name = _new_id(self._job_id), self._pool.spec.name
         worker: RemoteWorker | None = None
         try:
             await asyncio.to_thread(
-                self._jobs.intend_worker, name, worker_id, self._job_id, self._token, self._pool.kind
+                self._jobs.record_launch, name, worker_id, self._job_id, self._token, self._pool.kind
             )
             started = await self._pool.start(worker_id, slot, self.spec)
             worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._router)
             self._workers.add(worker)
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
-            await asyncio.to_thread(self._jobs.note_worker, worker_id, started.address, started.where)
+            await asyncio.to_thread(self._jobs.record_worker, worker_id, started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._forget(worker_id))
             known = WorkerStartError | WorkerLostError | SupersededError | SQLAlchemyError

@@ -1,1 +1,1 @@
-"""What bulk jobs read and write: one reader and one writer for each format."""
+"""Inputs and outputs of bulk jobs: one reader and one writer for each format."""

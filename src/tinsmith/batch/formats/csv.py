@@ -45,7 +45,7 @@ class CsvReader(LinesReader):
                     continue
                 if header is None or len(values) != len(header):
                     raise ValueError(
-                        f"line {lines.line_num} of {self.path} has {len(values)} values, its header {len(header or ())}"
+                        f"line {lines.line_num} of {self.path} has {len(values)} values for {len(header or ())} columns"
                     )
                 yield orjson.dumps(dict(zip(header, values, strict=True)))
 

@@ -62,7 +62,7 @@ def _plain(value: object) -> object:
         return str(value)
     if hasattr(value, "tolist"):  # numpy values that orjson does not know, and torch tensors
         return value.tolist()  # type: ignore[attr-defined]
-    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} cannot be written as JSON")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} cannot be written as JSON; convert it first")
 
 
 def _which(row: object, error: TypeError) -> str:

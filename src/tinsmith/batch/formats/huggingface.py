@@ -53,7 +53,7 @@ class HuggingFaceReader(InputReader):
                 loaded = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
             if isinstance(loaded, dict):
                 if self.split not in loaded:
-                    raise UserError(f"{self.path} has the splits {sorted(loaded)}; split is {self.split!r}")
+                    raise UserError(f"split is {self.split!r}; the splits of {self.path} are {sorted(loaded)}")
                 loaded = loaded[self.split]
             self._loaded = loaded
         return self._loaded

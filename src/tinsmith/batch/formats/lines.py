@@ -62,7 +62,7 @@ class IndexedFile(NamedTuple):
         # Offsets of one version applied to the bytes of another would give wrong rows. The check is free on a disk; in
         # a bucket it would be one more request for each batch.
         if self.data == self.location and isinstance(store, LocalStore) and store.head(key).etag != self.etag:
-            raise InputChangedError(f"the input {self.location} was changed while the job ran; resume it to see how")
+            raise InputChangedError(f"the input {self.location} changed while the job ran; resume the job for details")
         return store.get_range(key, start, end)
 
 
@@ -79,7 +79,7 @@ class LinesReader(InputReader):
 
     def files(self) -> list[IndexedFile]:
         if self._files is None:
-            self._files = self.opened(locations(self.path), lambda location: _indexed(location, self.unroll))
+            self._files = self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
         return self._files
 
     def unroll(self, location: str) -> Iterator[bytes] | None:
@@ -159,11 +159,11 @@ class ItemsReader(InputReader):
     def __post_init__(self) -> None:
         for index, row in enumerate(self.items):
             if not isinstance(row, dict):
-                raise ValueError(f"row {index} is a {type(row).__name__}; a row is an object")
+                raise ValueError(f"row {index} is a {type(row).__name__}; it must be a dict")
         size = len(encode(self.items))
         if size > MAX_ITEMS_BYTES:
             raise ValueError(
-                f"the rows are {size} bytes; more than {MAX_ITEMS_BYTES} belong in a file (batch.read_json)"
+                f"the rows have {size} bytes; the maximum is {MAX_ITEMS_BYTES}. Put them in a file (batch.read_json)"
             )
 
     def __len__(self) -> int:
@@ -310,11 +310,9 @@ class TextWriter(LinesWriter):
     def line(self, row: Row) -> bytes:
         text = selected(row, self.column)[self.column]
         if not isinstance(text, str):
-            raise TypeError(f"column {self.column!r} is a {type(text).__name__}; a text file takes text")
+            raise TypeError(f"column {self.column!r} is a {type(text).__name__}; it must be a str in a text file")
         if "\n" in text or "\r" in text:
-            raise ValueError(
-                f"column {self.column!r} has a line break, which a file of lines cannot hold; use JsonWriter"
-            )
+            raise ValueError(f"column {self.column!r} has a line break, which a text file cannot store; use JsonWriter")
         return text.encode()
 
     def row(self, line: bytes) -> Row:

@@ -50,7 +50,7 @@ class ParquetReader(InputReader):
             import pyarrow.parquet
 
             found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-            files = self.opened(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
+            files = self.open_files(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
             self._rows = [file.metadata.row_group(group).num_rows for file, group in self._groups]
         return self._groups
@@ -184,7 +184,7 @@ def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
             return pyarrow.list_(_arrow_type(kind["list"]))
         if "struct" in kind:
             if not kind["struct"]:
-                raise TypeError("Parquet holds no object without fields: leave the value out, or give it a field")
+                raise TypeError("Parquet cannot store an object without fields; leave it out, or give it a field")
             return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind["struct"].items()])
         before, after = kind["decimal"]
         digits = max(1, before + after)

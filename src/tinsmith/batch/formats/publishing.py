@@ -24,7 +24,7 @@ from tinsmith.storage.stores import Source, Store, join, verified
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
 SEGMENT_BYTES = 8 * 1024 * 1024
-"""The most bytes of a segment. A part of more bytes is an object of its own."""
+"""The maximum bytes of a segment. A larger part is a separate object."""
 
 
 class PublishedFile(NamedTuple):
@@ -85,8 +85,8 @@ def in_segments() -> Iterator[None]:
 def store_part(
     part_base: str, span: RowRange, extension: str, data: bytes, rows: int, *, alone: bool = False
 ) -> PartInfo:
-    """Stores the part of a span; `alone` as an object of its own, also within `in_segments`. The same bytes again are
-    no error; other bytes are (FileExistsError)."""
+    """Stores the part of a span; `alone` as a separate object, also within `in_segments`. Storing equal bytes again is
+    allowed; other bytes raise FileExistsError."""
     location, digest = join(part_base, part_name(span, extension)), hashlib.sha256(data).hexdigest()
     segments = _segments.get()
     if segments is None or alone or len(data) > SEGMENT_BYTES:

@@ -48,7 +48,7 @@ SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
 
 @dataclass(frozen=True)
 class Format:
-    """What is known of a format without importing its module."""
+    """The properties of a format that are known without importing its module."""
 
     module: str
     """Below `tinsmith.batch.formats`."""
@@ -100,21 +100,21 @@ class InputReader(ABC):
         Raises IndexError."""
         ends = list(accumulate(counts))
         if not 0 <= start_idx <= end_idx < (ends[-1] if ends else 0):
-            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {ends[-1] if ends else 0}")
+            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {ends[-1] if ends else 0} rows")
         for number in range(bisect_right(ends, start_idx), bisect_left(ends, end_idx + 1) + 1):
             before = ends[number] - counts[number]
             first, last = max(start_idx, before) - before, min(end_idx + 1, ends[number]) - before - 1
             if last >= first:
                 yield number, first, last
 
-    def opened(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
+    def open_files(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
         """The files at these locations. Raises FileNotFoundError if there are none, or one is missing."""
         try:
             if found:
                 return [open_one(location) for location in found]
         except FileNotFoundError:
             pass
-        raise FileNotFoundError(f"no file is named {self.path}")
+        raise FileNotFoundError(f"no file matches {self.path}")
 
     def of_job(self, output_paths: Sequence[str]) -> InputReader:
         """The reader for a job with these outputs; for readers that keep state by job."""
@@ -188,31 +188,31 @@ class OutputWriter:
         output alone. With `if_exists="error"`, an existing output that is not this very one raises FileExistsError.
         """
         if not self._has_older_methods:
-            raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results")
+            raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results; define one")
         return sky_writers.publish(self, parts, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         """The rows of a part, as they would be read from the output."""
         if not self._has_older_methods:
-            raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
+            raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows; define read_part")
         return sky_writers.read_part(part)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         """The rows of the published output, in order: those of all its parts."""
         if self._has_older_methods:
-            raise UserError(f"the output is {output.path}, as written by {type(self).__name__}: read it there")
+            raise UserError(f"a {type(self).__name__} cannot read its output {output.path}; read the files there")
         for file in publishing.published_files(output, self.is_directory):
             yield from self.read_part(file)
 
     def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
         """Older form: writes one batch somewhere below `path`."""
-        raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part")
+        raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part; define one")
 
     def reduce_results(self, job_id: str) -> None:
         """Older form: makes the output of what `upload_batch` wrote."""
 
     def cleanup(self, job_id: str) -> None:
-        """Older form: deletes what the output does not need."""
+        """Older form: deletes files that the output does not need."""
 
     def to_dict(self) -> dict[str, Any]:
         return to_dict(self)
@@ -244,7 +244,7 @@ class DirectoryWriter(OutputWriter):
     def check_one_each(self, rows: Sequence[Row | None], span: RowRange) -> None:
         """Raises ProgramError if rows were added or dropped."""
         if len(rows) != span.rows:
-            raise ProgramError("results are named after the rows of the input, so a row cannot become several or none")
+            raise ProgramError(f"{len(rows)} results for {span.rows} rows: return one per row, which names its file")
 
 
 class Registry(Generic[Kind]):
@@ -269,7 +269,7 @@ class Registry(Generic[Kind]):
         if name not in self._classes and name in self._modules:
             importlib.import_module(self._modules[name])
         if name not in self._classes:
-            raise UserError(f"there is no {self._what} {name!r}; known: {self.names()}")
+            raise UserError(f"there is no {self._what} {name!r}; use one of {self.names()}")
         return self._classes[name]
 
     def names(self) -> list[str]:
@@ -330,7 +330,7 @@ def format_of(path: str) -> str:
     for ending, name in FORMAT_OF.items():
         if plain.endswith(ending):
             return name
-    raise UserError(f"the ending of {path!r} names no format; use batch.read_json or another")
+    raise UserError(f"the extension of {path!r} is not that of a format; use batch.read_json or another reader")
 
 
 def in_format(writer: OutputWriter, format: str) -> OutputWriter:
@@ -350,7 +350,7 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     return kind(base + ending, **keeps)  # type: ignore[call-arg]
 
 
-def sent(one: InputReader | OutputWriter) -> dict[str, Any]:
+def request_form(one: InputReader | OutputWriter) -> dict[str, Any]:
     """Its dictionary with an absolute path, since workers have another working directory."""
     data = one.to_dict()
     if one.in_store and "://" not in one.path:
@@ -408,13 +408,13 @@ def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type) -> 
     given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
     cls = _shipped_class(data) if "_class_source" in data else registry.find(str(data.get("format")))
     if not (inspect.isclass(cls) and issubclass(cls, kind) and is_dataclass(cls)):
-        raise UserError(f"{getattr(cls, '__name__', cls)!r} is not a dataclass below {kind.__name__}")
+        raise UserError(f"{getattr(cls, '__name__', cls)!r} must be a dataclass that extends {kind.__name__}")
     known = {each.name: each for each in fields(cls) if each.init}
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"{data['format']!r} has no field {unknown}; it has {sorted(known)}")
     needed = {n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
     if missing := sorted(needed - set(given)):
-        raise UserError(f"{data['format']!r} lacks {missing}")
+        raise UserError(f"{data['format']!r} needs the fields {missing}")
     return cls(**given)
 
 
@@ -425,7 +425,7 @@ def _shipped_class(data: Mapping[str, Any]) -> type:
         raise UserError(f"the source of {name!r} differs from the one that was sent (sha256)")
     file = f"<class {name} {digest[:8]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    # A module of its own: dataclasses and pickle look classes up by it.
+    # A separate module, because dataclasses and pickle look classes up by it.
     module = ModuleType(f"tinsmith_shipped_{digest[:16]}")
     if module.__name__ in sys.modules:
         return getattr(sys.modules[module.__name__], name)

@@ -60,7 +60,7 @@ def type_of(value: object) -> Type:
         return {"struct": {_name(name): type_of(each) for name, each in value.items()}}
     if isinstance(value, list | tuple):
         return {"list": _of_elements(value)}
-    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not a type of a column")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not a supported column type; convert it")
 
 
 def _int(low: int, high: int) -> str:
@@ -68,12 +68,12 @@ def _int(low: int, high: int) -> str:
         return "int"
     if low >= -LARGEST and high < LARGEST:
         return "int64"
-    raise TypeError(f"{low if low < -LARGEST else high} is beyond 64 bits")
+    raise TypeError(f"{low if low < -LARGEST else high} is outside 64 bits; use a str")
 
 
 def _name(name: object) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"the field {name!r} is a {type(name).__name__}; a field's name is text")
+        raise TypeError(f"the field name {name!r} is a {type(name).__name__}; it must be a str")
     return name
 
 
@@ -135,8 +135,8 @@ def merged_type(one: Type, other: Type, where: str) -> Type:
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}
     raise SchemaConflictError(
-        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type. Give it "
-        "one in the function, or write JSON Lines"
+        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type. "
+        "Convert it in the function, or write JSON Lines"
     )
 
 

@@ -54,7 +54,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
     name = writer.path.rstrip("/").rpartition("/")[2]
     staged = join(staging, f"staged/{name}") + ("/" if writer.is_directory else "")
     store, key = open_store(staged)
-    store.delete_below(open_store(join(staging, "staged"))[1])  # what an interrupted publication made
+    store.delete_below(open_store(join(staging, "staged"))[1])  # files of an interrupted publication
     if isinstance(store, LocalStore):  # such writers expect the directory that they write to
         os.makedirs(key if writer.is_directory else os.path.dirname(key), exist_ok=True)
     copy: SkyWriter = replace(writer, path=staged)  # type: ignore[type-var]
@@ -83,7 +83,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
         for found in sorted(store.list(key))
     ]
     if count and not files:
-        raise UserError(f"{type(writer).__name__} wrote nothing below its path, though it was given {count} rows")
+        raise UserError(f"{type(writer).__name__} wrote nothing below its path for {count} rows")
     return publishing.publish_directory(writer.path.rstrip("/") + "/", files, count, staging, if_exists)
 
 

@@ -69,13 +69,13 @@ def split_url(given: str) -> Address:
     try:
         url = make_url(base)
     except ArgumentError:
-        raise UserError(f"the path of a table is not a URL; {KINDS}") from None
+        raise UserError(f"path is not a URL; {KINDS}") from None
     kind = url.drivername.partition("+")[0]
     if kind not in ("sqlite", "postgresql", "postgres"):
         raise NotSupportedError(f"a database of the kind {url.drivername!r} is not supported; {KINDS}")
     if "password" in url.query:
         raise UserError(
-            "the URL has its password in the query; put it before the host (USER:PASSWORD@HOST) or leave it"
+            "the URL has a password in its query; put it before the host (USER:PASSWORD@HOST) or leave it out"
         )
     password = url.password or ""
     if kind == "sqlite":
@@ -183,9 +183,9 @@ class SqlReader(InputReader):
         self.path = f"{address.url}#{self.table}" if self.table else address.url
         self._url = address.url
         if bool(self.table) == bool(self.query):
-            raise ValueError("an SqlReader reads a table or a query: give it one of the two")
+            raise ValueError("an SqlReader needs either table or query; give one of them")
         if self.query and not self.key:
-            raise ValueError("a query has no order of its own: name its unique column, or columns, as key")
+            raise ValueError("key is missing; name the unique column or columns of the query")
         if self.table:
             check_name(self.table)
 
@@ -204,7 +204,7 @@ class SqlReader(InputReader):
         with connect(self._url, self.password, writes=False) as connection:
             counted = self._counted = self._counted or self._kept() or self._count(connection)
             if not 0 <= start_idx <= end_idx < counted.rows:
-                raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {counted.rows}")
+                raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {counted.rows} rows")
             first, after = start_idx // STRIDE, end_idx // STRIDE + 1
             source, keys = self._rows = self._rows or self._source(connection)
             low, high = _tuple(keys), _literals(counted.firsts[first])
@@ -217,7 +217,7 @@ class SqlReader(InputReader):
         expected = min(after * STRIDE, counted.rows) - first * STRIDE
         if len(rows) != expected:
             raise RuntimeError(
-                f"{self.path} has changed since its rows were counted: {len(rows)} rows are where {expected} were. "
+                f"{self.path} has changed since its rows were counted: {len(rows)} rows instead of {expected}. "
                 "Submit the job again while its input does not change"
             )
         return rows[start_idx - first * STRIDE : end_idx + 1 - first * STRIDE]
@@ -284,7 +284,7 @@ class SqlReader(InputReader):
             return _Count(*json.loads(self._file().read_text()))
         except FileNotFoundError:
             raise RuntimeError(
-                f"the count of {self.path} that this job began with is no longer on this machine; submit it again"
+                f"the row count of {self.path} from the start of this job is lost; submit the job again"
             ) from None
 
 
@@ -346,9 +346,9 @@ class SqlWriter(OutputWriter):
         encode(kept)
         for name, value in kept.items():
             if not isinstance(name, str) or not name or "\0" in name:
-                raise TypeError(f"{name!r} is not a name of a column")
+                raise TypeError(f"{name!r} is not a column name; use a str that is not empty")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"column {name!r} is {value}, which is beyond 64 bits")
+                raise ValueError(f"column {name!r} is {value}, which is outside 64 bits; use a str")
             if isinstance(value, str) and "\0" in value:
                 raise ValueError(f"column {name!r} has a NUL character, which databases do not take")
 
@@ -384,7 +384,7 @@ class SqlWriter(OutputWriter):
         yield from map(orjson.loads, lines)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        raise UserError(f"the output is {output.path}, a table, whose rows have no order: read them there")
+        raise UserError(f"the output {output.path} is a table, whose rows have no order; query it there")
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         winners = hashlib.sha256(orjson.dumps([part.to_dict() for part in parts])).hexdigest()
@@ -492,7 +492,7 @@ def _head(connection: Connection, location: str, part: str = "") -> dict[str, An
 
 
 def _read(connection: Connection, part: PartInfo) -> list[bytes]:
-    """The rows of a part. Raises CorruptFilesError if it is not as it was written."""
+    """The rows of a part. Raises CorruptFilesError if it has changed."""
     import sqlalchemy as sa
 
     table = _parts_table(part.path)

@@ -25,7 +25,7 @@ from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, JobRecord
 from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
 from tinsmith.batch.openai import MAX_REQUESTS
 from tinsmith.batch.openai.results import Tally, counted, error_lines, results_of, success_lines
-from tinsmith.batch.openai.rows import Batch, Made, OpenAIBatches, check
+from tinsmith.batch.openai.rows import Batch, OpenAIBatches, ResultsFile, check
 from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.sample import OpenAIRequest
 from tinsmith.batch.types import JobSpec, Limits
@@ -40,8 +40,8 @@ from tinsmith.store.files import Files, StoredBytes, derived_id
 
 POLL_S = 1.0
 SWEEP_S = 3600.0
-KEPT_S = 30 * 86400
-MAX_TOGETHER = 32
+RETENTION_S = 30 * 86400
+MAX_BATCH_SIZE = 32
 """Requests in one batch of the bulk job, which are repeated if its worker dies."""
 GRACE_S = 0.5
 """The time in which a worker of a cancelled job may end by itself; an operation has nothing to clean up."""
@@ -60,7 +60,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ReconcilerParts:
-    """What a reconciler works with. `wake_job` tells the coordinator of bulk jobs of a new or cancelled one."""
+    """A reconciler's dependencies. `wake_job` notifies the coordinator of a new or cancelled bulk job."""
 
     batches: OpenAIBatches
     files: Files
@@ -118,7 +118,7 @@ class Reconciler:
         with self._parts.alone() as alone:
             if not alone:
                 return
-            for batch in in_turns(active):
+            for batch in round_robin(active):
                 if self._stopping.is_set():
                     return
                 try:
@@ -198,7 +198,7 @@ class Reconciler:
             batch_serialized_fn=payload_of([OpenAIRequest()]),
             batch_input_format=OpenAIBatchReader(join(directory, "input.jsonl")).to_dict(),
             batch_output_formats=[output.to_dict() for output in outputs],
-            batch_size=min(MAX_TOGETHER, max(1, total // MIN_BATCHES)),
+            batch_size=min(MAX_BATCH_SIZE, max(1, total // MIN_BATCHES)),
             name=batch.batch_id,
             max_failed_rows=MAX_REQUESTS,
             if_exists="overwrite",
@@ -254,7 +254,7 @@ class Reconciler:
 
     def _files(
         self, batch: Batch, job: JobRecord | None, status: str, succeeded: Tally, failed: Tally
-    ) -> dict[str, Made]:
+    ) -> dict[str, ResultsFile]:
         """The output and the error file, without those that are empty. Raises CorruptFilesError, NotFoundError."""
         found = results_of(self._parts.jobs, job, batch.total)
         path = self._input(batch) if found.missing else join(self._directory(batch), "input.jsonl")
@@ -262,12 +262,12 @@ class Reconciler:
             "output": (success_lines(found), succeeded),
             "error": (error_lines(found, path, self._settings.max_body_bytes, WHY[status]), failed),
         }
-        kept_s = KEPT_S if batch.output_expires_s is None else batch.output_expires_s
-        made: dict[str, Made] = {}
+        kept_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
+        made: dict[str, ResultsFile] = {}
         for name, (lines, tally) in sources.items():
             stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
             if stored.size_bytes:
-                made[name] = Made(stored, f"{batch.batch_id}_{name}.jsonl", now() + kept_s)
+                made[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", now() + kept_s)
             else:
                 self._parts.files.discard(stored.file_id)
         return made
@@ -299,7 +299,7 @@ def ending(batch: Batch, job: JobRecord | None) -> str:
     return {"SUCCEEDED": "completed", "CANCELLED": "cancelled"}.get(job.status, "failed")
 
 
-def in_turns(batches: Sequence[Batch]) -> Iterator[Batch]:
+def round_robin(batches: Sequence[Batch]) -> Iterator[Batch]:
     """The first batch of every tenant, then the second of every tenant, and so on."""
     by_tenant: dict[str, list[Batch]] = {}
     for batch in batches:

@@ -69,7 +69,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultsFile:
     """A file of a batch's results."""
 
     stored: StoredBytes
@@ -115,7 +115,7 @@ class OpenAIBatches:
             raise NotFoundError(f"there is no batch {batch_id[:80]!a}")
         return Batch(*row)
 
-    def listing(
+    def page(
         self, tenant_id: str, limit: int, after: str | None, before: str | None = None, *, messages: bool = False
     ) -> tuple[list[Batch], bool]:
         """A page, newest first: those after `after`, or right before `before`, and whether there are more. Raises
@@ -160,7 +160,7 @@ class OpenAIBatches:
         with self._db.write() as connection:
             return _move(connection, batch, when, values)
 
-    def end(self, batch: Batch, files: Sequence[Made], **values: object) -> bool:
+    def end(self, batch: Batch, files: Sequence[ResultsFile], **values: object) -> bool:
         """End a batch and add its files in one transaction; False if it had ended before."""
         with self._db.write() as connection:
             if not _move(connection, batch, (batch.status,), {"ended_at": now(), **values}):
@@ -199,7 +199,7 @@ Problem = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class InputCheck:
     """`problems` is empty for a valid file; at most `MAX_SHOWN` are listed."""
 
     total: int
@@ -207,7 +207,7 @@ class Checked:
     problems: list[Problem]
 
 
-def check(location: str, endpoint: str, max_line_bytes: int) -> Checked:
+def check(location: str, endpoint: str, max_line_bytes: int) -> InputCheck:
     store, key = open_store(location)
     if store.head(key).size > MAX_INPUT_BYTES:
         return _refused("file_too_large", f"the file is larger than {MAX_INPUT_BYTES} bytes; split it")
@@ -228,7 +228,7 @@ def check(location: str, endpoint: str, max_line_bytes: int) -> Checked:
                 break
     if total == 0:
         return _refused("empty_file", "the file holds no request")
-    return Checked(total, model, problems)
+    return InputCheck(total, model, problems)
 
 
 def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
@@ -247,8 +247,8 @@ def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
                 yield number, stripped
 
 
-def _refused(code: str, message: str) -> Checked:
-    return Checked(0, None, [{"code": code, "line": None, "message": message, "param": None}])
+def _refused(code: str, message: str) -> InputCheck:
+    return InputCheck(0, None, [{"code": code, "line": None, "message": message, "param": None}])
 
 
 def _check_line(
@@ -263,7 +263,7 @@ def _check_line(
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
     if found := problem_of(request, seen, (endpoint,)):
         return found, None
-    if endpoint == MESSAGES:  # each request has a model of its own, and is checked when it is run
+    if endpoint == MESSAGES:  # each request names its model, and is checked when it runs
         return None, None
     named = request["body"].get("model")
     if named is None or named == "":

@@ -1,9 +1,9 @@
-"""Operations: steps of a bulk job that the service itself carries out, in place of a user's function.
+"""Operations: steps of a bulk job that the service itself runs, instead of a user's function.
 
 An operation is a frozen dataclass below `RowOperation`, known by a name in `OPERATION_REGISTRY`; its fields are JSON,
 and no user's code is part of it. `Dataset.map(Sample(...), ...)` sends one, `Dataset.map([Sample(...), Grade(...)])`
-several, each of which gets the rows that the one before it made. Batches, leases, retries, bisection, errors, parts,
-resuming and progress are the same as for functions.
+several, each of which gets the rows of the one before it. Batches, leases, retries, bisection, errors, parts, resuming
+and progress are the same as for functions.
 
 What runs where:
 - A worker's child (`runtime.py`) reads and writes the rows and calls `RowOperation.answer` for all rows of a batch

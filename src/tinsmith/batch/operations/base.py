@@ -1,4 +1,4 @@
-"""What an operation is, and what it may ask the service for one row. No pipes and no numbers.
+"""The interfaces of an operation and of the service for one row. No pipes and no arithmetic.
 
 Seeds depend on the operation's own seed and on the row alone. A sample of input row i has `row_seed(seed, i)`, whatever
 its batch; answer k is the one that the service gives any request with that seed and `num_samples` above k. A turn of a
@@ -104,7 +104,7 @@ def build(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401
 
 def check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
-        raise UserError(f"{name} is {value!r}; it must be a text that is not empty")
+        raise UserError(f"{name} is {value!r}; it must be a string that is not empty")
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -152,13 +152,11 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 def check_template(name: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_LENGTH:
-        raise UserError(
-            f"{name} must be a text of 1 to {MAX_LENGTH} characters with the columns that it takes in braces"
-        )
+        raise UserError(f"{name} must be a string of 1 to {MAX_LENGTH} characters, with the names of columns in braces")
     for piece in _PIECE.finditer(value):
         if piece[0] in "{}" or piece[1] == "":
             raise UserError(
-                f"{name} has {piece[0]!r} at {piece.start()}: a column is {{name}}, a brace of the text is doubled"
+                f"{name} has {piece[0]!r} at {piece.start()}; write a column as {{name}}, and a literal brace twice"
             )
 
 

@@ -104,9 +104,9 @@ class Grade(RowOperation):
         for name in ("reference", "pattern", "schema", "model", "template", "scores", "max_tokens"):
             given = getattr(self, name) is not None
             if name in wanted and not given:
-                raise UserError(f"a Grade by {self.by!r} lacks {name!r}")
+                raise UserError(f"a Grade by {self.by!r} needs {name!r}")
             if given and name not in taken:
-                raise UserError(f"a Grade by {self.by!r} has no use for {name!r}; leave it out")
+                raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
         if self.reference is not None:
             check_text("reference", self.reference)
         if self.by == "json_schema":
@@ -115,20 +115,20 @@ class Grade(RowOperation):
             check_template("template", self.template)
             check_sampling(self.model, self.max_tokens, self.temperature, 1.0, -1, None, self.seed)
             if self.scores is not None and not _are_scores(self.scores):
-                raise UserError(f"scores is {self.scores!r}; it must be an object of texts and their numbers")
+                raise UserError(f"scores is {self.scores!r}; it must map strings to numbers")
 
     async def answer(self, row: Row, service: RowService) -> Row:
         given = column_of(row, self.output)
         if isinstance(given, str):
             return {**row, self.score: await self.score_of(given, row, service)}
         if not (isinstance(given, list) and given and all(isinstance(each, str) for each in given)):
-            raise ValueError(f"column {self.output!r} must hold a text or a list of texts")
+            raise ValueError(f"column {self.output!r} must hold a string or a list of strings")
         scores = [await self.score_of(each, row, service, f"{index}") for index, each in enumerate(given)]
         passed = sum(score >= self.passing for score in scores)
         made: Row = {**row, self.score: scores, f"{self.score}_mean": statistics.fmean(scores)}
         for k in self.pass_at:
             if k > len(scores):
-                raise ValueError(f"pass_at has {k}, and the row has {len(scores)} answers")
+                raise ValueError(f"pass_at has {k}, but the row has {len(scores)} answers")
             made[f"{self.score}_pass@{k}"] = graders.pass_at_k(len(scores), passed, k)
         return made
 
@@ -154,7 +154,7 @@ class Grade(RowOperation):
         reference = column_of(row, self.reference)
         many = isinstance(reference, list) and self.by != "json_equal"
         if many and not reference:
-            raise ValueError(f"column {self.reference!r} holds no reference")
+            raise ValueError(f"column {self.reference!r} is an empty list; give a reference")
         return max(self._compared(text, each) for each in (reference if many else [reference]))
 
     def _compared(self, text: str, reference: object) -> float:
@@ -170,7 +170,7 @@ class Grade(RowOperation):
         if self.by == "f1":
             return graders.f1(text, wanted)
         if max(len(text), len(wanted)) > MAX_LENGTH:
-            raise ValueError(f"{self.by} compares texts of at most {MAX_LENGTH} characters; one is longer")
+            raise ValueError(f"{self.by} compares at most {MAX_LENGTH} characters, not {max(len(text), len(wanted))}")
         return graders.rouge_l(text, wanted) if self.by == "rouge_l" else graders.edit_similarity(text, wanted)
 
     async def _judged(self, text: str, row: Row, service: RowService, key: str) -> float:
@@ -193,7 +193,7 @@ class Grade(RowOperation):
                 return float(found)
             except ValueError:
                 pass
-        raise ValueError(f"the grading model's answer holds no score that {pattern!r} finds: {said[:500]!r}")
+        raise ValueError(f"the grading model's answer has no score that matches {pattern!r}: {said[:500]!r}")
 
 
 def _are_scores(value: object) -> bool:

@@ -80,7 +80,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:  # noqa: ANN401  any JSON
     try:
         return _validator()(schema, registry=referencing.Registry()).is_valid(value)
     except Unresolvable as error:
-        raise ValueError(f"the schema refers to something outside itself: {error}") from None
+        raise ValueError(f"the schema refers to another document; inline it: {error}") from None
 
 
 @cache
@@ -99,7 +99,7 @@ def _pattern(_validator: object, pattern: str, instance: object, _schema: object
 
 def _keywords(name: str, value: object, depth: int) -> Iterator[tuple[str, object]]:
     if depth > MAX_DEPTH:
-        raise UserError(f"{name} is nested deeper than {MAX_DEPTH}")
+        raise UserError(f"{name} is nested deeper than {MAX_DEPTH} levels; flatten it")
     if isinstance(value, Mapping):
         for keyword, inside in value.items():
             yield keyword, inside

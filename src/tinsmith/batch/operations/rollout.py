@@ -74,7 +74,7 @@ class Turns(Environment):
     async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
         turns = column_of(row, self.column)
         if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
-            raise ValueError(f"column {self.column!r} must hold a list of texts")
+            raise ValueError(f"column {self.column!r} must hold a list of strings")
         return RewardReply(None, turns[turn] if turn < len(turns) else None)
 
 
@@ -115,8 +115,8 @@ def environment_of(given: object) -> Environment:
             raise UserError(f"environment.kind is {given.get('kind')!r}; it must be one of {sorted(KINDS)}")
         return build(cls, given, "environment")
     raise NotSupportedError(
-        f"environment is a {type(given).__name__}; the service runs Turns and Retry. One of your own is code: write it "
-        "into a function, which runs on workers (Dataset.map(function, ...)), and sample there with the SDK"
+        f"environment is a {type(given).__name__}; the service runs Turns and Retry only. Run your own in a "
+        "function on workers (Dataset.map(function, ...)), and sample there with the SDK"
     )
 
 

@@ -41,7 +41,7 @@ class Channel:
         self._texts: dict[str, Text] = {}
         self._reading = threading.Lock()
 
-    async def ask(self, assignment: Assignment, question: Message) -> Message:
+    async def ask(self, assignment: Assignment, request: Message) -> Message:
         """The response. Raises RowRefusedError, ClosedError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
@@ -54,7 +54,7 @@ class Channel:
         if not self._outgoing:
             loop.call_soon(self._flush)
         attempt = {"batch_idx": assignment.batch_idx, "attempt_id": assignment.attempt_id}
-        self._outgoing.append({"number": number, **attempt, **question})
+        self._outgoing.append({"number": number, **attempt, **request})
         found = await future
         if "refused" in found:
             raise RowRefusedError(found["refused"])
@@ -119,7 +119,7 @@ def _resolve(future: asyncio.Future[Message], answer: Message | None, error: Exc
         future.set_result(answer)
 
 
-class RowQuestions:
+class ChannelRowService:
     """The `RowService` of one row in one step."""
 
     def __init__(self, channel: Channel, assignment: Assignment, row_idx: int, step: int) -> None:
@@ -135,8 +135,8 @@ class RowQuestions:
 
     async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         name = f"{self._step}.{key}" if key else str(self._step)
-        question = {"verb": verb, "row_idx": self.row_idx, "key": name, "payload": payload}
-        return await self._channel.ask(self._assignment, question)
+        request = {"verb": verb, "row_idx": self.row_idx, "key": name, "payload": payload}
+        return await self._channel.ask(self._assignment, request)
 
     async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
         answer = await self.ask("sample", {"model": model, "request": request}, key)
@@ -210,7 +210,7 @@ async def _row(
     tokens_in = tokens_out = 0
     made: Row | Exception = row
     for number, step in enumerate(steps, first_step):
-        service = RowQuestions(channel, assignment, index, number)
+        service = ChannelRowService(channel, assignment, index, number)
         try:
             made = await step.answer(made, service)
         except ClosedError:

@@ -65,7 +65,7 @@ def check_sampling(
         all(isinstance(each, str) for each in stop) or all(type(each) is int for each in stop)
     )
     if not (stop is None or isinstance(stop, str) or listed):
-        raise UserError(f"stop is {stop!r}; it must be a text, a list of texts or a list of token ids")
+        raise UserError(f"stop is {stop!r}; it must be a string, a list of strings or a list of token ids")
 
 
 def sampling_request(
@@ -92,7 +92,7 @@ def messages_of(value: object, column: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         return value
-    raise ValueError(f"column {column!r} must hold a list of messages (objects with role and content), or a text")
+    raise ValueError(f"column {column!r} must hold a list of messages (objects with role and content), or a string")
 
 
 def with_images(messages: list[dict[str, Any]], value: object, column: str) -> list[dict[str, Any]]:
@@ -209,7 +209,7 @@ class Sample(RowOperation):
         assert self.prompt is not None
         given = column_of(row, self.prompt)
         if not isinstance(given, str):
-            raise ValueError(f"column {self.prompt!r} holds a {type(given).__name__}; it must hold a text")
+            raise ValueError(f"column {self.prompt!r} holds a {type(given).__name__}; it must hold a string")
         return text.encode(given, special=True), ()
 
     def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:

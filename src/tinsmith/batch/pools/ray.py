@@ -27,7 +27,7 @@ from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
 END_S = 5.0
-"""How long the pool waits for a worker that was told to end."""
+"""How long the pool waits for a stopping worker."""
 LINE_BYTES = 1 << 20
 
 log = structlog.get_logger()
@@ -105,7 +105,7 @@ class Driver:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Read the process's messages to its end, after which all its workers are gone."""
         assert process.stdout is not None
-        why = "the process that speaks to Ray has ended"
+        why = "the Ray driver process has ended"
         try:
             async for line in process.stdout:
                 message = json.loads(line)
@@ -118,7 +118,7 @@ class Driver:
                 else:
                     self._lost(message["gone"], message["why"])
         except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
-            why = f"the process that speaks to Ray said what cannot be understood: {error!r}"
+            why = f"the Ray driver process sent an invalid message: {error!r}"
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         finally:
@@ -166,7 +166,7 @@ class RayWorker:
                 await self.ended.wait()
 
     async def follow(self) -> None:
-        """Copy what it prints to the log of this server: one page a second, and the rest at its end."""
+        """Copy its output to the log of this server: one page a second, and the rest at its end."""
         after = 0
         client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
@@ -190,7 +190,7 @@ class RayWorker:
 
 
 def reservation(pool: PoolSpec, job: JobSpec | None) -> dict[str, Any]:
-    """The options of the actor: what the job needs, and what the pool gives where the job says nothing."""
+    """The resources of the actor: the job's, or else the pool's."""
     reserved: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.devices_per_worker}
     for name in ("num_cpus", "num_gpus", "memory", "resources"):
         if (amount := getattr(job, name, None)) is not None:

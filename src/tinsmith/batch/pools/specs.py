@@ -28,7 +28,7 @@ CLOUDS = re.compile(
     "aws|azure|cudo|digitalocean|do|fluidstack|gcp|hyperbolic|ibm|k8s|kubernetes|lambda|mithril|nebius|oci|paperspace|"
     "primeintellect|runpod|scp|seeweb|shadeform|slurm|ssh|vast|verda|vsphere|yotta|[*]"
 )
-"""What SkyPilot 0.14.1 takes before the first slash."""
+"""SkyPilot 0.14.1's values before the first slash."""
 MAX_SLOTS = 1024
 POOL_KEYS = {
     "workers",
@@ -86,8 +86,8 @@ def most_workers(pool: PoolSpec, job: JobSpec) -> int:
         has = shared.get(name, float(pool.devices_per_worker) if name == "num_gpus" else 0.0)
         if amount and amount > has:
             raise UserError(
-                f"each worker needs {name} = {amount:.15g}, and a worker of the pool {pool.name!r} can have at most "
-                f"{has:.15g}; ask for less, or use another pool"
+                f"each worker needs {name} = {amount:.15g}, but a worker of pool {pool.name!r} can have at most "
+                f"{has:.15g}; request less, or use another pool"
             )
         if amount and name in shared:
             most = min(most, int(has / amount))
@@ -136,7 +136,7 @@ class Pool(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what is left of the pool's workers."""
+        """End the pool's remaining workers."""
         ...
 
 
@@ -163,7 +163,7 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
     spec, data = _read_pool(name, path)
     if not spec.rented:
         raise SettingsError(
-            f"resources.infra is {spec.infra!r}; SkyPilot's are such as aws/us-east-1 or kubernetes/CONTEXT"
+            f"resources.infra is {spec.infra!r}; it must be SkyPilot's, such as aws/us-east-1 or kubernetes/CONTEXT"
         )
     resources = {key: value for key, value in data["resources"].items() if key != "infra"}
     there = {
@@ -194,15 +194,15 @@ def pool_from(name: str, data: object) -> PoolSpec:
     """Raises UserError that names the key. The keys for scaling by queue length are accepted without effect, since a
     pool starts a worker for the first batch and ends it after the last one."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
-        raise UserError("it has no 'pool' with 'workers'")
+        raise UserError("pool is missing; give pool.workers")
     if unknown := sorted(set(data) - {"name", "pool", "resources", "setup", "workdir"}):
-        raise UserError(f"it has {unknown}, which is not supported; there are name, pool, resources, setup and workdir")
+        raise UserError(f"{unknown} is not supported; the keys are name, pool, resources, setup and workdir")
     pool: Mapping[str, Any] = data["pool"]
     if unknown := sorted(set(pool) - POOL_KEYS):
-        raise UserError(f"pool has {unknown}, which is not supported; it has {sorted(POOL_KEYS)}")
+        raise UserError(f"pool has {unknown}, which is not supported; its keys are {sorted(POOL_KEYS)}")
     resources = data.get("resources") or {}
     if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus", "use_spot"}:
-        raise UserError(f"resources is {resources!r}; it has accelerators, infra, cpus and use_spot")
+        raise UserError(f"resources is {resources!r}; its keys are accelerators, infra, cpus and use_spot")
     infra = resources.get("infra", LOCAL)
     if not _is_infra(infra):
         raise UserError(
@@ -213,7 +213,7 @@ def pool_from(name: str, data: object) -> PoolSpec:
         raise UserError(f"resources.use_spot is {resources['use_spot']!r}; it is true or false, with SkyPilot's infra")
     cpus = resources.get("cpus", 1.0)
     if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
-        raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
+        raise UserError(f"resources.cpus is {cpus!r}; it must be a number, 0 or more")
     if "cpus" in resources and infra == LOCAL:
         raise UserError("resources.cpus is for pools on Ray or SkyPilot; workers on this machine share all of its CPUs")
     setup = data.get("setup") or ""

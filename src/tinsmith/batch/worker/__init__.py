@@ -1,1 +1,1 @@
-"""The worker's side of bulk jobs: the process that runs mappers and what it tells the coordinator."""
+"""The worker's side of bulk jobs: the process that runs mappers and reports to the coordinator."""

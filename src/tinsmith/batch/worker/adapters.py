@@ -2,9 +2,9 @@
 
 A function of rows is called with one row (kinds `row`, `filter`, `flat`), a function of batches (`batch`) with all that
 are left, in its `batch_format`; a class is made once and then called in the same way. An exception of a function of
-rows fails that row alone; one of a function of batches fails the batch. What becomes of the columns is decided by the
-method that the user called: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are,
-and `flat_map` and `map_batches` give the new rows whole.
+rows fails that row alone; one of a function of batches fails the batch. The user's method determines the output
+columns: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are, and `flat_map` and
+`map_batches` give the new rows whole.
 
 Each row made knows the input row that it comes from, so that a later failure is that row's, until a function of batches
 changes the number of rows.
@@ -152,12 +152,12 @@ def _step(
 
 
 class _Function:
-    """A step with a function, whatever it is called with."""
+    """A step with a function, of rows or batches."""
 
     def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed) -> None:
         options = mapper.options
         self._kind = mapper.kind
-        self._call = mapper.made()
+        self._call = mapper.instance()
         self._is_async = mapper.is_async
         self._spec = spec
         self._feed = feed
@@ -235,7 +235,7 @@ class _OfRows(_Function):
             return self._over(row, result)
         if isinstance(result, Iterable) and not isinstance(result, Mapping | str | bytes):
             return list(result)
-        return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must give a list of rows")
+        return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must return a list of rows")
 
 
 class _OfBatches(_Function):
@@ -252,9 +252,9 @@ class _OfBatches(_Function):
         if len(results) != len(rows):
             if self._merge:
                 raise ProgramError(
-                    f"the function gave {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
-                    f"{len(rows)}; map(batched=True) puts each result over the columns of its row, so there must be "
-                    'one for each. map_batches with rows="any" takes any number of rows'
+                    f"the function returned {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
+                    f"{len(rows)}; map(batched=True) merges each result into its row, so return one for each "
+                    'row. map_batches with rows="any" takes any number of rows'
                 )
             if not self._many:
                 raise wrong_number(len(results), len(rows))

@@ -1,11 +1,10 @@
 """The process in which a worker runs a mapper or an operation.
 
 `python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD [MODULE...]` starts it and imports the modules.
-Messages (`rpc.py`) use two descriptors of their own, so that a mapper may print. The first message holds the
-specification of the job and the path of the log. A child in the role
-`mapper` then reads assignments and replies with an outcome for each, or gives it back when it is asked to. One in the
-role `utility` runs the operations of `utility.py`, replying to each with messages and an end. The process ends with its
-input, or with its worker.
+Messages (`rpc.py`) use two separate descriptors, so that a mapper may print. The first message holds the specification
+of the job and the path of the log. A child in the role `mapper` then reads assignments and replies with an outcome for
+each, or gives it back when it is asked to. One in the role `utility` runs the operations of `utility.py`, replying to
+each with messages and an end. The process ends with its input, or with its worker.
 """
 
 from __future__ import annotations

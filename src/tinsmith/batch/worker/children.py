@@ -5,8 +5,8 @@ mapper and starts another child when that one dies. `Utility` runs operations.
 
 A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
 both processes map, so it survives a sudden death. If it names several batches, the next child runs these one at a time.
-Attempts that only waited go to the next child. Each attempt is settled once: with an outcome, or with a `Lost` that
-says whether the batch is to blame, the machine (`infra`), or a mapper that does not start (`setup`).
+Attempts that only waited go to the next child. Each attempt is settled once: with an outcome, or with a `LostAttempt`
+that says whether the batch is to blame, the machine (`infra`), or a mapper that does not start (`setup`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODULES = {
     "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
     "utility": ("tinsmith.batch.worker.utility", "tinsmith.batch.formats.lines", "numpy"),
 }
-"""What a spare child imports for its role."""
+"""The imports of a spare child, by role."""
 MIN_PYTHON = (3, 11)
 PROBE = """
 import sys
@@ -222,7 +222,7 @@ def interpreter_problem(python: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostAttempt:
     """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
 
     error_class: str
@@ -243,7 +243,7 @@ class Lost:
     """Whether another attempt at the same rows may succeed."""
 
 
-GIVEN_BACK = Lost("GivenBack", "other batches took too long", infra=True, begun=False)
+GIVEN_BACK = LostAttempt("GivenBack", "other batches took too long", infra=True, begun=False)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -269,13 +269,13 @@ class Attempt:
 
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
-        deterministic, so each child stores parts in a directory of its own."""
+        deterministic, so each child stores parts in a separate directory."""
         bases, again = self.assignment["part_bases"], self._times_sent
         self._times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
-    def settle(self, outcome: Message | Lost) -> None:
-        self.result = {"lost": asdict(outcome)} if isinstance(outcome, Lost) else {"outcome": outcome}
+    def settle(self, outcome: Message | LostAttempt) -> None:
+        self.result = {"lost": asdict(outcome)} if isinstance(outcome, LostAttempt) else {"outcome": outcome}
         self.events.put(self)
 
 
@@ -300,9 +300,9 @@ class MapperProcess:
         self._ahead = AHEAD
         self._child: Child | None = None
         self._answered = False
-        self._timed_out: tuple[Attempt, Lost] | None = None
+        self._timed_out: tuple[Attempt, LostAttempt] | None = None
         """The attempt for which the child was killed, and its result."""
-        self._suspects: set[tuple[int, int]] = set()
+        self._quarantined: set[tuple[int, int]] = set()
         """Attempts one of which killed a child. They run alone."""
         self._deaths_alone = 0
         """Successive children that died while they worked on nothing."""
@@ -330,8 +330,8 @@ class MapperProcess:
                 self._send()
 
     def _send(self) -> None:
-        """Send no more than the child works on soon: the others are given back at once when batches become slow."""
-        next_ones = islice(self._waiting.values(), 1 if self._suspects else self._ahead)
+        """Send no more than the child works on soon: the others are returned at once when batches become slow."""
+        next_ones = islice(self._waiting.values(), 1 if self._quarantined else self._ahead)
         to_send = [attempt for attempt in next_ones if not attempt.begun]
         if to_send and self._child is not None:
             for attempt in to_send:
@@ -360,10 +360,10 @@ class MapperProcess:
         try:
             child = started(self._python, self._spare, self._log_path)
         except OSError as error:
-            self._settle_all(Lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            self._settle_all(LostAttempt("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
         self._spare = None
-        child.begin(self._first | {"careful": bool(self._suspects)}, self._log_path)
+        child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         self._child, self._answered, self._timed_out = child, False, None
         now = time.monotonic()
         for attempt in self._waiting.values():
@@ -412,7 +412,7 @@ class MapperProcess:
             attempt = self._waiting.get((outcome["batch_idx"], outcome["attempt_id"]))
             if attempt is not None:
                 self._deaths_alone = 0
-                failed = Lost(
+                failed = LostAttempt(
                     outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
                 )
                 self._settle(attempt, failed if outcome["error"] else outcome)
@@ -440,14 +440,14 @@ class MapperProcess:
         suspects = [attempt for key, attempt in self._waiting.items() if key in busy]
         kind = "MapperKilled" if status == -signal.SIGKILL else "MapperDied"
         if suspects and (len(suspects) > 1 or starting):
-            self._suspects = {attempt.key for attempt in suspects}
+            self._quarantined = {attempt.key for attempt in suspects}
             self._waiting = {attempt.key: attempt for attempt in suspects} | self._waiting
         elif suspects:
             attempt, row = suspects[0], busy[suspects[0].key]
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
             where = "this batch" if row is None else f"row {row}"
             text = _death(status, f"while it worked on {where}", child)
-            self._settle(attempt, Lost(kind, text, died=True, row=row))
+            self._settle(attempt, LostAttempt(kind, text, died=True, row=row))
         else:
             self._deaths_alone += 1
             if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
@@ -455,18 +455,18 @@ class MapperProcess:
             if starting:
                 self._start_failed(kind, _death(status, "before it asked for a batch", child))
             else:
-                self._settle_all(Lost(kind, _death(status, "while it worked on no batch", child), infra=True))
+                self._settle_all(LostAttempt(kind, _death(status, "while it worked on no batch", child), infra=True))
 
     def _start_failed(self, error_class: str, error: str, *, final: bool = False) -> None:
         self._start_error = {"start_error": error}
-        self._settle_all(Lost(error_class, error, setup=True, final=final))
+        self._settle_all(LostAttempt(error_class, error, setup=True, final=final))
 
-    def _settle(self, attempt: Attempt, outcome: Message | Lost) -> None:
+    def _settle(self, attempt: Attempt, outcome: Message | LostAttempt) -> None:
         del self._waiting[attempt.key]
-        self._suspects.discard(attempt.key)
+        self._quarantined.discard(attempt.key)
         attempt.settle(outcome)
 
-    def _settle_all(self, lost: Lost) -> None:
+    def _settle_all(self, lost: LostAttempt) -> None:
         for attempt in list(self._waiting.values()):
             self._settle(attempt, lost)
 
@@ -479,7 +479,7 @@ class MapperProcess:
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if time.monotonic() - oldest.since > limit_s:
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                self._timed_out = oldest, Lost("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
+                self._timed_out = oldest, LostAttempt("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
                 self._child.kill()
 
     def close(self, grace_s: float) -> None:
@@ -487,7 +487,7 @@ class MapperProcess:
         with self._lock:
             self._closed = True
             child = self._child or self._spare
-            self._settle_all(Lost("Shutdown", "the worker was shut down", infra=True))
+            self._settle_all(LostAttempt("Shutdown", "the worker was shut down", infra=True))
         if child is not None:
             child.end()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -115,7 +115,7 @@ def rows_in(result: object, many: bool) -> list[Row]:
         raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
     for row in result or ():
         if not isinstance(row, dict):
-            raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold objects")
+            raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold dicts")
     return result or []
 
 
@@ -198,7 +198,7 @@ class Feed:
         self.num_taken = 0
         self.ended = False
         self.error: BaseException | None = None
-        """What the source of assignments raised."""
+        """The exception of the source of assignments."""
         self._reading = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
         self._storing = threading.Thread(target=self._store_all, name="store", daemon=True)
         self._reading.start()
@@ -307,7 +307,7 @@ class Feed:
     def _checked(self, result: object) -> Result:
         """The result as it is written. Raises the result's own error, or TypeError."""
         rows = rows_in(result, many=self._spec.rows == "any")
-        if len(self._writers) > 1:  # one writer alone finds what it cannot write while it writes
+        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
             self._check_rows(rows)
         return rows if isinstance(result, list) else cast(Result, result)
 
@@ -456,8 +456,8 @@ class Feed:
 
 def wrong_number(results: int, rows: int) -> ProgramError:
     return ProgramError(
-        f"the function gave {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must give one for "
-        'each row, in the same order. With rows="any" (in the shell: --rows any) a batch may give any number of rows'
+        f"the function returned {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must return "
+        'one for each row, in the same order. With rows="any" (in the shell: --rows any) it may return any number'
     )
 
 

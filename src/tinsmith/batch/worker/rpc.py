@@ -243,7 +243,7 @@ class RpcServer:
                 await writer.drain()
 
     async def _reply(self, request: Message, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-        """The frames of a reply. What a handler raises refuses the call, except for a lost connection."""
+        """The frames of a reply. An exception of the handler refuses the call, except for a lost connection."""
         try:
             handler = self._handlers.get(request["call"])
             if handler is None:

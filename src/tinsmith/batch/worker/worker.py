@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, Lost, MapperProcess, Utility, spare
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, LostAttempt, MapperProcess, Utility, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 
@@ -48,7 +48,7 @@ MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
 FLUSH_S = 1.0
-"""How long a worker that was shut down waits for its replies to be sent."""
+"""How long a worker waits at its shutdown for its replies to be sent."""
 MAX_THREADS = 64
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
@@ -75,7 +75,7 @@ class LoopQueue(Generic[T]):
 
 
 class Worker:
-    """The calls of one worker. Whatever may block on a child runs on a thread."""
+    """The calls of one worker. Calls that may block on a child run on a thread."""
 
     def __init__(
         self, token: str, log_path: Path, directory: Path | None = None, spares: Mapping[str, Child] | None = None
@@ -149,7 +149,7 @@ class Worker:
             for each in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
-            raise CallRefusedError(400, f"assignments has {len(attempts)}; it must have from 1 to {MAX_GROUP}")
+            raise CallRefusedError(400, f"assignments has {len(attempts)} items; it must have from 1 to {MAX_GROUP}")
         if self._num_groups >= MAX_IN_FLIGHT:
             raise CallRefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
         self._num_groups += 1
@@ -185,7 +185,7 @@ class Worker:
                 for message in utility.run(request):
                     messages.put(message)
             except (ChildError, OSError) as error:
-                messages.put({"lost": asdict(Lost("ChildError", str(error), infra=True))})
+                messages.put({"lost": asdict(LostAttempt("ChildError", str(error), infra=True))})
 
         threading.Thread(target=run, daemon=True).start()
         while True:

@@ -155,7 +155,7 @@ class SlotGroup:
             values.index_copy_(1, slots_n, gathered[..., shape.key_dim :])
 
     def step(self, members: Sequence[DecodeRow], num_rows: int) -> ContiguousStep:
-        """What the attention of every layer needs. From now on the members' slots count this step's token."""
+        """The inputs of every layer's attention. From now on the members' slots count this step's token."""
         slot_n = np.array([self._owners[member.owner] for member in members])
         row_n = np.array([member.row for member in members])
         position_n = np.array([member.position for member in members])

@@ -41,7 +41,7 @@ CUDA_SHARE = 0.3
 
 
 class LayerShape(NamedTuple):
-    """What one layer caches per token."""
+    """The cache of one layer per token."""
 
     num_heads: int
     key_dim: int

@@ -123,7 +123,7 @@ class Batcher:
         self.waiting = [s for s in self.waiting if id(s) not in gone]
 
     def schedule(self, scopes: Container[str] | None = None) -> SamplerStep:
-        """What to compute next; with `scopes`, only sequences of those scopes. The others keep their places."""
+        """Choose the next step; with `scopes`, only sequences of those scopes. The others keep their places."""
         step = SamplerStep()
         is_shared = self._is_shared()
         if is_shared:
