@@ -83,7 +83,7 @@ def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
 class _Worker:
     """In place of a worker's process: it holds a group for a while and reports all of it."""
 
-    useless = False
+    unusable = False
     infra_failures = 0
     hold_s = 0.0
     busy_s = 0.0

@@ -41,7 +41,7 @@ from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload
-from tinsmith.plan.speed import Work, gathered, summed, traffic
+from tinsmith.plan.speed import StepShare, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
@@ -132,7 +132,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
     assert isinstance(result, PassResult)
     degrees = many.own.ranks.degrees
     wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-    work = Work(rows=48 // degrees.groups, recompute=False)
+    work = StepShare(rows=48 // degrees.groups, recompute=False)
     expected = traffic(read_directory(Path(shape.path)), wanted, degrees, work)
     assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
 

@@ -15,7 +15,7 @@ from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, needs_of
-from tinsmith.plan.speed import DEVICES, Work, step_time, traffic
+from tinsmith.plan.speed import DEVICES, StepShare, step_time, traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
 FACTS = Path(__file__).parents[2] / "src" / "tinsmith" / "plan" / "known_models.json"
@@ -132,7 +132,7 @@ def render() -> str:
 
 def _exchanges() -> Iterator[str]:
     device = next(device for device in DEVICES if device.name == "H100 SXM")
-    work = Work(memory.MICRO_BATCH[True])
+    work = StepShare(memory.MICRO_BATCH[True])
     models = {known.name: known.model for known in KNOWN}
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))

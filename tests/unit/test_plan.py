@@ -28,7 +28,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, evaluate, needs_of, problem_of
-from tinsmith.plan.speed import DEVICES, Work, step_time, token_s
+from tinsmith.plan.speed import DEVICES, StepShare, step_time, token_s
 
 GPU = 80 * 10**9
 REFUSED = {"gemma4_text", "mimo_v2_flash"}
@@ -385,7 +385,7 @@ def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     """By hand, for Llama-3.1-70B on four groups of two devices with NVLink."""
     plan = evaluate(known("Llama-3.1-70B"), Workload(8, 80 * 10**9), Degrees(4, 2))
     h100 = next(device for device in DEVICES if device.name == "H100 SXM")
-    link, network, work = 0.7 * 450e9, 0.7 * 50e9, Work(8192)
+    link, network, work = 0.7 * 450e9, 0.7 * 50e9, StepShare(8192)
     step = step_time(plan, h100, work)
     layers, hidden, mlp, vocab, keys = 80, 8192, 28672, 128256, 1024
     states = (4 + 2) * layers * hidden  # two forwards and two linears; the two inputs in backward ...

@@ -32,8 +32,8 @@ from tinsmith.plan.speed import (
     OPERATIONS,
     SAMPLING_SHARE,
     TRAINING_SHARE,
+    StepShare,
     StepTime,
-    Work,
     step_time,
     token_s,
 )
@@ -296,7 +296,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
     for device in DEVICES:
         if abs(device.memory_bytes - wanted.memory_bytes) > NEAR * device.memory_bytes:
             continue
-        work = Work(max(memory.MICRO_BATCH[True], wanted.context_of(plan.model)) // plan.degrees.context)
+        work = StepShare(max(memory.MICRO_BATCH[True], wanted.context_of(plan.model)) // plan.degrees.context)
         step = step_time(plan, device, work)
         trained = work.rows * plan.degrees.groups / step.total
         sampled = 1 / token_s(plan, device)

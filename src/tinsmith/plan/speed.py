@@ -49,7 +49,7 @@ the frozen base without the gradients of its weights.
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StepShare:
     """A device's part of a step: `rows`, all of them scored, in `micro_batches`. Its tensor group has the same rows."""
 
     rows: int
@@ -80,7 +80,7 @@ def summed(num_bytes: float, ranks: int) -> float:
     return 2 * gathered(num_bytes, ranks)
 
 
-def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: Work) -> Traffic:
+def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> Traffic:
     """What a device sends in a training step of every adapter."""
     rows_all = work.rows * degrees.groups
     logprobs = summed(4 * rows_all, degrees.groups)
@@ -94,7 +94,7 @@ def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: Work)
     )
 
 
-def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: Work) -> float:
+def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
     number_bytes = memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4  # a CPU sums in float32
     outputs = sum(linear.layers * linear.outputs for linear in model.linears if linear.along == "inputs")
@@ -105,7 +105,7 @@ def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: Work)
     return summed(number_bytes * work.rows * (outputs * (1 + work.recompute) + inputs), degrees.tensor)
 
 
-def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: Work) -> float:
+def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """float32 logits, gathered where the degree divides the vocabulary, and the sum of the hidden states' gradient."""
     if model.vocab % degrees.tensor:
         return 0.0
@@ -114,7 +114,7 @@ def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: Work)
     return gathered(4 * work.rows * model.vocab, degrees.tensor) + states
 
 
-def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: Work) -> float:
+def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Queries, keys and values to the ranks of their heads and results back, and the same in backward."""
     ranks, tensor = degrees.context, degrees.tensor
     heads, keys = model.heads // tensor, max(model.key_heads // tensor, 1)
@@ -125,7 +125,7 @@ def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: Work
     return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
 
 
-def _base(model: Architecture, wanted: Workload, degrees: Degrees, work: Work) -> float:
+def _base(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Each layer, gathered for the forward and for the backward of every micro-batch."""
     if not degrees.shard_base:
         return 0.0
@@ -149,7 +149,7 @@ class StepTime(NamedTuple):
         return max(self.compute + self.tensor + self.context, self.base) + self.gradients
 
 
-def step_time(plan: Plan, device: Device, work: Work) -> StepTime:
+def step_time(plan: Plan, device: Device, work: StepShare) -> StepTime:
     """An estimate for devices of this kind."""
     degrees = plan.degrees
     sent = traffic(plan.model, plan.wanted, degrees, work)
@@ -168,7 +168,7 @@ def token_s(plan: Plan, device: Device) -> float:
     model, wanted, degrees = plan.model, plan.wanted, plan.degrees
     number_bytes = memory.QUANTISED_BYTES.get(wanted.quantize, memory.NUMBER_BYTES[wanted.dtype])
     read = model.num_active * number_bytes / degrees.tensor / (SAMPLING_SHARE * device.gigabytes_s * 1e9)
-    base = _base(model, wanted, degrees, Work(1)) / 2  # only for a forward
+    base = _base(model, wanted, degrees, StepShare(1)) / 2  # only for a forward
     return max(read, _seconds(base, device, degrees.devices))
 
 
