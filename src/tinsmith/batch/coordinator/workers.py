@@ -4,8 +4,8 @@
 heartbeats allow is lost (WorkerLostError). No batch is to blame, and the worker is never called again.
 
 `WorkerSet` holds the workers of a job. The row of a worker is written before its process starts and deleted after it
-has ended, so that the next coordinator of the job knows which workers to end. An unusable worker (lost, or with a mapper
-that does not start) is never lent again.
+has ended, so that the next coordinator of the job knows which workers to end. An unusable worker (lost, or its mapper
+does not start) is never lent again.
 """
 
 from __future__ import annotations
