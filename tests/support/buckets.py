@@ -80,7 +80,7 @@ class CloudStorage:
     """
 
     def __init__(self) -> None:
-        from moto.server import DomainDispatcherApplication, create_backend_app
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
         self._s3 = DomainDispatcherApplication(create_backend_app)
         self.refusals: list[tuple[str, str] | None] = []

@@ -135,7 +135,13 @@ class LedgerRow:
 def ledger() -> list[LedgerRow]:
     with LEDGER.open(newline="") as file:
         return [
-            LedgerRow(**each | {"tests": tuple(each["tests"].split("; ") if each["tests"] else ())})
+            LedgerRow(
+                each["row"],
+                each["what"],
+                each["against"],
+                each["lacks"],
+                tuple(each["tests"].split("; ") if each["tests"] else ()),
+            )
             for each in csv.DictReader(file)
         ]
 

@@ -92,7 +92,7 @@ class PostgresServer:
 
     def run(self, statement: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(statement)
+            connection.execute(statement.encode())
 
     def stop(self) -> None:
         if self.process.poll() is None:

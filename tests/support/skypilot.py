@@ -191,6 +191,6 @@ def check(sky: Any) -> None:  # noqa: ANN401
     for status in ManagedJobStatus:
         assert sky.jobs.ManagedJobStatus(status.value).is_terminal() == status.is_terminal(), status
     assert issubclass(sky.exceptions.ClusterNotUpError, Exception)
-    from sky.schemas.api.responses import ManagedJobRecord
+    from sky.schemas.api.responses import ManagedJobRecord  # pyright: ignore[reportMissingImports]
 
     assert {"job_id", "job_name", "status", "failure_reason"} <= set(ManagedJobRecord.model_fields)
