@@ -159,7 +159,7 @@ def test_every_answer_is_of_its_own_version(cluster: Cluster, client: RawClient)
     prompt = [50, 51]
     again = [send(client, first, 10 + number, [*prompt, number]) for number in range(6)]
     for number, request_id in enumerate(again):
-        assert tokens_of(client, request_id) == expected(-STEP, [*prompt, number]), "an old version is had again"
+        assert tokens_of(client, request_id) == expected(-STEP, [*prompt, number]), "an old version is loaded again"
     assert "goes to the engines" not in cluster.log()
 
 

@@ -30,7 +30,7 @@ from tinker import types
 
 from support import external_engines
 from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
-from support.external_sampling import EOS, PATIENCE_S, PROMPT, SHAPE, Fake, Outcome, Place, sample, until
+from support.external_sampling import EOS, PATIENCE_S, PROMPT, SHAPE, Fake, Outcome, Place, interpreter, sample, until
 from support.live import API_KEY, serving
 from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
@@ -657,19 +657,9 @@ def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
             sampler.close()
 
 
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Path:
-    """A Python that has an engine: ours with the fake, whatever module it is asked for."""
-    path = tmp_path / "python"
-    script = Path(external_engines.__file__)
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" vllm "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def test_a_child_is_started_watched_and_started_again(tmp_path: Path, interpreter: Path) -> None:
+def test_a_child_is_started_watched_and_started_again(tmp_path: Path) -> None:
     fake = Fake()
-    place = Place("vllm", fake, tmp_path, url="", python=str(interpreter), options=("--max-loras", "2"))
+    place = Place("vllm", fake, tmp_path, url="", python=interpreter(tmp_path), options=("--max-loras", "2"))
     try:
         place.publish("v", 0.2)
         first = place.answer(sample("a", "v"))

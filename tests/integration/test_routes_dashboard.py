@@ -59,6 +59,15 @@ def test_metrics_of_a_client_are_read_back_with_the_servers(harness: Harness) ->
     assert later == {"points": [], "cursor": found["cursor"] + 60}
 
 
+def check_refused_metrics(harness: Harness, body: dict[str, object], words: str) -> None:
+    """The refusal says why, and nothing is stored."""
+    model_id = harness.model()
+    answer = harness.post("log_metrics", {"model_id": model_id} | body)
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+    assert harness.get(f"training_runs/{model_id}/metrics").json()["points"] == []
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -80,11 +89,7 @@ def test_metrics_of_a_client_are_read_back_with_the_servers(harness: Harness) ->
 def test_metrics_that_are_none_are_refused_with_the_reason(
     harness: Harness, body: dict[str, object], words: str
 ) -> None:
-    model_id = harness.model()
-    answer = harness.post("log_metrics", {"model_id": model_id} | body)
-    assert answer.status_code == 400
-    assert words in answer.json()["detail"]
-    assert harness.get(f"training_runs/{model_id}/metrics").json()["points"] == []
+    check_refused_metrics(harness, body, words)
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "NaN", "Infinity"])
@@ -127,11 +132,7 @@ def test_a_batch_of_points_is_logged_once_however_often_it_is_sent(harness: Harn
 def test_a_batch_that_is_none_is_refused_and_nothing_of_it_is_kept(
     harness: Harness, body: dict[str, object], words: str
 ) -> None:
-    model_id = harness.model()
-    answer = harness.post("log_metrics", {"model_id": model_id} | body)
-    assert answer.status_code == 400
-    assert words in answer.json()["detail"]
-    assert harness.get(f"training_runs/{model_id}/metrics").json()["points"] == []
+    check_refused_metrics(harness, body, words)
 
 
 # Runs.

@@ -6,7 +6,6 @@ The fakes refuse orders that a real engine or device would not survive: `Fake.br
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from support import external_engines
 from support.external_engines import DEADLY
-from support.external_sampling import PATIENCE_S, SHAPE, Fake, Outcome, Place, sample, until
+from support.external_sampling import PATIENCE_S, SHAPE, Fake, Outcome, Place, interpreter, sample, until
 from tinsmith.backends import run_to_end
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.errors import EngineFailedError, TinsmithError
@@ -216,18 +215,8 @@ def test_sglang_may_end_an_aborted_request_late(opened: Open) -> None:
     assert place.fake.paths().count("/flush_cache") > 1
 
 
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Path:
-    """A Python that has an engine: ours with the fake, whatever module it is asked for."""
-    path = tmp_path / "python"
-    script = Path(external_engines.__file__)
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" vllm "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def test_a_child_is_not_started_while_the_trainer_has_the_device(tmp_path: Path, interpreter: Path) -> None:
-    place = Place("vllm", Fake(), tmp_path, url="", python=str(interpreter), shares_device=True)
+def test_a_child_is_not_started_while_the_trainer_has_the_device(tmp_path: Path) -> None:
+    place = Place("vllm", Fake(), tmp_path, url="", python=interpreter(tmp_path), shares_device=True)
     try:
         assert place.trainer.is_asleep
         place.publish("v", 0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,3 +78,11 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def interpreter(directory: Path) -> str:
+    """The path of a Python that has an engine: this one, which runs the fake vLLM instead of any module."""
+    path, script = directory / "python", Path(external_engines.__file__)
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" vllm "$@"\n')
+    path.chmod(0o755)
+    return str(path)

@@ -1,7 +1,7 @@
 """A stand-in for SkyPilot whose machines are processes of this one. `make lint-deploy` holds its functions against
 SkyPilot's own (`check`), which wants a hundred packages and an account of a cloud.
 
-A managed job goes through SkyPilot's states: STARTING until the machine is had (`capacity`), RUNNING, RECOVERING when
+A managed job goes through SkyPilot's states: STARTING until a machine is free (`capacity`), RUNNING, RECOVERING when
 `lose` has taken the machine, and one of the states in which it has ended.
 """
 
@@ -108,7 +108,7 @@ class Record:
 
 
 class Jobs:
-    """`sky.jobs`. `capacity` says whether machines can be had now."""
+    """`sky.jobs`. `capacity` says whether machines are free now."""
 
     def __init__(self, directory: Path) -> None:
         self.records: list[Record] = []

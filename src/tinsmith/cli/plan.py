@@ -278,14 +278,13 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
     if not plan.fits:
         return
     active, wanted = plan.model.num_active, plan.wanted
-    number_bytes = QUANTISED_BYTES.get(wanted.quantize, NUMBER_BYTES[wanted.dtype])
     if not wanted.cuda:
         if wanted.quantize != "off":
             yield "No estimate of the speed: a CPU dequantizes the weights for each product."
             return
         operations_s, bytes_s = (measure or measured_products)(wanted.dtype, plan.model.hidden, active)
         trained = operations_s / ((4 if plan.mode == "kept" else OPERATIONS) * active)
-        sampled = bytes_s / (active * number_bytes)
+        sampled = bytes_s / (active * NUMBER_BYTES[wanted.dtype])
         yield (
             f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
             "for one sequence, more for a batch (estimated from packed matrix products measured here: "

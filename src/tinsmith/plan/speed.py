@@ -96,22 +96,25 @@ def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepS
 
 def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
-    number_bytes = memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4  # a CPU sums in float32
     outputs = sum(linear.layers * linear.outputs for linear in model.linears if linear.along == "inputs")
     readers = {(one.name.rpartition(".")[0], one.layers) for one in model.linears if one.along == "outputs"}
     inputs = sum(layers for _, layers in readers) * model.hidden
     if not degrees.shard_base:
         inputs -= model.hidden  # the embeddings require no gradient
-    return summed(number_bytes * work.rows * (outputs * (1 + work.recompute) + inputs), degrees.tensor)
+    return summed(_addend_bytes(wanted) * work.rows * (outputs * (1 + work.recompute) + inputs), degrees.tensor)
 
 
 def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """float32 logits, gathered where the degree divides the vocabulary, and the sum of the hidden states' gradient."""
     if model.vocab % degrees.tensor:
         return 0.0
-    number_bytes = memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4
-    states = summed(number_bytes * work.rows * model.hidden, degrees.tensor)
+    states = summed(_addend_bytes(wanted) * work.rows * model.hidden, degrees.tensor)
     return gathered(4 * work.rows * model.vocab, degrees.tensor) + states
+
+
+def _addend_bytes(wanted: Workload) -> int:
+    """A CPU sums in float32."""
+    return memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4
 
 
 def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
@@ -120,7 +123,7 @@ def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: Step
     heads, keys = model.heads // tensor, max(model.key_heads // tensor, 1)
     keys = heads if heads % ranks else math.lcm(keys, ranks)
     heads, keys = (-(-number // ranks) * ranks for number in (heads, keys))
-    numbers = heads * (model.key_dim + model.value_dim) + keys * (model.key_dim + model.value_dim)
+    numbers = (heads + keys) * (model.key_dim + model.value_dim)
     exchanged = memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.attending * numbers * (2 + work.recompute)
     return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
 

@@ -132,33 +132,6 @@ class ShardedBase(BaseModel):
             self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
         return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
 
-    def _through_modules(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        plan: AttentionPlan,
-        routing: Routing,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        hidden_TD = super()._through_modules(tokens_T, positions_T, plan, routing, images)
-        if not torch.is_grad_enabled():
-            self._forget_forward()
-        return hidden_TD
-
-    def _forget_forward(self) -> None:
-        """FSDP records the layers of each forward until a backward, which gathers them in reverse. Records of forwards
-        without one would grow with every sampled token, and make the next backward gather layers in vain.
-        """
-        for module in self._decoder.modules():
-            if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                state._comm_ctx.post_forward_order.clear()
-                # A torch before 2.12 has one group for each module.
-                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-                for group in groups:
-                    if group is not None:
-                        group._post_forward_indices.clear()
-
     def idle(self, *, train: bool) -> None:
         """Take part in the collectives of a forward, and backward, without rows."""
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -275,6 +248,8 @@ class ShardedBase(BaseModel):
         # A layer's weights are gathered for backward when its output's gradient arrives, which must happen on all ranks
         # alike, with any adapters or none.
         self.model.get_input_embeddings().register_forward_hook(_ask_for_gradient)
+        sharded = [cast(FSDPModule, module) for module in (*layers, self._decoder)]
+        self._decoder.register_forward_hook(lambda *_: _forget_forward(sharded))  # runs after FSDP's own
 
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
         """Results of some tokens with two random adapters: hidden states, logits, and the adapters' gradients. With
@@ -329,3 +304,18 @@ def _probe_batch(tokens_T: I64, adapters: Sequence[Adapter]) -> MicroBatch:
 
 def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _forget_forward(sharded: Sequence[FSDPModule]) -> None:
+    """FSDP records the layers of each forward until a backward, which gathers them in reverse. Records of forwards
+    without one would grow with every sampled token, and make the next backward gather layers in vain.
+    """
+    if torch.is_grad_enabled():
+        return
+    for module in sharded:
+        state = module._get_fsdp_state()
+        state._comm_ctx.post_forward_order.clear()
+        # A torch before 2.12 has one group for each module.
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._post_forward_indices.clear()
