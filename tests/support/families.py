@@ -230,6 +230,10 @@ FAMILIES = (
     Family("glm_moe_dsa", "GLM-5 up to index_topk tokens", "latent attention, experts, shared experts",
            {**EXPERTS, **LATENT, **INDEXER, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
             "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}, experts=True),
+    Family("llama4_text", "Llama 4 (text)", "chunked attention, layers without RoPE, experts, a shared expert",
+           {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
+            "intermediate_size_mlp": 40, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": WINDOW, "floor_scale": 4}, experts=True),
     Family("mamba2", "Mamba-2", "Mamba-2 alone",
            {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 6, "n_groups": 2, "chunk_size": 8}, states=True),
     Family("mamba", "Mamba", "Mamba-1 alone", {"state_size": 6, "time_step_rank": 4}, states=True),
@@ -261,7 +265,6 @@ class Refusal:
     lift: str = ""
 
 
-LAYERS_OF = "has layers of kind "
 UNKNOWN_STATE = "whose state is not supported"
 NOT_ATTENDING = "layer 0 does not attend through our attention"
 ONE_DECODER = "only decoder-only models are supported"
@@ -275,9 +278,8 @@ REFUSED = (
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
     Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE,
             lift="a state in transformers' cache; its layers keep it in themselves"),
-    Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4},
-            lift="masks by chunks, the positions of packed rows in the scale of its queries, and PEFT's form of "
-            "experts that are stored transposed"),
+    Refusal("llama4_text", "Llama 4 with several experts for each token", "experts of Llama 4 are served with 1",
+            {"num_local_experts": 4, "num_experts_per_tok": 2}, lift="a row for each expert's weighted input"),
     Refusal("deepseek_v32", "DeepSeek-V3.2 beyond index_topk tokens", "tokens that an indexer selects",
             {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
             lift="keys of the indexer in the cache"),

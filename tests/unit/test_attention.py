@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.backends.torch.attention import AttentionOptions, PackedCausal, causal_mask, decode, prefill, reference
+from tinsmith.backends.torch.attention import (
+    AttentionOptions,
+    PackedCausal,
+    Window,
+    causal_mask,
+    decode,
+    prefill,
+    reference,
+)
 
-WINDOWS = st.none() | st.integers(1, 12)
+WINDOW = st.builds(Window, st.integers(1, 12), st.booleans())
+WINDOWS = st.none() | WINDOW
 SIZES = {"keys": st.integers(1, 3), "repeat": st.integers(1, 3), "seed": st.integers(0, 99)}
 
 
@@ -22,7 +31,14 @@ def rows(seed: int, *shape: int) -> torch.Tensor:
 @examples(40)
 @given(num=st.integers(1, 3), length=st.integers(1, 20), window=WINDOWS, **SIZES)
 def test_prefill_is_the_reference_and_so_are_its_gradients(
-    num: int, length: int, window: int | None, keys: int, repeat: int, seed: int, dtype: torch.dtype, tolerance: float
+    num: int,
+    length: int,
+    window: Window | None,
+    keys: int,
+    repeat: int,
+    seed: int,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
     shapes = [(num, heads, length, 8) for heads in (keys * repeat, keys, keys, keys * repeat)]
     *given_rows, grad = (rows(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
@@ -39,9 +55,9 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"sinks_H": rows(7, 4)}], ids=["plain", "softcap", "sinks"])
 @examples(40)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), window=st.integers(1, 12), seed=st.integers(0, 99))
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4), window=WINDOW, seed=st.integers(0, 99))
 def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
-    extra: AttentionOptions, lengths: list[int], window: int, seed: int
+    extra: AttentionOptions, lengths: list[int], window: Window, seed: int
 ) -> None:
     total = sum(lengths)
     q, k, v = (rows(seed + i, total, heads, 8).requires_grad_() for i, heads in enumerate((4, 2, 2)))
@@ -65,7 +81,9 @@ def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
 
 @examples(40)
 @given(num=st.integers(1, 4), length=st.integers(1, 40), window=WINDOWS, **SIZES)
-def test_decode_is_the_reference(num: int, length: int, window: int | None, keys: int, repeat: int, seed: int) -> None:
+def test_decode_is_the_reference(
+    num: int, length: int, window: Window | None, keys: int, repeat: int, seed: int
+) -> None:
     q, k, v = (
         rows(seed, num, keys * repeat, 8),
         rows(seed + 1, num, keys, length, 8),

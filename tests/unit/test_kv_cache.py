@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
+from tinsmith.backends.torch.attention import Window
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, LayerShape, chain_key, root_key
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.request import Request, Sequence, StopRule, Weights
@@ -490,14 +491,14 @@ def _plain_attention(
     sizes=st.lists(
         st.tuples(st.just(0) | st.integers(1, 60), st.sampled_from([1, 1, 1, 2, 5, 19])), min_size=1, max_size=7
     ),
-    window=st.sampled_from([None, 3, 16]),
+    window=st.sampled_from([None, Window(3), Window(16), Window(5, chunked=True), Window(16, chunked=True)]),
     softcap=st.sampled_from([None, 2.0]),
     dims=st.sampled_from([(4, 2, 8, 8), (3, 3, 8, 4)]),
     seed=st.integers(0, 99),
 )
 def test_paged_attention_equals_attention_over_each_sequence_alone(
     sizes: list[tuple[int, int]],
-    window: int | None,
+    window: Window | None,
     softcap: float | None,
     dims: tuple[int, int, int, int],
     seed: int,
@@ -531,7 +532,9 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
     for k, v, (start, new) in zip(full_k, full_v, sizes, strict=True):
         for position in range(start, start + new):
             assert plan.positions_T[row] == position
-            first = 0 if window is None else max(position - window + 1, 0)
+            first = 0
+            if window is not None:
+                first = position - position % window.size if window.chunked else max(position - window.size + 1, 0)
             seen = slice(first, position + 1)
             expected = _plain_attention(q_THD[row], k[seen], v[seen], 0.3, softcap)
             torch.testing.assert_close(out_THD[row].double(), expected, atol=2e-5, rtol=1e-4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.attention import PackedCausal, Window
 from tinsmith.backends.torch.batch import Example, examples_of, pack
 from tinsmith.types import Datum, LoraSpec, Pass
 
@@ -56,14 +56,16 @@ def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[in
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, window: Window | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """[T, H, D] for one sequence, one query at a time, in float64."""
     out = torch.zeros_like(q)
     per_group = q.shape[1] // k.shape[1]
     for i in range(len(q)):
         for h in range(q.shape[1]):
-            first = 0 if window is None else max(0, i - window + 1)
+            first = 0
+            if window is not None:
+                first = i - i % window.size if window.chunked else max(0, i - window.size + 1)
             scores = torch.stack([q[i, h] @ k[j, h // per_group] * 0.3 for j in range(first, i + 1)])
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -74,14 +76,14 @@ def reference(
     return out
 
 
-@pytest.mark.parametrize("variant", ["causal", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("variant", ["causal", "window", "chunks", "softcap", "sinks"])
 @examples(12)
 @given(lengths=st.lists(st.integers(1, 14), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     q, k, v, grad = (torch.randn(total, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
-    window = 3 if variant in ("window", "sinks") else None
+    window = Window(3, variant == "chunks") if variant in ("window", "chunks", "sinks") else None
     softcap = 1.5 if variant == "softcap" else None
     sinks = torch.randn(4, generator=generator, dtype=torch.float64) if variant == "sinks" else None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -127,11 +129,11 @@ def test_nan_in_one_sequence_stays_there(
     assert torch.equal(healthy_leaf.grad[others], sick_leaf.grad[others])
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, Window(3), Window(3, chunked=True)])
 @examples(8)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
-    window: int | None, lengths: list[int], seed: int
+    window: Window | None, lengths: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)

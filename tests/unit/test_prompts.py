@@ -16,7 +16,7 @@ from support import tiny_models
 from support.local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
-from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.attention import PackedCausal, Window
 from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
@@ -169,11 +169,11 @@ def varlen(  # noqa: PLR0913 - torch's own signature
 @examples(30)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=5),
-    window=st.none() | st.integers(1, 20),
+    window=st.none() | st.integers(1, 20).map(Window),
     seed=st.integers(0, 99),
 )
 def test_pages_are_attended_to_as_gathered_keys_are(
-    spans: list[tuple[int, int]], window: int | None, seed: int
+    spans: list[tuple[int, int]], window: Window | None, seed: int
 ) -> None:
     shape = LayerShape(2, 8, 8, torch.bfloat16)
     numbers = np.random.default_rng(seed).permutation(np.arange(1, 100)).tolist()

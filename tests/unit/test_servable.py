@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from support import tiny_models
-from tinsmith.backends.torch.attention import AttentionProbe
+from tinsmith.backends.torch.attention import AttentionProbe, Window
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import check_config, check_layers, refusing
 from tinsmith.base_models import read_shape
@@ -32,17 +32,17 @@ MIXED = Qwen3Config(
 @pytest.mark.parametrize(
     ("config", "seen", "message"),
     [
-        (WINDOWS, {0: [6], 1: [6]}, None),
-        (MIXED, {0: [6], 1: [None]}, None),
-        (WINDOWS, {0: [6], 1: [None]}, "layer 1 attends to a window of None, and its configuration says 6"),
-        (MIXED, {0: [6], 1: [6]}, "layer 1 attends to a window of 6, and its configuration says None"),
-        (MIXED, {0: [7], 1: [None]}, "layer 0 attends to a window of 7, and its configuration says 6"),
-        (WINDOWS, {0: [6]}, "layer 1 does not attend through our attention"),
-        (WINDOWS, {0: [6, 6], 1: [6]}, "layer 0 attends 2 times"),
+        (WINDOWS, {0: [Window(6)], 1: [Window(6)]}, None),
+        (MIXED, {0: [Window(6)], 1: [None]}, None),
+        (WINDOWS, {0: [Window(6)], 1: [None]}, "layer 1 attends to a window of None, and its configuration says 6"),
+        (MIXED, {0: [Window(6)], 1: [Window(6)]}, "layer 1 attends to a window of 6, and its configuration says None"),
+        (MIXED, {0: [Window(7)], 1: [None]}, "layer 0 attends to a window of 7, and its configuration says 6"),
+        (WINDOWS, {0: [Window(6)]}, "layer 1 does not attend through our attention"),
+        (WINDOWS, {0: [Window(6), Window(6)], 1: [Window(6)]}, "layer 0 attends 2 times"),
     ],
 )
 def test_each_layer_attends_once_to_the_window_of_its_configuration(
-    config: PreTrainedConfig, seen: dict[int, list[int | None]], message: str | None
+    config: PreTrainedConfig, seen: dict[int, list[Window | None]], message: str | None
 ) -> None:
     if message is None:
         check_layers("X", config, seen)
@@ -54,9 +54,9 @@ def test_each_layer_attends_once_to_the_window_of_its_configuration(
 def test_the_probe_records_attention_options() -> None:
     seen = AttentionProbe()
     rows = torch.zeros(3, 4, 8)
-    out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=6)
+    out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=Window(6))
     seen.attend(2, rows, rows, rows, scale=1.0)
-    assert out.shape == (3, 4, 5) and seen.windows == {2: [6, None]}
+    assert out.shape == (3, 4, 5) and seen.windows == {2: [Window(6), None]}
 
 
 def test_errors_of_a_model_refuse_it_and_want_of_memory_does_not() -> None:

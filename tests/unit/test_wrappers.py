@@ -32,7 +32,13 @@ KIMI_TEXT = {**EXPERTS, **LATENT, "model_type": "deepseek_v3", "n_routed_experts
              "n_shared_experts": 1, "first_k_dense_replace": 1}  # fmt: skip
 KIMI_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
                "pos_emb_height": 4, "pos_emb_width": 4}  # fmt: skip
+LLAMA4_TEXT = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 40,
+               "moe_layers": [1], "no_rope_layers": [1, 0], "attention_chunk_size": 6, "floor_scale": 4}  # fmt: skip
+LLAMA4_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+                 "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
+                 "projector_output_dim": 32}  # fmt: skip
 WRAPPERS = {
+    "llama4": ("Llama4ForCausalLM", LLAMA4_TEXT, LLAMA4_VISION),
     "qwen3_5": ("Qwen3_5ForCausalLM", GATED_DELTA, QWEN_VISION),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**GATED_DELTA, **SHARED_EXPERT}, QWEN_VISION),
     "mistral3": ("MistralForCausalLM", {}, PIXTRAL),

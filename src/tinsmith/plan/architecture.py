@@ -37,7 +37,7 @@ NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"
 of modules that choose tokens, which get no gradient.
 """
 
-ATTENTION_KINDS = frozenset({"full_attention", "indexed_attention", "sliding_attention"})
+ATTENTION_KINDS = frozenset({"chunked_attention", "full_attention", "indexed_attention", "sliding_attention"})
 STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid"})
 """Kinds of stateful layers; 'hybrid' ones attend, too."""
 
@@ -52,6 +52,9 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 
 OTHER_NAMES = {"max_position_embeddings": "model_max_length"}
 """Other names of these keys in some families."""
+
+UNDESCRIBED_EXPERTS = frozenset({"Llama4TextExperts"})
+"""Modules of fused experts without transformers' description of their form."""
 
 EXPERT_COUNT_KEYS = ("num_experts_per_tok", "moe_k", "top_k")
 """Names of the number of experts per token in configurations."""
@@ -197,7 +200,8 @@ def stored_dtype(config: Config) -> str:
 def _read(text: str) -> Architecture:
     given = cast("dict[str, object]", json.loads(text, object_hook=_number))
     model = _on_meta(given)
-    config, decoder = model.config.get_text_config(), model.get_decoder()
+    mark_experts(model)
+    config, decoder = model.config.get_text_config(), decoder_of(model)
     vision_numbers = sum(parameter.numel() for part in _vision_parts(model) for parameter in part.parameters())
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     kinds = list(getattr(config, "layer_types", None) or ())
@@ -241,9 +245,26 @@ def _read(text: str) -> Architecture:
     )
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its unembedding. transformers does not find that of Llama 4."""
+    found = cast("nn.Module", model.get_decoder())
+    return cast("nn.Module", model.model) if found is model else found
+
+
+def mark_experts(model: PreTrainedModel) -> None:
+    """Describe experts that transformers does not, as it describes the others: gate and up side by side, stored as
+    [E, inputs, outputs]. PEFT takes their inputs for outputs.
+    """
+    for module in model.modules():
+        if type(module).__name__ in UNDESCRIBED_EXPERTS:
+            form = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
+            for name, value in {**form, "is_transposed": True, "is_swapped_by_peft": True}.items():
+                setattr(module, name, value)
+
+
 def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:
     """A wrapper's modules besides its text model: the vision tower and its projection."""
-    inner, decoder = getattr(model, "model", None), model.get_decoder()
+    inner, decoder = getattr(model, "model", None), decoder_of(model)
     if inner is None or not hasattr(inner, "language_model"):
         return []
     return [part for part in inner.children() if part is not decoder]

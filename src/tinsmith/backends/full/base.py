@@ -42,6 +42,7 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.plan.architecture import decoder_of
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
@@ -172,7 +173,7 @@ class FullBase(BaseModel):
             hidden_TD.backward(grad_TD)
         self.model.set_attn_implementation("eager")
         with self.training(self.layout.views(buffers[1])), torch.enable_grad():
-            self.model.get_decoder()(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0].backward(grad_TD)
+            decoder_of(self.model)(input_ids=tokens_T[None], use_cache=False).last_hidden_state[0].backward(grad_TD)
         self.model.set_attn_implementation(ATTENTION_NAME)
         error = float((buffers[0] - buffers[1]).norm() / buffers[1].norm().clamp_min(1e-12))
         if not error < TOLERANCE:

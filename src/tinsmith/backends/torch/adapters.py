@@ -38,12 +38,14 @@ _versions = count()
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
     """Marks a target as one projection of all experts of a mixture, and names the matrix, 'A' or 'B', that they share.
-    `interleaved`: outputs of gate and up alternate in the model's own parameter.
+    `interleaved`: outputs of gate and up alternate in the model's own parameter. `swapped`: PEFT takes the inputs of
+    the parameters for outputs.
     """
 
     num_experts: int
     common: str
     interleaved: bool
+    swapped: bool = False
 
 
 class LinearPart(NamedTuple):

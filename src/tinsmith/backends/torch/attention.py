@@ -40,6 +40,9 @@ _UNDERSTOOD = frozenset(
 )
 """Keywords that layers pass on and that do not change what a causal plan computes."""
 
+CHUNKED = "chunked_attention"
+"""The kind of layers whose rows see their own chunk of the sequence."""
+
 INDEXED = frozenset({"DeepseekV32Attention", "GlmMoeDsaAttention"})
 """Attention over the tokens that an indexer selects."""
 
@@ -47,11 +50,25 @@ MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
+class Window(NamedTuple):
+    """A row sees the last `size` rows up to itself, or, with `chunked`, those since the last multiple of `size`."""
+
+    size: int
+    chunked: bool = False
+
+    def first(self, position: Tensor) -> Tensor:
+        """The first position that each row sees."""
+        return position // self.size * self.size if self.chunked else position - (self.size - 1)
+
+    def __str__(self) -> str:
+        return f"{self.size} (chunked)" if self.chunked else str(self.size)
+
+
 class AttentionOptions(TypedDict, total=False):
     """`softcap` c maps scores s to c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum."""
 
     scale: Required[float]
-    window: int | None
+    window: Window | None
     softcap: float | None
     sinks_H: Tensor | None
 
@@ -60,8 +77,8 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window). A plan may also show rows
-        some later rows of their sequence.
+        """[T, H, D]. Row i sees row j <= i of its own sequence, within its window. A plan may also show rows some later
+        rows of their sequence.
         """
         ...
 
@@ -113,7 +130,7 @@ class AttentionProbe:
         self.states: dict[int, list[MixerState]] = {}
 
     @property
-    def windows(self) -> dict[int, list[int | None]]:
+    def windows(self) -> dict[int, list[Window | None]]:
         return {layer: [each.options.get("window") for each in calls] for layer, calls in self.calls.items()}
 
     def attend(
@@ -146,7 +163,7 @@ class PackedCausal:
         source_T = np.concatenate([group.source for group in self._groups])
         if not np.array_equal(source_T, np.arange(len(source_T))):
             self._order = upload(np.argsort(source_T), torch.device(device))
-        self._masks: dict[tuple[int | tuple[int, ...], int | None], Tensor] = {}
+        self._masks: dict[tuple[int | tuple[int, ...], Window | None], Tensor] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -155,8 +172,8 @@ class PackedCausal:
         for group in self._groups:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
             window = options.get("window")
-            if window is not None and group.length > 2 * window and group.seen_nL is None:
-                out_nHLD = _windowed(q_nHLD, k_nGLD, v_nGLD, window, **options)
+            if window is not None and group.length > (2 - window.chunked) * window.size and group.seen_nL is None:
+                out_nHLD = _in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
             else:
                 out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, self._mask(group, window, q_THD), **options)
             outputs.append(_unpadded(out_nHLD, group))
@@ -174,12 +191,12 @@ class PackedCausal:
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
         return out_THD if self._order is None else _Select.apply(out_THD, self._order)
 
-    def _mask(self, group: _Group, window: int | None, q_THD: Tensor) -> Tensor | None:
+    def _mask(self, group: _Group, window: Window | None, q_THD: Tensor) -> Tensor | None:
         """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Made once for all
         layers.
         """
         length = group.length
-        if window is not None and length <= window:
+        if window is not None and length <= window.size:
             window = None
         if group.seen_nL is not None:
             if (group.starts, window) not in self._masks:
@@ -312,16 +329,13 @@ class _Select(torch.autograd.Function):
         return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
 
 
-def causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
+def causal_mask(length: int, window: Window | None, like: Tensor) -> Tensor:
     """[L, L] 0 where a row sees another, -inf elsewhere."""
-    mask_LL = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
-    if window is not None:
-        mask_LL += torch.full_like(mask_LL, float("-inf")).tril_(-window)
-    return mask_LL
+    return visible(torch.arange(length, device=like.device)[None], length, window, like.dtype)[0, 0]
 
 
 def visible(
-    position_nL: Tensor, num_keys: int, window: int | None, dtype: torch.dtype, seen_nL: Tensor | None = None
+    position_nL: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype, seen_nL: Tensor | None = None
 ) -> Tensor:
     """[n, 1, L, K]: 0 where a row sees one of K positions, else -inf. `seen_nL`: how many positions each row sees from
     the first on, if not those up to its own.
@@ -330,7 +344,7 @@ def visible(
     row_nL1 = position_nL[..., None]
     hidden_nLK = key_K > row_nL1 if seen_nL is None else key_K >= seen_nL[..., None]
     if window is not None:
-        hidden_nLK |= key_K <= row_nL1 - window
+        hidden_nLK |= key_K < window.first(row_nL1)
     mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=position_nL.device)
     return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
 
@@ -350,14 +364,21 @@ def prefill(
     )  # fmt: skip
 
 
-def _windowed(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, size: int, **options: Unpack[AttentionOptions]) -> Tensor:
-    """[n, H, L, D]: causal with a window of `size`, in L / size blocks of which each sees itself and the one before, so
-    that masks and scores take 2 * size numbers a row instead of L.
+def _in_blocks(
+    q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, size: int, chunked: bool, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """[n, H, L, D]: causal with a window, in L / size blocks of which each sees itself and, unless `chunked`, the one
+    before, so that masks and scores take at most 2 * size numbers a row instead of L.
     """
     missing = -q_nHLD.shape[2] % size
     q_nHBSD, k_nGBSD, v_nGBSD = (
         nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q_nHLD, k_nGLD, v_nGLD)
     )
+    if chunked:
+        blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_nHBSD, k_nGBSD, v_nGBSD))
+        out_bHSD = prefill(*blocks, None, **options)
+        out_nHLD = out_bHSD.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
+        return out_nHLD[:, :, : q_nHLD.shape[2]]
     first_nHSD = prefill(q_nHBSD[:, :, 0], k_nGBSD[:, :, 0], v_nGBSD[:, :, 0], None, **options)
     # The keys before a block's are those that its rows no longer see, one more for each row.
     keys, values = (torch.cat([x[:, :, :-1], x[:, :, 1:]], 3).transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
@@ -433,6 +454,40 @@ def _selected(forward: Callable[..., object], *args: object, **kwargs: object) -
     return ALL_TOKENS if any(arg is ALL_TOKENS for arg in args) else forward(*args, **kwargs)
 
 
+def scale_queries(decoder: nn.Module) -> None:
+    """Scale queries by the positions of packed rows in the layers without RoPE of Llama 4, which would count the rows
+    of a call. These layers neither rotate nor normalise queries, so their projection's output is scaled.
+    """
+    for layer in decoder.modules():
+        attention = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
+            scale = _QueryScale(attention)
+            layer.register_forward_pre_hook(scale.see, with_kwargs=True)
+            attention.register_forward_pre_hook(scale.choose, with_kwargs=True)
+            attention.q_proj.register_forward_hook(scale.apply)
+
+
+class _QueryScale:
+    def __init__(self, attention: nn.Module) -> None:
+        self._attention = attention
+        self._floor = cast(float, attention.floor_scale)
+        self._scale = cast(float, attention.attn_scale)
+        self._positions = torch.empty(0)
+
+    def see(self, layer: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        self._positions = cast(Tensor, kwargs["position_ids"])
+
+    def choose(self, attention: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+        """With a mask, as in the model's own forward, the layer scales its queries itself."""
+        attention.attn_temperature_tuning = kwargs.get("attention_mask") is not None
+
+    def apply(self, linear: nn.Module, args: object, y_1TO: Tensor) -> Tensor:
+        if self._attention.attn_temperature_tuning:
+            return y_1TO
+        steps_1T = torch.floor((self._positions.float() + 1.0) / self._floor)
+        return (y_1TO * (torch.log1p(steps_1T) * self._scale + 1.0)[..., None]).to(y_1TO.dtype)
+
+
 def register() -> None:
     """Register the attention implementation `tinsmith`, without a mask function: the plan makes the masks."""
     AttentionInterface.register(ATTENTION_NAME, _dispatch)
@@ -459,13 +514,21 @@ def _dispatch(
     return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
 
 
+def chunk_of(module: nn.Module) -> Window | None:
+    """The chunk of a layer whose own mask has chunks, which transformers does not pass to attention (Llama 4)."""
+    kinds = getattr(module.config, "layer_types", None) if hasattr(module, "config") else None
+    if not kinds or kinds[cast(int, module.layer_idx)] != CHUNKED:
+        return None
+    return Window(module.config.attention_chunk_size, chunked=True)
+
+
 def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> AttentionOptions:
-    scale = kwargs.pop("scaling", None)
+    scale, size = kwargs.pop("scaling", None), kwargs.pop("sliding_window", None)
     options = cast(
         AttentionOptions,
         {
             "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-            "window": kwargs.pop("sliding_window", None),
+            "window": chunk_of(module) if size is None else Window(cast(int, size)),
             "softcap": kwargs.pop("softcap", None),
             "sinks_H": kwargs.pop("s_aux", None),
         },

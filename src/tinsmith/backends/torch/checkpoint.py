@@ -45,6 +45,9 @@ RESERVED = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_pr
 """Last names of linears that PEFT takes for experts of an older layout: next to experts it wants them as parameters."""
 
 
+Sizes = tuple[int, int]
+
+
 class _Experts(NamedTuple):
     """One module of experts: its path, the targets that read hidden states (w1 and w3, or w1 alone), and w2."""
 
@@ -60,6 +63,26 @@ class _Experts(NamedTuple):
     @property
     def outer_parameter(self) -> str:
         return GATE_UP if len(self.outer) == 2 else UP
+
+    def as_peft(self, pair: Pair) -> Pair:
+        """A [E * r, I] and B [O, r * E] as PEFT stores them; also the inverse. Swapped, they are B and A of each
+        expert, transposed.
+        """
+        assert self.down.experts is not None
+        if not self.down.experts.swapped:
+            return pair
+        (a_RI, b_OR), num = pair, self.num_experts
+        by_expert, by_output = a_RI.view(num, -1, a_RI.shape[1]), b_OR.view(len(b_OR), -1, num)
+        return by_output.permute(2, 1, 0).flatten(0, 1), by_expert.permute(2, 1, 0).flatten(1)
+
+    def checked(self, parameter: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
+        """A and B of one parameter from PEFT's pair. Raises UserError unless they have these sizes."""
+        assert self.down.experts is not None
+        name = f"{self.path}.{parameter}"
+        if not self.down.experts.swapped:
+            return _checked(name, pair, sizes)
+        (num_a, inputs), (outputs, num_b) = sizes
+        return self.as_peft(_checked(name, pair, ((num_a, outputs), (inputs, num_b))))
 
     def outer_rows(self) -> tuple[slice, ...]:
         """The output rows of each of `outer` in their parameter."""
@@ -166,8 +189,8 @@ def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, 
         b_GRE = a_RD.new_zeros(num_outer * experts.down.in_features, num_outer * rank, num_experts)
         for number, (rows, (_, b_EIr)) in enumerate(zip(experts.outer_rows(), outer, strict=True)):
             b_GRE[rows, number * rank : (number + 1) * rank] = b_EIr.permute(1, 2, 0)
-        out[_outer(experts.path)] = a_RD.repeat(num_experts, 1), b_GRE.flatten(1)
-        out[experts.path] = down_a.flatten(0, 1), down_b[0].repeat_interleave(num_experts, 1)
+        out[_outer(experts.path)] = experts.as_peft((a_RD.repeat(num_experts, 1), b_GRE.flatten(1)))
+        out[experts.path] = experts.as_peft((down_a.flatten(0, 1), down_b[0].repeat_interleave(num_experts, 1)))
     return out
 
 
@@ -188,9 +211,9 @@ def unpacked(
         num_experts, num_outer = experts.num_experts, len(experts.outer)
         width, hidden = experts.down.in_features, experts.down.out_features
         outer_sizes = (num_experts * num_outer * rank, hidden), (num_outer * width, num_outer * rank * num_experts)
-        outer_a, outer_b = _checked(f"{experts.path}.{experts.outer_parameter}", outer, outer_sizes)
+        outer_a, outer_b = experts.checked(experts.outer_parameter, outer, outer_sizes)
         inner_sizes = (num_experts * rank, width), (hidden, rank * num_experts)
-        inner_a, inner_b = _checked(f"{experts.path}.{DOWN}", inner, inner_sizes)
+        inner_a, inner_b = experts.checked(DOWN, inner, inner_sizes)
         a_ERD = outer_a.view(num_experts, num_outer * rank, hidden)
         b_EGR = outer_b.view(num_outer * width, num_outer * rank, num_experts).permute(2, 0, 1)
         rest_EGR = b_EGR.clone()
@@ -251,7 +274,7 @@ def _outer(path: str) -> str:
     return f"{path}.base_layer"
 
 
-def _checked(name: str, pair: Sequence[Tensor | None] | None, sizes: tuple[tuple[int, int], tuple[int, int]]) -> Pair:
+def _checked(name: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
     a_rI, b_Or = pair or (None, None)
     if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
         raise UserError(f"{name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")

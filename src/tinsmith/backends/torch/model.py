@@ -40,11 +40,12 @@ from tinsmith.backends.torch.attention import (
     AttentionProbe,
     PackedCausal,
     register,
+    scale_queries,
     select_all_tokens,
 )
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
-from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
+from tinsmith.backends.torch.moe import MultiLoRAExperts, choose_rows, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
@@ -53,7 +54,7 @@ from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import NOT_ADAPTED, read_config, stored_dtype
+from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
@@ -80,12 +81,15 @@ class BaseModel:
         self.device = model.device
         self.dtype = model.dtype
         self._context = ForwardContext()
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
         num_parameters = model.num_parameters()
         quantization.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._context, quantization.maker(quantize))
+        mark_experts(model)
         self.experts = _swap_experts(model, self._context)
+        choose_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
+        scale_queries(self._decoder)
         self.mixers = wrap_mixers(self._decoder, self._context)
         self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)

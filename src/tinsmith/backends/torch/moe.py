@@ -24,7 +24,7 @@ gate), r rank, n rows and m = n * k pairs of a segment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
+from transformers.integrations.moe import _default_apply_gate
 
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Target
 from tinsmith.backends.torch.host import read, upload
@@ -198,7 +199,10 @@ class MultiLoRAExperts(nn.Module):
     @property
     def targets(self) -> list[Target]:
         outer, inner = self.hidden_features, self.inner_features
-        outer_stack, down_stack = (ExpertStack(self.num_experts, common, self._interleaved) for common in ("A", "B"))
+        swapped = bool(getattr(self._experts[0], "is_swapped_by_peft", False))
+        outer_stack, down_stack = (
+            ExpertStack(self.num_experts, common, self._interleaved, swapped) for common in ("A", "B")
+        )
         return [
             *(Target(name, "mlp", outer, inner, outer_stack) for name in self.columns),
             Target(self.down_name, "mlp", inner, outer, down_stack),
@@ -209,10 +213,12 @@ class MultiLoRAExperts(nn.Module):
         """Inputs and outputs of a row's expert linears, for the number of experts that the last rows chose."""
         return self._choices * (2 * self.hidden_features + (1 + len(self.columns)) * self.inner_features)
 
-    def forward(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
+        """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         routing = self._context.routing
         if routing is None:
-            return self._experts[0](hidden_TD, index_Tk, weights_Tk)
+            return self._experts[0](hidden_TD, *choices)
+        index_Tk, weights_Tk = choices
         self._choices = index_Tk.shape[1]
         assert hidden_TD.shape == (routing.num_rows, self.hidden_features)
         names = {target.name for target in self.targets}
@@ -220,7 +226,10 @@ class MultiLoRAExperts(nn.Module):
                     for s in routing.segments]  # fmt: skip
         call = _Call(self, _dispatch(index_Tk, routing, adapters, self.num_experts, grouped=self._is_grouped(adapters)))
         own = self._experts[0]
-        apply_gate = cast(Callable[[Tensor], Tensor], own._apply_gate if self.has_gate else own.act_fn)
+        if self.has_gate:
+            apply_gate = getattr(own, "_apply_gate", None) or partial(_default_apply_gate, own)
+        else:
+            apply_gate = cast(Callable[[Tensor], Tensor], own.act_fn)
         if not torch.is_grad_enabled():
             return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
         recorded = anchor(hidden_TD.device) if any(adapters) else None
@@ -232,6 +241,30 @@ class MultiLoRAExperts(nn.Module):
         sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
         is_half = self.down_proj.dtype == torch.bfloat16
         return is_half and has_grouped_products(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+
+
+def choose_rows(decoder: nn.Module, context: ForwardContext) -> None:
+    """Give the experts of Llama 4 the rows that chose them. transformers gives each expert all rows, times the router's
+    weight, which is zero for others. Raises SettingsError if a row chooses several: experts get weighted inputs.
+    """
+    for module in decoder.modules():
+        if type(module).__name__ == "Llama4TextMoe":
+            if module.top_k != 1:
+                raise SettingsError(f"num_experts_per_tok is {module.top_k}; experts of Llama 4 are served with 1")
+            module.forward = partial(_weighted_inputs, module, module.forward, context)
+
+
+def _weighted_inputs(
+    mixture: nn.Module, own_forward: Callable[[Tensor], tuple[Tensor, Tensor]], context: ForwardContext, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    if context.routing is None:
+        return own_forward(hidden)
+    hidden_TD = hidden.flatten(0, -2)
+    scores_TE, logits_TE = mixture.router(hidden_TD)
+    index_T1 = logits_TE.argmax(-1, keepdim=True)
+    weight_T1 = scores_TE.gather(1, index_T1)
+    routed_TD = mixture.experts(hidden_TD * weight_T1, index_T1, torch.ones_like(weight_T1))
+    return mixture.shared_expert(hidden_TD) + routed_TD, logits_TE
 
 
 class _Call:

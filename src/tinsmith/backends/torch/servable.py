@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from tinsmith.backends.torch.attention import CHUNKED, Window
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.types import ModelShape
@@ -35,11 +36,11 @@ def check_config(config: PreTrainedConfig, context: int) -> None:
     name = f"{config.model_type!r}"
     if config.is_encoder_decoder:
         raise SettingsError(f"{name} is an encoder-decoder; only decoder-only models are supported")
-    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING, INDEXED} - STATEFUL - ALONE)
+    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING, INDEXED, CHUNKED} - STATEFUL - ALONE)
     if other:
         raise SettingsError(
             f"{name} has layers of kind {', '.join(other)}; in every layer a token must attend to all tokens before "
-            "it, or to a window of them, or the layer must keep a state"
+            "it, to a window or a chunk of them, or the layer must keep a state"
         )
     if INDEXED in _kinds(text) and context > text.index_topk:
         raise SettingsError(
@@ -72,7 +73,7 @@ def check_mixers(config: PreTrainedConfig, model: nn.Module) -> None:
 def check_layers(
     name: str,
     config: PreTrainedConfig,
-    seen: Mapping[int, Sequence[int | None]],
+    seen: Mapping[int, Sequence[Window | None]],
     kept: Mapping[int, Sequence[object]] | None = None,
 ) -> None:
     """Raises SettingsError unless each layer attended as configured. `kept`: the states, by layer."""
@@ -89,10 +90,13 @@ def check_layers(
                 f"{name} cannot be served: layer {layer} {times} through our attention; it must attend exactly once"
             )
         sliding = kinds[layer] == SLIDING if kinds else window is not None
-        if windows[0] != (window if sliding else None):
+        expected = Window(window) if sliding and window is not None else None
+        if kinds and kinds[layer] == CHUNKED:
+            expected = Window(cast(int, config.attention_chunk_size), chunked=True)
+        if windows[0] != expected:
             raise SettingsError(
                 f"{name} cannot be served: layer {layer} attends to a window of {windows[0]}, and its configuration "
-                f"says {window if sliding else None}"
+                f"says {expected}"
             )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import AttentionOptions
+from tinsmith.backends.torch.attention import AttentionOptions, Window
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.types import I64
 
@@ -198,7 +198,7 @@ class ContiguousStep:
     position_n: Tensor
     position_N: Tensor
     write_index: dict[int, Tensor]  # by number of key heads
-    masks: dict[int | None, Tensor]
+    masks: dict[Window | None, Tensor]
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -239,15 +239,15 @@ class ContiguousStep:
             self.write_index[groups] = at_nG.flatten()
         return self.write_index[groups]
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _mask(self, window: Window | None) -> Tensor:
         """[N, 1, 1, K]: 0 where a slot's row sees a position, else -inf. Made once for all layers."""
-        if window is not None and window >= self.num_attended:
+        if window is not None and window.size >= self.num_attended:
             window = None
         if window not in self.masks:
             key_K = torch.arange(self.num_attended, device=self.position_N.device)
             hidden_NK = key_K > self.position_N[:, None]
             if window is not None:
-                hidden_NK |= key_K <= self.position_N[:, None] - window
+                hidden_NK |= key_K < window.first(self.position_N[:, None])
             mask_NK = torch.zeros(hidden_NK.shape, device=key_K.device).masked_fill_(hidden_NK, float("-inf"))
             self.masks[window] = mask_NK[:, None, None]
         return self.masks[window]

@@ -4,7 +4,7 @@
 and then attends in one of three ways:
 
 - CUDA of compute capability 9.0 with `flash_attn_interface` (FlashAttention 3), bfloat16: `varlen_attn` reads pages
-  directly, for decoding rows and prompts in one call. Layers with capped scores or sinks use the third way.
+  directly, for decoding rows and prompts in one call. Layers with capped scores, sinks or chunks use the third way.
 - CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`); all other rows use the third way.
 - Everywhere else: keys and values are gathered, and SDPA attends to them in as few calls as the step allows: decoding
   rows of similar context length together, fresh prompts of similar length together without reading the cache, and
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from tinsmith.backends.torch.attention import AttentionOptions, Mixer, decode, prefill, visible
+from tinsmith.backends.torch.attention import AttentionOptions, Mixer, Window, decode, prefill, visible
 from tinsmith.backends.torch.host import upload, upload_all
 from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
@@ -67,7 +67,7 @@ def described(device: torch.device) -> str:
     """Names the attention kernels used on this device, for the log."""
     if device.type == "cpu":
         return "SDPA on contiguous keys, else on gathered keys"
-    pages = f"{PAGES}, with sinks, capped scores or unusual heads " if reads_pages(device) else ""
+    pages = f"{PAGES}, with sinks, capped scores, chunks or unusual heads " if reads_pages(device) else ""
     return f"{pages}SDPA on gathered keys"
 
 
@@ -101,11 +101,11 @@ class PageTable(NamedTuple):
     max_rows: int
     max_keys: int
 
-    def attend(self, q_THD: Tensor, k_PSGD: Tensor, v_PSGD: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(self, q_THD: Tensor, k_PSGD: Tensor, v_PSGD: Tensor, scale: float, window: Window | None) -> Tensor:
         """[T, H, D]: row i of a sequence's last rows sees the keys up to its own."""
         out_THD = varlen_attn(
             q_THD, k_PSGD, v_PSGD, self.rows_N1, None, self.max_rows, self.max_keys, scale=scale,
-            window_size=(-1 if window is None else window - 1, 0), enable_gqa=True, seqused_k=self.keys_N,
+            window_size=(-1 if window is None else window.size - 1, 0), enable_gqa=True, seqused_k=self.keys_N,
             block_table=self.pages_NC,
         )  # fmt: skip
         assert isinstance(out_THD, Tensor)
@@ -135,7 +135,7 @@ class _Group:
     blocks_nC: Tensor | None  # None: nothing is cached before these rows, so they see only each other
     positions_nL: Tensor  # flat
     seen_nL: Tensor | None  # how many positions each row sees; None: those up to its own
-    masks: dict[int | None, Tensor | None]
+    masks: dict[Window | None, Tensor | None]
 
 
 class PagedPlan:
@@ -203,9 +203,12 @@ class PagedPlan:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
+        window = options.get("window")
         is_plain = options.get("softcap") is None and options.get("sinks_H") is None
+        if window is not None and window.chunked:
+            is_plain = False
         if self._has_pages and is_plain and fits_pages(self._cache.shape(layer)):
-            return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], options.get("window"))
+            return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], window)
         return self.attend_gathered(layer, q_THD, k_TGD, v_TGD, **options)
 
     def attend_gathered(
@@ -288,10 +291,10 @@ class PagedPlan:
         rows = x_THD[at] if isinstance(at, slice) else x_THD.index_select(0, at)
         return rows.view(group.num, group.num_rows, *x_THD.shape[1:])
 
-    def _mask(self, group: _Group, window: int | None, k_nGKD: Tensor) -> Tensor | None:
+    def _mask(self, group: _Group, window: Window | None, k_nGKD: Tensor) -> Tensor | None:
         """The mask that is added to a group's scores; None if causal attention needs none. Made once for all layers."""
         num_keys = k_nGKD.shape[2]
-        if window is not None and window >= num_keys:
+        if window is not None and window.size >= num_keys:
             window = None
         if group.blocks_nC is None and window is None and group.seen_nL is None:
             return None
@@ -299,7 +302,7 @@ class PagedPlan:
             group.masks[window] = self._visible(group, num_keys, window, k_nGKD.dtype)
         return group.masks[window]
 
-    def _visible(self, group: _Group, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _visible(self, group: _Group, num_keys: int, window: Window | None, dtype: torch.dtype) -> Tensor:
         # Rows without a cache are numbered from 0, as their keys are; padding repeats the last row.
         return visible(group.positions_nL.view(group.num, group.num_rows), num_keys, window, dtype, group.seen_nL)
 
