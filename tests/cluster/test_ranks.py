@@ -43,7 +43,7 @@ from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload
 from tinsmith.plan.speed import StepShare, gathered, summed, traffic
 from tinsmith.settings import Settings
-from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 pytestmark = pytest.mark.smoke
 
@@ -100,6 +100,27 @@ def one(oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
 
 def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
     train_alike(one, many, 10)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_numbers_of_a_broken_adapter_stay_its_own(one: TorchBackend, many: ShardedBackend, broken: int) -> None:
+    """Its rows, the first or not of the micro-batch, have no finite logits; the other adapters' are unchanged."""
+    rng = np.random.default_rng(5)
+    passes = [pass_of(rng, model, (5, 9), "importance_sampling") for model in range(len(SPECS))]
+    found = []
+    for backend in (one, many):
+        run_to_end(backend.run_passes(passes[broken : broken + 1]))
+        backend.optim_step([OptimStep("o", f"m{broken}", AdamParams(1e38))])
+        outcomes = run_to_end(backend.run_passes(passes))
+        assert all(isinstance(outcome, PassResult) for outcome in outcomes)
+        found.append([outcome.logprobs for outcome in outcomes if isinstance(outcome, PassResult)])
+    for model, (expected, actual) in enumerate(zip(*found, strict=True)):
+        if model == broken:
+            assert not np.isfinite(np.concatenate([*expected, *actual])).any()
+            continue
+        np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), atol=1e-4)
+        theirs, ours = gradient(one, model), gradient(many, model)
+        assert theirs is not None and ours is not None and relative(ours, theirs) < 1e-4
 
 
 def test_the_plan_counts_the_bytes_that_a_step_sends(

@@ -89,9 +89,9 @@ class Activations:
         return int(per_number * held + max(per_number * working, self.logits_bytes))
 
 
-def logits_bytes(vocab: int, *, cuda: bool) -> float:
+def logits_bytes(vocab: int, *, cuda: bool, tensor: int = 1) -> float:
     rows = min(max(LOGITS[cuda] // vocab, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
-    return 4.0 * LOGIT_COPIES * rows * vocab
+    return 4.0 * LOGIT_COPIES * rows * (vocab / tensor if vocab % tensor == 0 else vocab)
 
 
 def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1) -> Activations:
@@ -105,7 +105,7 @@ def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1)
         layer=kept / model.layers,
         inputs=model.layers * model.hidden,
         number_bytes=NUMBER_BYTES[dtype],
-        logits_bytes=logits_bytes(model.vocab, cuda=cuda),
+        logits_bytes=logits_bytes(model.vocab, cuda=cuda, tensor=tensor),
     )
 
 

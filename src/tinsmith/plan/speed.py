@@ -105,11 +105,13 @@ def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepS
 
 
 def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
-    """float32 logits, gathered where the degree divides the vocabulary, and the sum of the hidden states' gradient."""
+    """Where the degree divides the vocabulary: each row's largest logit, its sum of exponentials and its target's logit
+    in float32, and the gradient of the hidden states.
+    """
     if model.vocab % degrees.tensor:
         return 0.0
     states = summed(_addend_bytes(wanted) * work.rows * model.hidden, degrees.tensor)
-    return gathered(4 * work.rows * model.vocab, degrees.tensor) + states
+    return summed(3 * 4 * work.rows, degrees.tensor) + states
 
 
 def _addend_bytes(wanted: Workload) -> int:

@@ -85,6 +85,12 @@ class Ranks:
             return self._sum(x.float(), self._tensor, self.degrees.tensor).to(x.dtype)
         return self._sum(x, self._tensor, self.degrees.tensor)
 
+    def max_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of the tensor ranks' values, in place."""
+        with self._naming("a maximum"):
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._tensor)
+        return x
+
     def gather_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenates the tensor ranks' last dimensions."""
         if self.degrees.tensor == 1:

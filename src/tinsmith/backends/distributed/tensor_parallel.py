@@ -120,7 +120,9 @@ class SplitRowLinear(RowLinear):
 
 
 class GatheredLinear(ShardedLinear):
-    """The unembedding: every rank computes its share of the vocabulary and gathers all logits."""
+    """The unembedding: every rank computes its share of the vocabulary. `forward_rows` and `backward_rows` take all
+    logits, which are gathered; `forward_part` and `backward_part` take the rank's own.
+    """
 
     def __init__(self, own: MultiLoRALinear, context: ForwardContext, ranks: Ranks) -> None:
         super().__init__(own, context, ranks, COLUMN)
@@ -128,15 +130,25 @@ class GatheredLinear(ShardedLinear):
     def forward_rows(
         self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        y_TO, inner = super().forward_rows(x_TI, work, out_dtype)
+        y_TO, inner = self.forward_part(x_TI, work, out_dtype)
         return self.ranks.gather_tensor(y_TO), inner
 
     def backward_rows(
         self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
     ) -> Tensor | None:
-        own_TO = grad_TO[:, self.part].contiguous()
-        grad_TI = super().backward_rows(own_TO, x_TI, work, inner, need_input=need_input)
-        return None if grad_TI is None else self.ranks.sum_tensor(grad_TI)
+        grad_TI = self.backward_part(grad_TO[:, self.part].contiguous(), x_TI, work, inner)
+        return grad_TI if need_input else None
+
+    def forward_part(
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        return super().forward_rows(x_TI, work, out_dtype)
+
+    def backward_part(self, own_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+        """[T, I], summed over ranks."""
+        grad_TI = super().backward_rows(own_TO, x_TI, work, inner, need_input=True)
+        assert grad_TI is not None
+        return self.ranks.sum_tensor(grad_TI)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from torch import Tensor
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.distributed.tensor_parallel import full_gradient
+from tinsmith.backends.distributed.tensor_parallel import GatheredLinear, full_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
-from tinsmith.backends.torch.loss import Head, LossSpec
+from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
@@ -44,7 +44,8 @@ class _Shortage(NamedTuple):
 class RankedTrainer(Trainer):
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int, ranks: Ranks) -> None:
         super().__init__(base, max_tokens, chunk_rows)
-        self._head = _RankedHead(base, chunk_rows, ranks)
+        make = _ShardedHead if isinstance(base.unembedding, GatheredLinear) else _RankedHead
+        self._head = make(base, chunk_rows, ranks)
         self._ranks = ranks
         self._shortage = _Shortage(None, 0, "")
 
@@ -176,6 +177,58 @@ class _RankedHead(Head):
         all_P = own_P.new_zeros(len(batch.whole.row_P))
         all_P[batch.pairs] = own_P
         return self._ranks.sum_context(all_P)
+
+
+class _ShardedHead(_RankedHead):
+    """Each tensor rank has the logits of its part of the vocabulary. Ranks exchange a row's largest logit, its sum of
+    exponentials and its targets' logits, never whole rows.
+    """
+
+    def _logprobs(self, chunk: Chunk) -> Tensor:
+        raw_CW, _ = self._unembedding.forward_part(
+            chunk.hidden_CD, self._unembedding.work(chunk.routing), torch.float32
+        )
+        return self._normalised(self._base.finish_logits_(raw_CW), chunk)[0]
+
+    def _differentiate(
+        self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
+    ) -> Tensor:
+        work = self._unembedding.work(chunk.routing)
+        raw_CW, inner = self._unembedding.forward_part(chunk.hidden_CD, work, torch.float32)
+        logits_CW = self._base.finish_logits_(raw_CW)
+        logprob_p, log_sum_C = self._normalised(logits_CW, chunk)
+        logprob_P[chunk.pairs_p] = logprob_p
+        grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
+        # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs, as on one rank.
+        grad_C = torch.zeros(len(logits_CW), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
+        grad_CW = (logits_CW - log_sum_C[:, None]).exp_().mul_(-grad_C[:, None])
+        is_own_p, cells_p = self._own_cells(chunk)
+        # Not a product with zero: the first cell, which stands in for others' targets, may be another tenant's NaN.
+        grad_CW.view(-1).index_add_(0, cells_p, torch.where(is_own_p, grad_p, 0.0))
+        grad_CW = self._base.unfinish_gradient_(grad_CW, logits_CW).to(chunk.hidden_CD.dtype)
+        return self._unembedding.backward_part(grad_CW, chunk.hidden_CD, work, inner)
+
+    @property
+    def _unembedding(self) -> GatheredLinear:
+        return cast(GatheredLinear, self._base.unembedding)
+
+    def _normalised(self, logits_CW: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """[p] log probabilities, and [C] the logarithms of the rows' sums over the whole vocabulary."""
+        most_C = self._ranks.max_tensor(logits_CW.amax(-1))
+        is_own_p, cells_p = self._own_cells(chunk)
+        own_p = torch.where(is_own_p, logits_CW.view(-1)[cells_p], 0.0)
+        sums = torch.cat([(logits_CW - most_C[:, None]).exp_().sum(-1), own_p])
+        sum_C, target_p = self._ranks.sum_tensor(sums).split([len(most_C), len(own_p)])
+        log_sum_C = most_C + sum_C.log()
+        return target_p - log_sum_C[chunk.local_p], log_sum_C
+
+    def _own_cells(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Whether each pair's target is in this rank's part, and its index in the flattened part, 0 for others."""
+        part = self._unembedding.part
+        target_p = chunk.cells_p - chunk.local_p * self._base.vocab_size - part.start
+        is_own_p = (target_p >= 0) & (target_p < part.stop - part.start)
+        cells_p = chunk.local_p * (part.stop - part.start) + target_p
+        return is_own_p, torch.where(is_own_p, cells_p, 0)
 
 
 def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:

@@ -37,7 +37,7 @@ class LossSpec(NamedTuple):
     custom: CustomRun | None = None
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows."""
 
     hidden_CD: Tensor
@@ -80,11 +80,15 @@ class Head:
 
     def _score(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, logprob_P: Tensor) -> None:
         for chunk in self._chunks(batch, hidden_TD, rows_R):
-            logprobs_CV = torch.log_softmax(self._base.logits(chunk.hidden_CD, chunk.routing), -1)
-            logprob_P[chunk.pairs_p] = logprobs_CV.view(-1)[chunk.cells_p]
+            logprob_P[chunk.pairs_p] = self._logprobs(chunk)
+
+    def _logprobs(self, chunk: Chunk) -> Tensor:
+        """[p]"""
+        logprobs_CV = torch.log_softmax(self._base.logits(chunk.hidden_CD, chunk.routing), -1)
+        return logprobs_CV.view(-1)[chunk.cells_p]
 
     def _differentiate(
-        self, chunk: _Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
+        self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
     ) -> Tensor:
         """[C, D]"""
         unembedding = self._base.unembedding
@@ -97,8 +101,7 @@ class Head:
         log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
         logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
         logprob_P[chunk.pairs_p] = logprob_p
-        grad_p = torch.cat([self._dloss_dlogprob(spec, chunk, start, stop, logprob_p, columns)
-                            for spec, start, stop in _joined(chunk.runs, specs)])  # fmt: skip
+        grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
         grad_C = torch.zeros(len(probs_CV), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
         grad_CV = probs_CV.mul_(-grad_C[:, None])
@@ -114,19 +117,18 @@ class Head:
 
     @staticmethod
     def _dloss_dlogprob(
-        spec: LossSpec,
-        chunk: _Chunk,
-        start: int,
-        stop: int,
-        logprob_p: Tensor,
-        columns: Mapping[str, Tensor],
+        chunk: Chunk, specs: Mapping[int, LossSpec], logprob_p: Tensor, columns: Mapping[str, Tensor]
     ) -> Tensor:
-        pairs = _part_of(chunk.pairs_p, start, stop)
-        old, weight, low, high, log_ratio = (
-            columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
-        )
-        x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
-        return spec.loss.formula(x, spec.config).dloss_dlogprob_P
+        """[p]"""
+        found = []
+        for spec, start, stop in _joined(chunk.runs, specs):
+            pairs = _part_of(chunk.pairs_p, start, stop)
+            old, weight, low, high, log_ratio = (
+                columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
+            )
+            x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
+            found.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P)
+        return torch.cat(found)
 
     def _log_ratios(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> Tensor:
         """[P] of the whole micro-batch: the mean log ratio of the pair's sequence, for losses that need it; 0
@@ -164,7 +166,7 @@ class Head:
         self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(chosen_P)), logprob_P)
         return logprob_P
 
-    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64) -> Iterator[_Chunk]:
+    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64) -> Iterator[Chunk]:
         for first in range(0, len(rows_R), self._chunk_rows):
             rows_C = rows_R[first : first + self._chunk_rows]
             member_T = np.zeros(len(hidden_TD), np.bool_)
@@ -172,7 +174,7 @@ class Head:
             pairs_p = np.flatnonzero(member_T[batch.row_P])
             local_p = np.searchsorted(rows_C, batch.row_P[pairs_p])
             rows = self._places(rows_C)
-            yield _Chunk(
+            yield Chunk(
                 hidden_TD[rows],
                 rows,
                 _routing_of_rows(batch.routing, rows_C),
