@@ -138,7 +138,7 @@ def test_the_pieces_of_a_stream_are_the_whole_answer(place: Place, more: dict[st
 
 @pytest.mark.extended
 def test_tokens_come_while_the_rest_is_drawn(place: Place) -> None:
-    chunks = iter(ask(place, max_tokens=1500, extra_body={"ignore_eos": True}, stream=True))
+    chunks = iter(ask(place, max_tokens=1500, n=8, extra_body={"ignore_eos": True}, stream=True))
     next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content)
     assert place.server.count("futures WHERE state = 'pending'") == 1, "the first came when all were drawn"
     assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 20
@@ -424,7 +424,10 @@ def test_a_message_is_the_chat_in_other_words(place: Place) -> None:
     with place.claude.messages.stream(**asked) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
-    assert "".join(pieces) == final.content[0].text == message.content[0].text and len(pieces) > 1
+    assert "".join(pieces) == final.content[0].text == message.content[0].text
+    long: Any = {"model": NANO, "max_tokens": 400, "messages": SAY}
+    with place.claude.messages.stream(**long) as stream:
+        assert len(list(stream.text_stream)) > 1
     assert final.stop_reason == message.stop_reason and final.usage.output_tokens == message.usage.output_tokens
 
 

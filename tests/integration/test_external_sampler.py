@@ -42,6 +42,7 @@ from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.connection import EngineAccess
 from tinsmith.samplers.remote.dialect import seed_of
 from tinsmith.samplers.remote.links import AdapterLinks
+from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import (
     EMPTY_LOGPROB,
@@ -53,6 +54,7 @@ from tinsmith.types import (
     Partial,
     Sample,
     SampleResult,
+    SamplingParams,
     SparseRows,
 )
 
@@ -128,6 +130,18 @@ def test_a_penalty_changes_what_is_drawn(opened: Open) -> None:
     assert plain.sequences[0].tokens_T[0] != other.sequences[0].tokens_T[0]
     repeated = place.answer(sample("c", temperature=0.0, adjustments=ADJUSTED))
     assert repeated.sequences[0].stop_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("dialect", [VllmDialect, SglangDialect])
+def test_a_logprob_that_is_equal_by_chance_is_not_taken_for_the_mode(
+    dialect: type[VllmDialect] | type[SglangDialect],
+) -> None:
+    asked = dialect(frozenset(), 300)
+    asked.learn_mode([-1.0, -0.4], [-1.0, -0.7])
+    asked.check(SamplingParams(temperature=0.5), alternatives=0)
+    with pytest.raises((NotSupportedError, SettingsError), match=r"raw_logprobs|ORIGINAL_LOGPROB"):
+        asked.learn_mode([-1.0, -0.4], [-1.0, -0.4])
+        asked.check(SamplingParams(temperature=0.5), alternatives=0)
 
 
 @pytest.mark.parametrize("raw", [False, True])

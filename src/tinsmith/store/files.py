@@ -101,10 +101,8 @@ class Files:
         self, tenant_id: str, stored: StoredBytes, filename: str, purpose: str, expires_after_s: float | None
     ) -> File:
         """Add the row of stored bytes."""
-        at = now()
-        expires_at = None if expires_after_s is None else at + expires_after_s
         with self._db.write() as connection:
-            add_row(connection, self._db, tenant_id, stored, filename, purpose, expires_at)
+            add_row(connection, self._db, tenant_id, stored, filename, purpose, expires_after_s)
         return self.find(tenant_id, stored.file_id)
 
     def find(self, tenant_id: str, file_id: str) -> File:
@@ -177,9 +175,10 @@ def add_row(
     stored: StoredBytes,
     filename: str,
     purpose: str,
-    expires_at: float | None,
+    expires_after_s: float | None,
 ) -> None:
     """Add the row in the caller's transaction, unless it exists."""
+    at = now()
     row = {
         "file_id": stored.file_id,
         "tenant_id": tenant_id,
@@ -187,8 +186,8 @@ def add_row(
         "purpose": purpose,
         "size_bytes": stored.size_bytes,
         "sha256": stored.sha256,
-        "created_at": now(),
-        "expires_at": expires_at,
+        "created_at": at,
+        "expires_at": None if expires_after_s is None else at + expires_after_s,
     }
     connection.execute(db.insert_once(UPLOADS), row)
 

@@ -267,7 +267,7 @@ class Reconciler:
         for name, (lines, tally) in sources.items():
             stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
             if stored.size_bytes:
-                made[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", now() + kept_s)
+                made[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", kept_s)
             else:
                 self._parts.files.discard(stored.file_id)
         return made

@@ -74,7 +74,7 @@ class ResultsFile:
 
     stored: StoredBytes
     filename: str
-    expires_at: float | None
+    expires_after_s: float
 
 
 _COLUMNS = [OPENAI_BATCHES.c[name] for name in Batch.__dataclass_fields__]
@@ -166,9 +166,8 @@ class OpenAIBatches:
             if not _move(connection, batch, (batch.status,), {"ended_at": now(), **values}):
                 return False
             for made in files:
-                add_row(
-                    connection, self._db, batch.tenant_id, made.stored, made.filename, BATCH_OUTPUT, made.expires_at
-                )
+                tenant_id, after_s = batch.tenant_id, made.expires_after_s
+                add_row(connection, self._db, tenant_id, made.stored, made.filename, BATCH_OUTPUT, after_s)
         return True
 
     def job_of(self, batch: Batch) -> int | None:

@@ -102,6 +102,7 @@ MAX_CONCURRENT = 256
 """Concurrent requests to the external engine, which queues what it cannot run yet."""
 
 MOST_ADAPTERS = 32
+PROBED_TOKENS = 8
 WAIT_S = 0.005
 """How long a step waits for a finished sample; between steps the engine thread does its other work."""
 
@@ -322,16 +323,18 @@ class ExternalSampler:
         await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _learn(self) -> None:
-        """Read the engine's facts, and find out by two requests of one token which logprobs it reports."""
+        """Read the engine's facts, and find out by two requests which logprobs it reports."""
         self._dialect.learn([await self._asked(path) for path in self._dialect.questions()])
-        half = SamplingParams(max_tokens=1, temperature=0.5)
+        half = SamplingParams(max_tokens=PROBED_TOKENS, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
-        drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, 1))
+        drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, PROBED_TOKENS))
         whole = Ask(secrets.token_hex(8), None, [*prompt, *drawn.tokens], SamplingParams(1), 1, prompt=PromptAsk())
-        rows = (await self._ask(whole)).prompt_rows
-        if not rows or not drawn.logprobs or drawn.tokens[0] not in rows[1]:
+        rows = (await self._ask(whole)).prompt_rows or [{}]
+        scored = [row.get(token) for token, row in zip(drawn.tokens, rows[1:], strict=False)]
+        found = [logprob for logprob in scored if logprob is not None]
+        if not found or not len(found) == len(drawn.tokens) == len(drawn.logprobs):
             raise EngineFailedError(f"{self._dialect.name} answered a request for logprobs without any")
-        self._dialect.learn_mode(drawn.logprobs[0], rows[1][drawn.tokens[0]])
+        self._dialect.learn_mode(drawn.logprobs, found)
 
     async def _asked(self, path: str) -> Json:
         try:

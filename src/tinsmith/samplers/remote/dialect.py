@@ -28,6 +28,12 @@ Row = Mapping[int, float]
 Json = dict[str, Any]
 
 
+def agree(drawn: Sequence[float], scored: Sequence[float]) -> bool:
+    """Whether all logprobs of tokens drawn at temperature 0.5 are those at temperature 1. A few may be by chance."""
+    pairs = zip(drawn, scored, strict=True)
+    return all(abs(one - other) <= 1e-3 * max(1.0, abs(other)) for one, other in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCall:
     """One POST."""
@@ -115,9 +121,9 @@ class Dialect(Protocol):
         """Paths to GET once the engine is up."""
         ...
 
-    def learn_mode(self, drawn: float, scored: float) -> None:
-        """Conclude which logprobs the engine reports, from the logprob of a token that was drawn at temperature 0.5 and
-        that of the same token in a prompt. Raises SettingsError if the engine cannot be used.
+    def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
+        """Conclude which logprobs the engine reports, from those of tokens that were drawn at temperature 0.5 and those
+        of the same tokens in a prompt. Raises SettingsError if the engine cannot be used.
         """
         ...
 

@@ -29,6 +29,7 @@ from tinsmith.samplers.remote.dialect import (
     Json,
     PromptAsk,
     Row,
+    agree,
     number,
     penalises,
     refuse_masks,
@@ -84,9 +85,8 @@ class SglangDialect:
         self._deterministic = bool(server.get("enable_deterministic_inference"))
         self.max_context_length = cast("int | None", server.get("context_length"))
 
-    def learn_mode(self, drawn: float, scored: float) -> None:
-        """From the logprob that came with a token drawn at temperature 0.5, and the token's at temperature 1."""
-        if abs(drawn - scored) <= 1e-3 * max(1.0, abs(scored)):
+    def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
+        if agree(drawn, scored):
             raise SettingsError("SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB; start it without")
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:

@@ -30,6 +30,7 @@ from tinsmith.samplers.remote.dialect import (
     Json,
     PromptAsk,
     Row,
+    agree,
     number,
     penalises,
     refuse_masks,
@@ -81,9 +82,8 @@ class VllmDialect:
         self._base = str(models[0]["id"])
         self.max_context_length = cast("int | None", models[0].get("max_model_len"))
 
-    def learn_mode(self, drawn: float, scored: float) -> None:
-        """Compare the logprob of a token drawn at temperature 0.5 with its logprob at temperature 1."""
-        self._processed = abs(drawn - scored) > 1e-3 * max(1.0, abs(scored))
+    def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
+        self._processed = not agree(drawn, scored)
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
         given = params.adjustments or NO_ADJUSTMENTS
