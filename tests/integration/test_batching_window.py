@@ -206,10 +206,10 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     first = bench.train(alice, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.backend.steps == [] and bench.outcome(first) is None
     second = bench.train(bob, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert [sorted(step) for step in bench.backend.steps] == [sorted([first, second])]
 
 
@@ -222,12 +222,12 @@ def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypa
     for seq_id in (1, 2):
         bench.train(alice, seq_id)
         bench.train(bob, seq_id)
-        bench.turns()
+        bench.run_until_idle()
     bench.train(alice, 3)
-    bench.turns()
+    bench.run_until_idle()
     assert [len(step) for step in bench.backend.steps] == [2, 2]
     bench.train(bob, 3)
-    bench.turns()
+    bench.run_until_idle()
     assert [len(step) for step in bench.backend.steps] == [2, 2, 2]
 
 
@@ -238,7 +238,7 @@ def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     bench.engine._queues.lanes[bob].rhythm = quick(0.01, answered_at=0.0)  # long ago
     request_id = bench.train(alice, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.backend.steps == [[request_id]]
 
 
@@ -249,7 +249,7 @@ def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
     bench.step(bob, 1)
     passes = [bench.train(alice, 1), bench.train(bob, 2)]
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
-    bench.turns()
+    bench.run_until_idle()
     assert [sorted(step) for step in bench.backend.steps] == [sorted(passes)]
 
 
@@ -260,9 +260,9 @@ def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, m
     bench.step(bob, 1)
     bench.train(bob, 2)
     request_id = bench.train(alice, 1)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     assert bench.backend.steps == [] or bench.backend.steps[0] == [request_id]
-    bench.turns()
+    bench.run_until_idle()
     assert len(bench.backend.steps) == 2
 
 
@@ -273,5 +273,5 @@ def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: py
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))
     request_id = bench.train(alice, 1, tokens=(1, 2, 3, 4))
-    bench.turns()
+    bench.run_until_idle()
     assert bench.backend.steps == [[request_id]]

@@ -27,12 +27,12 @@ import structlog
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.cluster.executors import pass_on
+from tinsmith.cluster.executors import reassign_all
 from tinsmith.db.database import Database, Fence, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import supervised_thread
 
 EXIT_UNUSABLE_MODEL = 3
 """Exit status of an engine that cannot serve its model; it is not restarted."""
@@ -209,7 +209,7 @@ def vacate(db: Database, connection: Connection, engine_id: str, base_model: str
     connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
     connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
     connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
-    pass_on(db, connection, engine_id, base_model)
+    reassign_all(db, connection, engine_id, base_model)
     db.notify(connection, engine_mailbox(base_model), [EVERYTHING])
 
 
@@ -252,7 +252,7 @@ class Renewal:
         self._on_loss = on_loss
         self.lost = False
         self._ended = threading.Event()
-        self._thread = kept_thread("lease", self._run, self._ended.wait)
+        self._thread = supervised_thread("lease", self._run, self._ended.wait)
 
     def _run(self) -> None:
         while not self._ended.wait(self._lease_s / 3):

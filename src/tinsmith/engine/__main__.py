@@ -37,7 +37,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend
 from tinsmith.base_models import eos_token_ids, read_shape
-from tinsmith.cluster.early import EARLY
+from tinsmith.cluster.engine_process import PRESTARTED
 from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
@@ -66,7 +66,7 @@ from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, described, evaluate, gib, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
@@ -319,14 +319,14 @@ log = structlog.get_logger()
 
 
 def main() -> int:
-    early = EARLY in sys.argv
-    if early:
+    is_prestarted = PRESTARTED in sys.argv
+    if is_prestarted:
         preload_torch()
     line = sys.stdin.readline()
     if not line:
         return 0  # the server exited before it needed this process
     spec = json.loads(line)
-    if early:
+    if is_prestarted:
         _write_to(spec["log"])
     settings = Settings.model_validate(spec["settings"])
     configure_logs(settings.log_level, settings.log_format)
@@ -409,7 +409,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
     # Loaded modules stay in memory: scanning them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
-    kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
+    supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
     try:

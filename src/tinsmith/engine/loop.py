@@ -1,8 +1,8 @@
 """The engine of one base model: plan, run, settle. The only module in which durable state meets compute.
 
-One thread, one loop. Each turn reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend, settles
-all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing` bounds both
-while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
+One thread, one loop. Each iteration reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend,
+settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
+bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
 the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests that end the
 process. Only the engine settles futures.
 """
@@ -31,7 +31,7 @@ from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
-from tinsmith.engine.settling import DatabaseRetry, Outbox, TurnFailedError
+from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
@@ -114,14 +114,14 @@ class Engine:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`; finishes and settles a step that has begun.
 
-        A turn interrupted by the database starts again: until a request is settled, it stays in its queue.
+        An iteration that the database interrupts starts again: until a request is settled, it stays in its queue.
         """
         self._database_retry.stopping = stopping
         try:
             self._database_retry.run(self.start)
             while not stopping():
-                self._database_retry.run(partial(self.turn, SAFETY_POLL_S))
-        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
+                self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
+        except (SQLAlchemyError, OSError, LeaseLostError, IterationFailedError):
             self.clear_journal()
             raise
         self.stop()
@@ -153,16 +153,16 @@ class Engine:
         self._arrivals.fetch_late()
         self._quarantine.keep(self._queues.known)
 
-    def turn(self, patience_s: float) -> bool:
+    def run_once(self, patience_s: float) -> bool:
         """One training step and a share of decoding; without either, wait for work. False if there was no work."""
         self._outbox.flush()
         self._snapshots.collect()
         if self._uploads:
             self._settle_uploads()
             patience_s = min(patience_s, POLL_S)
-        trained = self._training_turn()
+        trained = self._run_training_step()
         self._snapshots.evict({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
-        sampled = self._sampling.turn(self._queues, self._decode_share_s if trained else None)
+        sampled = self._sampling.run_once(self._queues, self._decode_share_s if trained else None)
         busy = trained or sampled
         if self._hold_s:
             patience_s = min(patience_s, self._hold_s, QUIET_S)  # longer holds only occur where work takes long
@@ -211,7 +211,7 @@ class Engine:
 
     # Training.
 
-    def _training_turn(self) -> bool:
+    def _run_training_step(self) -> bool:
         """Run one planned step; False if there was nothing to run."""
         self._unload()
         planned_at = time.time()
@@ -272,11 +272,11 @@ class Engine:
                 self._arrivals.fetch(self._mailbox.drain())
                 self._pace.record_tenants(self._queues.samples.keys(), time.monotonic())
             self._sampling.admit_loaded(self._queues)
-        except SQLAlchemyError as error:  # the step continues; the next turn polls everything
+        except SQLAlchemyError as error:  # the step continues; the next iteration polls everything
             log.warning("new requests could not be read during a step", error=repr(error))
             self._next_check = 0.0
         except Exception as error:
-            raise TurnFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
+            raise IterationFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
         self._sampling.between(self._pace.decode_between_s(trained_s))
         self._part_began = time.monotonic()
 
@@ -384,7 +384,7 @@ class Engine:
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
                 outcomes = run_to_end(self._backend.run_passes(passes), self._between)
-        except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next turn retries
+        except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next iteration retries
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not fail the step's others
             if len(ready) > 1:

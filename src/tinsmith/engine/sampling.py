@@ -26,7 +26,7 @@ from tinsmith.db.statements import Effect
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
-from tinsmith.engine.settling import Outbox, TurnFailedError
+from tinsmith.engine.settling import IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleRecorder
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
@@ -115,7 +115,7 @@ class Sampling:
         """Whether samples need the trainer's device."""
         return self._backend.sampler.has_work and not self._backend.sampler.runs_by_itself
 
-    def turn(self, queues: Queues, share_s: float | None) -> bool:
+    def run_once(self, queues: Queues, share_s: float | None) -> bool:
         """Cancel and admit, then decode one step, or `share_s` seconds if the trainer is busy. False if idle."""
         queues.return_samples(self._returned)
         self._returned.clear()
@@ -125,9 +125,9 @@ class Sampling:
             return False
         alone = self._backend.sampler.runs_by_itself  # training does not delay it
         deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
-        self.slice()
+        self.decode_step()
         while self._backend.sampler.has_work and time.monotonic() < deadline:
-            self.slice()
+            self.decode_step()
         return True
 
     def admit_loaded(self, queues: Queues) -> None:
@@ -136,18 +136,20 @@ class Sampling:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
-        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises TurnFailedError:
+        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises IterationFailedError:
         errors here are not the training step's fault, and finished samples are not lost.
         """
         deadline = time.monotonic() + share_s
         try:
-            self.slice()
+            self.decode_step()
             while self.has_work and time.monotonic() < deadline:
-                self.slice()
+                self.decode_step()
         except Exception as error:
-            raise TurnFailedError(f"a decode step during a training step failed: {type(error).__name__}") from error
+            raise IterationFailedError(
+                f"a decode step during a training step failed: {type(error).__name__}"
+            ) from error
 
-    def slice(self) -> None:
+    def decode_step(self) -> None:
         """One decode step; settles finished requests as soon as the database permits."""
         if not self._backend.sampler.has_work:
             return
@@ -302,7 +304,7 @@ class Sampling:
         return sampler is not None and (sampler.version_id is None or self._backend.has_version(sampler.version_id))
 
     def _session(self, request: Pending, seen: dict[str, SamplingSession | None]) -> SamplingSession | None:
-        """`seen` caches the sampling sessions of this turn."""
+        """`seen` caches the sampling sessions of this iteration."""
         name = request.sampling_session_id or ""
         if name not in seen:
             seen[name] = self._stores.samplers.find(name)
@@ -336,7 +338,7 @@ class Sampling:
         return waiting
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Submit a request to the sampler. `seen` caches the sampling sessions of this turn. A database error changes
+        """Submit a request to the sampler. `seen` caches the sampling sessions of this iteration. A database error changes
         nothing.
         """
         self._running[request.request_id] = _RunningSample(request)

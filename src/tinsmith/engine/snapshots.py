@@ -555,14 +555,14 @@ class RunMigration:
 
     def look(self) -> None:
         """Once a second: migrate one run, or prepare it, if another engine has far fewer."""
-        target = self._ownership.lighter()
+        target = self._ownership.migration_target()
         self._choose(self._idle() if target else [])
         if target is None or self._chosen is None or not self._snapshots.is_durable(self._chosen):
             return
         hit("run.parked")
         model_id, self._chosen = self._chosen, None
         try:
-            if not self._ownership.hand_over(model_id, target):
+            if not self._ownership.migrate(model_id, target):
                 return
         except SQLAlchemyError:
             # It may have been committed. The run is completely in files, so it can be dropped in either case; state

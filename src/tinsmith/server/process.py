@@ -46,7 +46,7 @@ from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.early import EarlyEngine
+from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
@@ -218,7 +218,7 @@ class Server:
         await serving
 
 
-def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
+def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
     """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
@@ -232,7 +232,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
     background = Background(meters.count_background_failure)
     supervisor = Supervisor(
-        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), early
+        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), prestarted
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
