@@ -116,14 +116,14 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
 ) -> None:
     model = bench.model()
     may_write, writing = threading.Event(), []
-    write = bench.engine._snapshots._directories.write
+    write = bench.engine._snapshots.directories.write
 
     def slow(fill: Callable[[Path], None]) -> tuple[str, int]:
         writing.append(threading.current_thread().name)
         may_write.wait(10)
         return write(fill)
 
-    monkeypatch.setattr(bench.engine._snapshots._directories, "write", slow)
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", slow)
     for seq_id in range(1, 3 * SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
         bench.engine.run_once(0.0)
@@ -148,10 +148,8 @@ def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pyt
     capture = bench.backend.capture
     bench.backend.capture = lambda model_id, **more: captured.append(model_id) or capture(model_id, **more)  # type: ignore[method-assign]
     may_write = threading.Event()
-    write = bench.engine._snapshots._directories.write
-    monkeypatch.setattr(
-        bench.engine._snapshots._directories, "write", lambda fill: (may_write.wait(10), write(fill))[1]
-    )
+    write = bench.engine._snapshots.directories.write
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", lambda fill: (may_write.wait(10), write(fill))[1])
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         for model in (one, other):
             bench.step(model, seq_id)
@@ -245,10 +243,8 @@ def test_a_full_disk_is_not_tried_at_every_step(bench: Bench) -> None:
 def test_a_model_unloaded_during_a_snapshot_leaves_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     may_write = threading.Event()
-    write = bench.engine._snapshots._directories.write
-    monkeypatch.setattr(
-        bench.engine._snapshots._directories, "write", lambda fill: (may_write.wait(10), write(fill))[1]
-    )
+    write = bench.engine._snapshots.directories.write
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", lambda fill: (may_write.wait(10), write(fill))[1])
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
         bench.engine.run_once(0.0)

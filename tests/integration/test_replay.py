@@ -101,7 +101,7 @@ def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench) -> No
     bench.train(MODEL, 5, (9, 8, 7))
     bench.run_until_idle()
     before = state(bench.torch_backend, MODEL)
-    bench.engine._snapshots._budget_bytes = 1
+    bench.engine._snapshots.budget_bytes = 1
     bench.forward(other, 1)
     bench.run_until_idle()
     assert not bench.torch_backend.has_model(MODEL)

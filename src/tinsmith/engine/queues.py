@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -169,24 +170,17 @@ Fail = Callable[[Sequence[Pending], TinsmithError], None]
 log = structlog.get_logger()
 
 
+@dataclass(eq=False)
 class Arrivals:
-    def __init__(
-        self,
-        ownership: Ownership,
-        futures: Futures,
-        models: Models,
-        queues: Queues,
-        quarantine: Quarantine,
-        timings: RequestTimings,
-        fail: Fail,
-    ) -> None:
-        self._ownership = ownership
-        self._futures = futures
-        self._models = models
-        self._queues = queues
-        self._quarantine = quarantine
-        self._timings = timings
-        self._fail = fail
+    ownership: Ownership
+    futures: Futures
+    models: Models
+    queues: Queues
+    quarantine: Quarantine
+    timings: RequestTimings
+    fail: Fail
+
+    def __post_init__(self) -> None:
         self._last_arrival = 0
         self._others: list[str] = []
         self._left_to_others: set[str] = set()
@@ -194,12 +188,12 @@ class Arrivals:
 
     def fetch(self, named: Collection[str] = ()) -> None:
         """Requests after the last arrival, and those named by a wake-up: Postgres does not commit rows in order."""
-        found = self._ownership.incoming(self._last_arrival)
+        found = self.ownership.incoming(self._last_arrival)
         if found:
             hit("engine.fetched")
             self._last_arrival = max(self._last_arrival, found[-1].request.arrival)
-        if late := set(named) - {"", EVERYTHING, *self._queues.known, *(one.request.request_id for one in found)}:
-            found += self._ownership.named(sorted(late))
+        if late := set(named) - {"", EVERYTHING, *self.queues.known, *(one.request.request_id for one in found)}:
+            found += self.ownership.named(sorted(late))
         self._take(found)
         if EVERYTHING in named:
             self._take(self._missed())
@@ -208,28 +202,28 @@ class Arrivals:
         """The slow poll: rows whose wake-up was lost, that were committed out of order, or that no engine claimed.
         Returns the engines found dead.
         """
-        gone = self._ownership.free_lapsed()
+        gone = self.ownership.free_lapsed()
         if gone:
             log.warning("engines stopped renewing their leases; their requests are free", engine_ids=gone)
-        self._others = self._ownership.others()
+        self._others = self.ownership.others()
         self.fetch()
         missed = self._missed()
         self._take(missed)
         # Requests still free at the next poll are claimed then, whichever engine is preferred.
-        self._left_to_others = {one.request.request_id for one in missed if one.free} - self._queues.known
-        for lane in self._queues.lanes.values():
+        self._left_to_others = {one.request.request_id for one in missed if one.free} - self.queues.known
+        for lane in self.queues.lanes.values():
             if lane.has_gap:
-                for request in self._futures.refused_of(lane.model_id, lane.next_seq_id):
+                for request in self.futures.refused_of(lane.model_id, lane.next_seq_id):
                     lane.add(request)
         return gone
 
     def _missed(self) -> list[Arrival]:
-        return self._ownership.named(sorted(self._ownership.pending_ids() - self._queues.known))
+        return self.ownership.named(sorted(self.ownership.pending_ids() - self.queues.known))
 
     def _take(self, found: Sequence[Arrival]) -> None:
         wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
         self._adopts |= bool(wanted)  # even if the database does not report the claims
-        claimed = self._ownership.claim(wanted) if wanted else set[str]()
+        claimed = self.ownership.claim(wanted) if wanted else set[str]()
         if claimed:
             hit("engine.claimed")
         for one in found:
@@ -241,49 +235,49 @@ class Arrivals:
                 if not one.free:
                     self._enqueue(one.request)
         if self._adopts:
-            self._quarantine.adopt(self._ownership.suspects(), self._queues.known)
+            self.quarantine.adopt(self.ownership.suspects(), self.queues.known)
             self._adopts = False
 
     def _is_to_claim(self, one: Arrival) -> bool:
         if not self._others or one.request.request_id in self._left_to_others:
             return True
-        me = self._ownership.engine_id
+        me = self.ownership.engine_id
         return preferred_engine(one.run_id or one.request.request_id, [me, *self._others]) == me
 
     def _enqueue(self, request: Pending) -> None:
-        if request.request_id in self._queues.known:
+        if request.request_id in self.queues.known:
             return
         lane, refusal = None, None
         if request.kind not in _WITHOUT_LANE and request.model_id is not None:
             # First, since it reads: after a database error the slow poll finds the request again.
             lane, refusal = self._lane_of(request, request.model_id)
         if request.state == "pending":
-            self._queues.known.add(request.request_id)
-            self._timings.arrived(request)
+            self.queues.known.add(request.request_id)
+            self.timings.arrived(request)
         if request.kind == "sample":
             if request.state == "pending":
-                self._queues.add_sample(request)
+                self.queues.add_sample(request)
         elif request.kind == "unload_model":
-            self._queues.unloads.append(request)
+            self.queues.unloads.append(request)
         elif request.kind == "cancel":
-            self._queues.cancels.append(request)
+            self.queues.cancels.append(request)
         elif lane is not None:
             lane.add(request)
         elif refusal is not None and request.state == "pending":
-            self._fail([request], refusal)
+            self.fail([request], refusal)
 
     def _lane_of(self, request: Pending, model_id: str) -> tuple[Lane, None] | tuple[None, TinsmithError]:
         """The lane of a request, or why it cannot run any more."""
-        lane = self._queues.lanes.get(model_id)
+        lane = self.queues.lanes.get(model_id)
         if lane is None:
-            model = self._models.find(model_id)
+            model = self.models.find(model_id)
             if model is None:
                 return None, UserError(f"model_id {model_id!r} is unknown")
             if request.state == "pending" and model.state == "unloaded":
                 # Requests waiting at the unload were failed without being applied: a new lane would wait for them.
                 return None, GoneError(f"model {model_id!r} was unloaded: {model.reason}")
             lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
-            self._queues.lanes[model_id] = lane
+            self.queues.lanes[model_id] = lane
         if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
             late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
             return None, UserError(late)
