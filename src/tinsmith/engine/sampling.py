@@ -259,18 +259,15 @@ class Sampling:
         """
         name = cancelled_name(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
-        gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
+        running = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
+        gone = queues.withdraw_samples(cancel.tenant_id, name)
+        gone += [request_id for request_id in running if self.backend.sampler.cancel(request_id)]
         if not gone and self.stores.ownership.forward(cancel.request_id, name):
             queues.known.discard(cancel.request_id)  # its sample was assigned to another process meanwhile
             self.timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
-
-    def _withdraw(self, name: str) -> list[str]:
-        """Remove one sample, or all of one sampling session, from the sampler."""
-        gone = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
-        return [request_id for request_id in gone if self.backend.sampler.cancel(request_id)]
 
     def _admit(self, queues: Queues, *, loads: bool = True) -> None:
         """Move waiting samples into the sampler; without `loads` only those whose weights are in memory."""
