@@ -57,7 +57,6 @@ from tinsmith.db.wakeups import (
     EVERYTHING,
     SAFETY_POLL_S,
     SERVER,
-    EngineWaker,
     Waiters,
     WakeUps,
     engine_mailbox,
@@ -240,7 +239,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 
-    wake = EngineWaker(mailbox) if database.is_sqlite else None
+    wake = partial(_wake_engine, mailbox) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
@@ -256,8 +255,6 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        if wake:
-            wake.bind(loop)
         loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
@@ -381,6 +378,10 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
+
+
+def _wake_engine(mailbox: WakeUps, base_model: str, engine_id: str | None) -> None:
+    mailbox.wake(engine_mailbox(base_model, engine_id))
 
 
 def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:
