@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.engine_bench import BASE, Bench, FlakyBackend
 from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
+from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, read_journal
 from tinsmith.db.schema import BODIES, MODELS
 from tinsmith.engine.quarantine import MAX_DEATHS, Quarantine
 from tinsmith.engine.settling import IterationFailedError
@@ -84,7 +84,7 @@ def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
-    notes = [left_behind(tmp_path / "0") or ""]
+    notes = [read_journal(tmp_path / "0") or ""]
     other = Quarantine(tmp_path / "1")
     other.adopt([*notes, "no note"], {"r0", "r1", "mine"})
     assert [other.batch_size(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "not waiting here"
@@ -100,7 +100,7 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
         assert quarantine.verdict("poison") is None
         with pytest.raises(DeathError), quarantine.running(["poison"]):
             raise DeathError
-        notes.append(left_behind(path) or "")
+        notes.append(read_journal(path) or "")
     last = Quarantine(tmp_path / "last")
     last.adopt(notes, {"poison", "innocent"})
     assert f"ended the engine's process {MAX_DEATHS} times" in str(last.verdict("poison"))
@@ -112,8 +112,8 @@ def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
     with pytest.raises(DeathError), quarantine.running(["a"]):
         quarantine.clear()
         raise DeathError
-    assert left_behind(tmp_path / "note") is None
-    assert left_behind(tmp_path / "none") is None
+    assert read_journal(tmp_path / "note") is None
+    assert read_journal(tmp_path / "none") is None
 
 
 def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) -> None:

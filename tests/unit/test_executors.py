@@ -145,9 +145,9 @@ def test_a_dead_samplers_requests_move_to_the_others_and_it_settles_none(rows: R
     one, two, dead = rows.sampler(0), rows.sampler(1), rows.sampler(2)
     lease = rows.engines.take(Seat(BASE, "sampler", 2), 60)
     names = [rows.sample(number, dead) for number in range(20)]
-    assert Ownership(rows.db, BASE, one).free_lapsed() == [], "its lease has not expired"
+    assert Ownership(rows.db, BASE, one).free_expired() == [], "its lease has not expired"
     rows.lapse(dead)
-    assert Ownership(rows.db, BASE, one).free_lapsed() == [dead]
+    assert Ownership(rows.db, BASE, one).free_expired() == [dead]
     owners = rows.owners()
     assert sorted(owners) == sorted(names)
     assert Counter(owners.values()) == {one: 10, two: 10}
@@ -165,7 +165,7 @@ def test_late_assignments_to_a_freed_sampler_are_freed_again(rows: Rows) -> None
     one, dead = rows.sampler(0), rows.sampler(1)
     rows.engines.release(Seat(BASE, "sampler", 1), "restarting")
     late = rows.sample(1, dead)  # by a server whose view was half a second old
-    Ownership(rows.db, BASE, one).free_lapsed()
+    Ownership(rows.db, BASE, one).free_expired()
     assert rows.owners() == {late: one}
 
 

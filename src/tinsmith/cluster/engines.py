@@ -145,7 +145,7 @@ class Engines:
         """End the epoch of an engine that has ended, and free its runs. `suspects` is its in-flight note."""
         with self._db.write() as connection:
             values = {"state": state, "reason": reason, "suspects": suspects}
-            vacate(self._db, connection, self.id_of(seat), seat.base_model, **values)
+            end_epoch(self._db, connection, self.id_of(seat), seat.base_model, **values)
 
     # Reads.
 
@@ -202,7 +202,7 @@ class Engines:
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}
 
 
-def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
+def end_epoch(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
     """Within the caller's transaction: end the epoch of a seat's process and free its runs and samples."""
     seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
     # On Postgres this waits for the last transaction of that process, unlike the update alone.

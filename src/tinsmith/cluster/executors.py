@@ -1,9 +1,9 @@
 """Executors: which process computes a sample, and how the server chooses it.
 
 A pending sample without an executor belongs to the engines. A sample with an executor belongs to that process while its
-lease is valid. The first sampler or engine that notices an expired lease calls `engines.vacate`. It ends the epoch, so
-that late settlements have no effect, and reassigns the samples to the remaining samplers or to the engines. A stopping
-process reassigns its samples in the same way.
+lease is valid. The first sampler or engine that notices an expired lease calls `engines.end_epoch`. It ends the epoch,
+so that late settlements have no effect, and reassigns the samples to the remaining samplers or to the engines. A
+stopping process reassigns its samples in the same way.
 
 `Dispatch` chooses the executor before the row is written, so that the choice costs no transaction. With dedicated
 samplers it uses `routing`. It chooses none without them, and for inflight versions, whose weights change under their

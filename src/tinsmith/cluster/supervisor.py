@@ -27,7 +27,7 @@ from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, Engines, Seat
-from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
 from tinsmith.settings import Settings
 from tinsmith.types import ModelShape
@@ -174,7 +174,7 @@ class Supervisor:
         return True
 
     async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
-        suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
+        suspects = read_journal(journal_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
         await self._write_row(self._engines.release, seat, state, reason, suspects)
         self._freed(seat.base_model)
 

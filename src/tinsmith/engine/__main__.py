@@ -51,7 +51,7 @@ from tinsmith.cluster.engines import (
     holder_of,
 )
 from tinsmith.cluster.executors import SAMPLER, Executors
-from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
@@ -351,7 +351,9 @@ def main() -> int:
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
     lock = claim(settings.resolved_data_dir / f"{engine_id}.lock", wait=True)
     assert lock is not None
-    lease = engines.take(seat, settings.engine_lease_s, left_behind(note_path(settings.resolved_data_dir, engine_id)))
+    lease = engines.take(
+        seat, settings.engine_lease_s, read_journal(journal_path(settings.resolved_data_dir, engine_id))
+    )
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
         status = _serve(_Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"])), settings, stopping)
@@ -359,7 +361,7 @@ def main() -> int:
         status = EXIT_LEASE_LOST
     finally:
         renewal.close()
-        _tell_of_another(engines, seat, lease, settings.resolved_data_dir)
+        _report_lock_conflict(engines, seat, lease, settings.resolved_data_dir)
         leases.close()
         lock.close()
     if renewal.lost or status == EXIT_LEASE_LOST:
@@ -510,7 +512,7 @@ def _watch_files(database: Database, stopping: threading.Event) -> None:
             stopping.set()
 
 
-def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:
+def _report_lock_conflict(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:
     with contextlib.suppress(SQLAlchemyError):
         if engines.is_taken(seat, lease):
             log.error(

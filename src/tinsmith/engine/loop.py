@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend, run_to_end
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.cluster.in_flight_journal import note_path
+from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, Pace
@@ -77,7 +77,7 @@ class Engine:
         self._recovery = Recovery(
             backend, stores.futures, stores.models, self._operations, stores.snapshots, self._snapshots, self._passes
         )
-        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, stores.ownership.engine_id))
+        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, stores.ownership.engine_id))
         self.meters = EngineMeters(
             shape.name, stores.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
@@ -90,7 +90,7 @@ class Engine:
             self._prepare_version,
             self._quarantine,
             self._outbox,
-            self._tell,
+            self._send_partials,
             self._timings,
             self.meters,
             shape.vision,
@@ -323,7 +323,7 @@ class Engine:
                 self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
         return ready
 
-    def _tell(self, partials: Sequence[Partial]) -> None:
+    def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:

@@ -202,7 +202,7 @@ class Arrivals:
         """The slow poll: rows whose wake-up was lost, that were committed out of order, or that no engine claimed.
         Returns the engines found dead.
         """
-        gone = self.ownership.free_lapsed()
+        gone = self.ownership.free_expired()
         if gone:
             log.warning("engines stopped renewing their leases; their requests are free", engine_ids=gone)
         self._others = self.ownership.others()

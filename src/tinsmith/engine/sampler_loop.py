@@ -29,7 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import RESTING, Executors
-from tinsmith.cluster.in_flight_journal import note_path
+from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
@@ -255,7 +255,7 @@ class SamplerEngine:
         self._stores = stores
         self._executors = executors
         self._mailbox = mailbox
-        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, self._engine_id))
+        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, self._engine_id))
         self._queues = Queues()
         self._loader = VersionLoader(fetcher, budget_bytes, self._load, holder.drop_version)
         self.meters = EngineMeters(
@@ -270,7 +270,7 @@ class SamplerEngine:
             self._key_of,
             self._quarantine,
             self._outbox,
-            self._tell,
+            self._send_partials,
             self._timings,
             self.meters,
             shape.vision,
@@ -313,7 +313,7 @@ class SamplerEngine:
         busy = self._sampling.run_once(self._queues, None)
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + SAFETY_POLL_S
-            self._stores.ownership.free_lapsed()
+            self._stores.ownership.free_expired()
             self._fetch_late()
             self._sampling.look_for_absent(self._queues, self._absent_after_s)
             self._sampling.measure()
@@ -488,7 +488,7 @@ class SamplerEngine:
 
     # Telling.
 
-    def _tell(self, partials: Sequence[Partial]) -> None:
+    def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:

@@ -79,7 +79,7 @@ class Sampling:
     prepare_version: Callable[[SamplingSession, Pending], str | None]
     quarantine: Quarantine
     outbox: Outbox
-    tell: Callable[[Sequence[Partial]], None]
+    send_partials: Callable[[Sequence[Partial]], None]
     timings: RequestTimings
     meters: EngineMeters
     vision: VisionShape | None
@@ -170,7 +170,7 @@ class Sampling:
         if finished:
             self._max_running = min(MAX_IN_SAMPLER, 2 * self._max_running)
         if partials := self.backend.sampler.partials():
-            self.tell(partials)
+            self.send_partials(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
