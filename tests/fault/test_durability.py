@@ -33,7 +33,7 @@ def train_for(bench: Bench, model: str, steps: int, first_seq_id: int = 1) -> in
     for index in range(steps):
         bench.train(model, first_seq_id + 2 * index)
         bench.step(model, first_seq_id + 2 * index + 1, rate=0.5 ** (first_seq_id + index))
-    bench.turns(10 * steps)
+    bench.run_until_idle(10 * steps)
     return first_seq_id + 2 * steps
 
 
@@ -63,13 +63,13 @@ def test_a_client_that_accumulates_for_ever_has_a_bounded_log(bench: Bench, monk
     (body,) = bench.futures.bodies([request_id]).values()
     for seq_id in range(2, 60):
         bench.train(model, seq_id)
-        bench.turns()
+        bench.run_until_idle()
     assert bodies(bench) <= 2 * (1000 // len(body) + 2)
     before = state(bench)
     bench.restart()
     stepped = bench.step(model, 60)
     bench.forward(model, 61)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.result(stepped)["metrics"] == {"grad_norm": pytest.approx(59 * 1.125), "step": 1.0}
     assert replace(before, gradient=0.0, step=1, weight=bench.weight()) == state(bench)  # type: ignore[type-var]
 
@@ -80,7 +80,7 @@ def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(
     taken: list[object] = []
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MAX_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-        bench.turns()
+        bench.run_until_idle()
         taken.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
     marks = [SNAPSHOT_OPTIM_STEPS + rounds * MAX_OPTIM_STEPS for rounds in range(3)]
     assert list(dict.fromkeys(taken)) == [None, *marks], "the first costs nothing that was known before"
@@ -88,7 +88,7 @@ def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(
     bench.engine._snapshots._share = 0.0
     for seq_id in range(marks[-1] + 1, marks[-1] + SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-        bench.turns()
+        bench.run_until_idle()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == marks[-1] + SNAPSHOT_OPTIM_STEPS, (
         "debts end with an engine"
     )
@@ -116,18 +116,18 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
 ) -> None:
     model = bench.model()
     may_write, writing = threading.Event(), []
-    write = bench.engine._snapshots._directories.write
+    write = bench.engine._snapshots.directories.write
 
     def slow(fill: Callable[[Path], None]) -> tuple[str, int]:
         writing.append(threading.current_thread().name)
         may_write.wait(10)
         return write(fill)
 
-    monkeypatch.setattr(bench.engine._snapshots._directories, "write", slow)
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", slow)
     for seq_id in range(1, 3 * SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-        bench.engine.turn(0.0)
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
+        bench.engine.run_once(0.0)
     assert bench.optimizer_step(f"{model}:{3 * SNAPSHOT_OPTIM_STEPS}") == 3 * SNAPSHOT_OPTIM_STEPS
     assert writing == ["writer"]
     assert snapshots(bench) == (None, None) and bodies(bench) == 3 * SNAPSHOT_OPTIM_STEPS
@@ -136,7 +136,7 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == SNAPSHOT_OPTIM_STEPS, "as of its capture"
     for seq_id in (1, 2):  # the first turn measures the cost of the last snapshot
         bench.forward(model, 3 * SNAPSHOT_OPTIM_STEPS + seq_id)
-        bench.turns()
+        bench.run_until_idle()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == 3 * SNAPSHOT_OPTIM_STEPS
     assert bodies(bench) == 2 * SNAPSHOT_OPTIM_STEPS
 
@@ -148,22 +148,20 @@ def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pyt
     capture = bench.backend.capture
     bench.backend.capture = lambda model_id, **more: captured.append(model_id) or capture(model_id, **more)  # type: ignore[method-assign]
     may_write = threading.Event()
-    write = bench.engine._snapshots._directories.write
-    monkeypatch.setattr(
-        bench.engine._snapshots._directories, "write", lambda fill: (may_write.wait(10), write(fill))[1]
-    )
+    write = bench.engine._snapshots.directories.write
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", lambda fill: (may_write.wait(10), write(fill))[1])
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         for model in (one, other):
             bench.step(model, seq_id)
-        bench.engine.turn(0.0)
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
+        bench.engine.run_once(0.0)
     assert len(captured) == 1
     may_write.set()
     bench.engine.flush()
     for seq_id in (1, 2):
         bench.step(one, SNAPSHOT_OPTIM_STEPS + seq_id)
         bench.step(other, SNAPSHOT_OPTIM_STEPS + seq_id)
-        bench.turns()
+        bench.run_until_idle()
     assert sorted(captured) == [one, other]
 
 
@@ -193,20 +191,20 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(
     model = bench.model()
     next_seq_id = train_for(bench, model, num_snapshots * SNAPSHOT_OPTIM_STEPS + 3)
     bench.train(model, next_seq_id)
-    bench.turns()
+    bench.run_until_idle()
     before, (newest, previous) = state(bench), snapshots(bench)
     assert (newest is not None, previous is not None) == (True, num_snapshots == 2)
     damage(bench.directory / "snapshots" / str(newest))
     bench.restart()
     bench.forward(model, next_seq_id + 1)
-    bench.turns()
+    bench.run_until_idle()
     assert state(bench) == before
     assert newest not in snapshots(bench), "it is not counted on again"
     train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS, next_seq_id + 2)
     before = state(bench)
     bench.restart()
     bench.forward(model, next_seq_id + 2 + 4 * SNAPSHOT_OPTIM_STEPS)
-    bench.turns()
+    bench.run_until_idle()
     assert state(bench) == before
 
 
@@ -218,7 +216,7 @@ def test_a_model_whose_snapshots_are_all_damaged_is_lost_by_name(bench: Bench) -
         damage_bits(path)
     bench.restart()
     lost, fine = bench.forward(model, next_seq_id), bench.forward(other, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert model in bench.error(lost) and "SHA-256" in bench.error(lost)
     outcome = bench.outcome(lost)
     assert outcome is not None and outcome.category == "server"
@@ -238,23 +236,21 @@ def test_a_full_disk_is_not_tried_at_every_step(bench: Bench) -> None:
     before = state(bench)
     bench.restart()
     bench.forward(model, next_seq_id)
-    bench.turns()
+    bench.run_until_idle()
     assert state(bench) == before
 
 
 def test_a_model_unloaded_during_a_snapshot_leaves_no_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
     may_write = threading.Event()
-    write = bench.engine._snapshots._directories.write
-    monkeypatch.setattr(
-        bench.engine._snapshots._directories, "write", lambda fill: (may_write.wait(10), write(fill))[1]
-    )
+    write = bench.engine._snapshots.directories.write
+    monkeypatch.setattr(bench.engine._snapshots.directories, "write", lambda fill: (may_write.wait(10), write(fill))[1])
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     bench.submit(model, None, "unload_model", {"reason": "enough"})
     for _ in range(3):
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     assert not bench.backend.has_model(model)
     may_write.set()
     bench.engine.flush()
@@ -272,18 +268,18 @@ def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
     path = f"tinker://{model}/weights/one"
     bench.backend.breaks["save"] = FULL  # so that no snapshot covers the load
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
-    bench.turns()
+    bench.run_until_idle()
     bench.backend.breaks.clear()
     weight = bench.weight()
     bench.restart()
     bench.forward(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.weight() == weight, "as long as it is there it is loaded again"
     train_for(bench, model, 1, 6)
     saved(bench, model, 8, overwrite=True)
     bench.restart()
     lost = bench.forward(model, 9)
-    bench.turns()
+    bench.run_until_idle()
     assert "was overwritten after it had been loaded" in bench.error(lost)
 
 
@@ -300,14 +296,14 @@ def test_a_load_is_on_disk_before_its_client_knows(bench: Bench) -> None:
 
     bench.futures.settle = watch  # type: ignore[method-assign]
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
-    bench.turns()
+    bench.run_until_idle()
     assert seen == [1]
     bench.futures.settle = settle  # type: ignore[method-assign]
     bench.checkpoints.delete("alice", parse_path(path))
     weight = bench.weight()
     bench.restart()
     bench.forward(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.weight() == weight
 
 
@@ -322,16 +318,16 @@ def test_every_version_outlives_a_kill_whether_a_snapshot_covers_its_publish_or_
         bench.step(model, seq_id + 1, rate=0.01 * (number + 1))
         samplers.append(bench.publish(model, seq_id + 2, number))
         seq_id += 3
-    bench.turns(200)
+    bench.run_until_idle(200)
     for sampler in samplers:
         bench.sample(sampler, 0)
-    bench.turns()
+    bench.run_until_idle()
     have_files = sa.select(sa.func.count()).select_from(SAMPLERS).where(SAMPLERS.c.directory.is_not(None))
     assert 0 < bench.scalar(have_files) < len(samplers)  # type: ignore[operator]
     bench.restart()
     for sampler in samplers:
         bench.sample(sampler, 1)
-    bench.turns()
+    bench.run_until_idle()
     before, after = ([bench.outcome(f"{sampler}:{n}") for sampler in samplers] for n in (0, 1))
     assert [outcome.error for outcome in after if outcome] == [None] * len(samplers)
     assert before == after and len({outcome.body for outcome in after if outcome}) == len(samplers)
@@ -346,11 +342,11 @@ def test_a_version_that_cannot_be_written_holds_its_snapshot_back(bench: Bench) 
     bench.restart()
     (bench.directory / "versions").unlink()
     sampled = bench.sample(sampler)
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(sampled)
     assert outcome is not None and outcome.error is None
     bench.step(model, next_seq_id)
-    bench.turns()
+    bench.run_until_idle()
     assert snapshots(bench)[0] is not None
 
 
@@ -364,7 +360,7 @@ def test_an_inflight_sampler_comes_back_with_its_newest_publish(bench: Bench, co
         bench.step(model, seq_id + 2, rate=0.01 * (number + 1))
         sampler = bench.publish(model, seq_id + 3, number, kind="inflight")
         seq_id += 4
-        bench.turns()
+        bench.run_until_idle()
     if covered:
         seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS, seq_id)
         for later in (1, 2):  # files of an older publish, and a newer one in the log
@@ -374,7 +370,7 @@ def test_an_inflight_sampler_comes_back_with_its_newest_publish(bench: Bench, co
     for attempt in range(2):
         bench.restart()
         sampled = bench.sample(sampler, attempt)
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(sampled)
         assert outcome is not None and outcome.error is None
         assert bench.backend._versions[f"{model}:inflight"] == version
@@ -397,7 +393,7 @@ def test_an_inflight_version_that_could_not_be_written_is_written_with_the_next_
     version = bench.backend._versions[f"{model}:inflight"]
     bench.restart()
     sampled = bench.sample(sampler)
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(sampled)
     assert outcome is not None and outcome.error is None
     assert bench.backend._versions[f"{model}:inflight"] == version
@@ -407,14 +403,14 @@ def test_an_inflight_version_that_could_not_be_written_is_written_with_the_next_
 def test_a_sampler_whose_model_was_unloaded_is_refused_for_good(bench: Bench, kind: str) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0, kind=kind)
-    bench.turns()
+    bench.run_until_idle()
     bench.submit(model, None, "unload_model", {"reason": "enough"})
-    bench.turns()
+    bench.run_until_idle()
     for restart in (False, True):
         if restart:
             bench.restart()
         sampled = bench.sample(sampler, int(restart))
-        bench.turns()
+        bench.run_until_idle()
         assert "was unloaded: enough" in bench.error(sampled)
         outcome = bench.outcome(sampled)
         assert outcome is not None and outcome.category == "user", "which is final"
@@ -423,7 +419,7 @@ def test_a_sampler_whose_model_was_unloaded_is_refused_for_good(bench: Bench, ki
 def test_a_sampler_of_before_models_were_recorded_is_refused_by_name(bench: Bench) -> None:
     bench.samplers.create(NewSamplingSession("s:sample:7", "s", "alice", BASE, version_id="s:sample:7"))
     sampled = bench.sample("s:sample:7")
-    bench.turns()
+    bench.run_until_idle()
     assert "'s:sample:7'" in bench.error(sampled) and "publish them again" in bench.error(sampled)
 
 
@@ -434,7 +430,7 @@ def test_versions_that_have_files_leave_memory_without_being_written_again(bench
     train_for(bench, model, SNAPSHOT_OPTIM_STEPS, VERSIONS_IN_MEMORY + 3)
     files = {path.name for path in (bench.directory / "versions").iterdir()}
     assert len(files) == VERSIONS_IN_MEMORY + 2
-    bench.engine.turn(2 * QUIET_S)  # idle for a moment
+    bench.engine.run_once(2 * QUIET_S)  # idle for a moment
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY
     assert {path.name for path in (bench.directory / "versions").iterdir()} == files
 
@@ -453,14 +449,14 @@ def test_many_models_share_the_room_of_a_few_and_none_notices(bench: Bench) -> N
     for name in names:
         bench.model(name)
         bench.train(name, 1)
-    bench.turns(400)
+    bench.run_until_idle(400)
     assert 0 < len(bench.backend._models) <= 6
     for name in names:
         bench.step(name, 2)
-        bench.turns()
+        bench.run_until_idle()
         assert len(bench.backend._models) <= 7
     steps = [bench.step(name, 3) for name in names]
-    bench.turns(400)
+    bench.run_until_idle(400)
     for name, last in zip(names, steps, strict=True):
         assert bench.result(f"{name}:2")["metrics"] == {"grad_norm": pytest.approx(1.125), "step": 1.0}, "its gradient"
         assert bench.optimizer_step(last) == 2
@@ -474,20 +470,20 @@ def test_a_model_that_leaves_memory_leaves_nothing_to_replay_and_keeps_its_sampl
     bench.step(model, 2)
     sampler = bench.publish(model, 3, 0)
     bench.train(model, 4)
-    bench.turns()
+    bench.run_until_idle()
     before = state(bench)
     bench.model("t:train:0")
-    bench.turns()
+    bench.run_until_idle()
     assert not bench.backend.has_model(model)
     sampled = bench.sample(sampler)
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(sampled)
     assert outcome is not None and outcome.error is None
     assert not bench.backend.has_model(model), "its weights were there"
     replayed: list[str] = []
     bench.engine._recovery._replay = lambda *arguments: replayed.append("")  # type: ignore[method-assign]
     bench.forward(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert state(bench) == before and not replayed
 
 
@@ -497,7 +493,7 @@ def test_models_stay_in_memory_as_long_as_they_cannot_be_written(bench: Bench) -
     models = [bench.model(f"s{index}:train:0") for index in range(3)]
     for model in models:
         bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert len(bench.backend._models) == 3
 
 
@@ -518,16 +514,16 @@ def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> Non
     for model in (guilty, innocent):
         bench.train(model, 1)
     failed, fine = bench.step(guilty, 2, rate=0.125), bench.step(innocent, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert sizes == [2, 1, 1]
     assert "the device gave up" in bench.error(failed)
     assert bench.optimizer_step(fine) == 1
     bench.forward(guilty, 3)
-    bench.turns()
+    bench.run_until_idle()
     before = state(bench)
     bench.restart()
     again = bench.step(guilty, 4)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.result(again)["metrics"] == {"grad_norm": pytest.approx(1.125), "step": 1.0}, "it changed nothing"
     assert before != state(bench)
 
@@ -545,7 +541,7 @@ def test_a_model_that_cannot_fit_alone_is_a_user_error(bench: Bench, kind: str) 
 
     setattr(bench.backend, method, fail)
     both = [bench.train(name, 1) if kind == "forward_backward" else bench.step(name, 1) for name in (model, other)]
-    bench.turns()
+    bench.run_until_idle()
     assert "does not fit into the engine's memory, even alone: cpu has 0.1 GiB free" in bench.error(both[0])
     outcome = bench.outcome(both[0])
     assert outcome is not None and outcome.category == "user"
@@ -569,7 +565,7 @@ def test_unloading_frees_the_log_and_both_snapshots(bench: Bench) -> None:
     train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS + 3)
     assert bodies(bench) and len(list((bench.directory / "snapshots").iterdir())) == 2
     bench.submit(model, None, "unload_model", {"reason": "enough"})
-    bench.turns()
+    bench.run_until_idle()
     assert bodies(bench) == 0 and not list((bench.directory / "snapshots").iterdir())
 
 
@@ -579,7 +575,7 @@ def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ev
 
     model, other = bench.model(), bench.model("t:train:0")
     bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     guilty, innocent = bench.train(model, 2), bench.train(other, 1)
     deaths = 0
 
@@ -590,7 +586,7 @@ def test_a_model_that_ends_the_process_when_it_comes_back_does_not_end_it_for_ev
         bench.restart()
         bench.engine._recovery._replay = die  # type: ignore[method-assign]
         try:
-            bench.turns()
+            bench.run_until_idle()
         except DeathError:
             deaths += 1
     assert deaths == MAX_DEATHS

@@ -225,16 +225,16 @@ def test_a_clock_set_forward_gives_up_no_gap(tmp_path: Path, monkeypatch: pytest
     with bench_in(tmp_path) as bench:
         model = bench.model()
         waiting = bench.step(model, 2)
-        bench.turns()
+        bench.run_until_idle()
         bench.engine._give_up_gaps()
         clock = SetClock()
         clock.offset_s = 3600
         monkeypatch.setattr("tinsmith.engine.queues.time.time", clock.wall)
         bench.engine._give_up_gaps()
-        bench.turns()
+        bench.run_until_idle()
         assert bench.outcome(waiting) is None
         missing = bench.forward(model, 1)
-        bench.turns()
+        bench.run_until_idle()
         assert bench.outcome(missing) is not None and bench.outcome(waiting) is not None
 
 
@@ -257,7 +257,7 @@ def test_a_save_on_a_disk_that_fails_is_its_own_error_and_leaves_nothing(
     with bench_in(tmp_path) as bench:
         model = bench.model()
         taken = bench.step(model, 1)
-        bench.turns()
+        bench.run_until_idle()
 
         def fail(*_: object, **__: object) -> None:
             raise OSError(number, os.strerror(number))
@@ -266,13 +266,13 @@ def test_a_save_on_a_disk_that_fails_is_its_own_error_and_leaves_nothing(
             target = {"mkdir": "pathlib.Path.mkdir", "fsync": "os.fsync", "rename": "pathlib.Path.rename"}[where]
             broken.setattr(target, fail)
             failed = bench.submit(model, 2, "save_weights", {"path": "one"})
-            bench.turns()
+            bench.run_until_idle()
         assert os.strerror(number) in bench.error(failed)
         left = [path for root in ("checkpoints", "snapshots") for path in (tmp_path / root).glob("*")]
         assert left == [], "neither half a checkpoint nor half a snapshot"
         again = bench.submit(model, 3, "save_weights", {"path": "one"})
         step = bench.step(model, 4)
-        bench.turns()
+        bench.run_until_idle()
         assert [bench.outcome(one).error for one in (taken, again, step)] == [None, None, None]
 
 
@@ -289,8 +289,7 @@ def refuse_writes(database: Database) -> Callable[[], None]:
         raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
 
     patch = pytest.MonkeyPatch()
-    for name in ("begin", "begin_nowait"):
-        patch.setattr(database._write_lock, name, refused)
+    patch.setattr(database._write_lock, "begin", refused)
     return patch.undo
 
 
@@ -300,7 +299,7 @@ def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Pa
     with bench_in(tmp_path) as bench:
         model = bench.model()
         first = bench.step(model, 1)
-        bench.turns()
+        bench.run_until_idle()
         second = bench.step(model, 2)
         end = refuse_writes(bench.db)
         looks = count()

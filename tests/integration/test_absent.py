@@ -56,10 +56,10 @@ def samples(bench: Bench, session: str, count: int) -> list[str]:
 
 def look(bench: Bench) -> None:
     for _ in range(2):  # arrivals are read at the end of a turn
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     bench.engine._next_check = 0.0
-    bench.engine.turn(0.0)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
+    bench.engine.run_once(0.0)
 
 
 def inside(bench: Bench) -> set[str]:
@@ -81,7 +81,7 @@ def test_samples_of_an_absent_session_give_their_places_to_others_that_wait(benc
     assert inside(bench) == set(here)
     draw(bench)
     while any(bench.outcome(request_id) is None for request_id in here):
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     assert all(bench.outcome(request_id) is None for request_id in gone)
 
 
@@ -92,7 +92,7 @@ def test_places_that_no_other_wants_stay_with_an_absent_session(bench: Bench) ->
     look(bench)
     assert inside(bench) == set(gone[:PLACES])
     draw(bench)
-    bench.turns(60)
+    bench.run_until_idle(60)
     assert all(bench.outcome(request_id) is not None for request_id in gone)
 
 
@@ -125,7 +125,7 @@ def test_a_client_that_comes_back_gets_all_of_its_results(bench: Bench) -> None:
     heard(bench, "gone")
     look(bench)
     draw(bench)
-    bench.turns(60)
+    bench.run_until_idle(60)
     for request_id in (*gone, *here):
         outcome = bench.outcome(request_id)
         assert outcome is not None and outcome.error is None
@@ -138,7 +138,7 @@ def test_samples_that_made_way_are_drawn_when_nothing_else_is_left(bench: Bench)
     here = samples(bench, "here", PLACES)
     look(bench)
     draw(bench)
-    bench.turns(60)
+    bench.run_until_idle(60)
     assert all(bench.outcome(request_id) is not None for request_id in (*here, *gone))
 
 

@@ -57,11 +57,11 @@ def cancelled(bench: Bench, request_id: str) -> bool:
 
 def test_a_waiting_and_a_running_sample_are_given_up_and_the_others_are_drawn(bench: Bench) -> None:
     ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(IN_SAMPLER + 20)]
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     running, waiting = ids[6], ids[-1]
     for request_id in (running, waiting):
         bench.futures.cancel("alice", request_id, REASON)
-    bench.turns(2 * len(ids))
+    bench.run_until_idle(2 * len(ids))
     assert cancelled(bench, running) and cancelled(bench, waiting)
     outcomes = [bench.outcome(request_id) for request_id in ids if request_id not in (running, waiting)]
     assert all(outcome is not None and outcome.error is None for outcome in outcomes)
@@ -72,14 +72,14 @@ def test_a_waiting_and_a_running_sample_are_given_up_and_the_others_are_drawn(be
 def test_a_cancel_is_idempotent_and_harmless_afterwards(bench: Bench) -> None:
     done, between, pending = (bench.sample(SAMPLER, seq_id) for seq_id in range(3))
     for _ in range(2):
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     assert bench.outcome(done) is not None
     for _ in range(3):
         bench.futures.cancel("alice", done, REASON)
         bench.futures.cancel("alice", pending, REASON)
-    bench.turns()
+    bench.run_until_idle()
     bench.futures.cancel("alice", pending, REASON)
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(done)
     assert outcome is not None and outcome.error is None
     assert cancelled(bench, pending)
@@ -88,16 +88,16 @@ def test_a_cancel_is_idempotent_and_harmless_afterwards(bench: Bench) -> None:
 
 def test_a_sample_that_ends_before_its_cancel_is_read_keeps_its_result(bench: Bench) -> None:
     request_id = bench.sample(SAMPLER, 0)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     assert bench.outcome(request_id) is None, "the engine has just read it"
     bench.server_mailbox.close()
     bench.futures._wake = None
     bench.futures.cancel("alice", request_id, REASON)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None
     bench.engine._next_check = 0.0
-    bench.turns()
+    bench.run_until_idle()
     assert rows(bench.db, FUTURES) == [request_id]
 
 
@@ -105,7 +105,7 @@ def test_a_cancel_outlives_the_engine(bench: Bench) -> None:
     kept, given_up = bench.sample(SAMPLER, 0), bench.sample(SAMPLER, 1)
     bench.futures.cancel("alice", given_up, REASON)
     bench.restart()
-    bench.turns()
+    bench.run_until_idle()
     assert cancelled(bench, given_up) and not cancelled(bench, kept)
 
 
@@ -113,10 +113,10 @@ def test_operations_on_models_are_not_cancelled(bench: Bench) -> None:
     model = bench.model()
     request_id = bench.step(model, 2)
     bench.futures.cancel("alice", request_id, REASON)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(request_id) is None
     bench.forward(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.optimizer_step(request_id) == 1
 
 
@@ -125,7 +125,7 @@ def test_only_its_owner_cancels_a_sample(bench: Bench) -> None:
     for tenant_id, name in (("bob", request_id), ("alice", "s:sample:0:99")):
         with pytest.raises(NotFoundError, match=name):
             bench.futures.cancel(tenant_id, name, REASON)
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None
 
@@ -141,9 +141,9 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "alice", BASE))
     ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(IN_SAMPLER + 5)]
     other = bench.sample("t:sample:0", 0)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     assert bench.futures.cancel_of_closed_sessions() == 1
-    bench.turns()
+    bench.run_until_idle()
     outcomes = [bench.outcome(request_id) for request_id in ids]
     errors = {outcome.error for outcome in outcomes if outcome is not None}
     assert "its session ended (no heartbeat for 5 s)" in errors and None not in outcomes
@@ -152,7 +152,7 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
     assert bench.futures.cancel_of_closed_sessions() == 0
     late = bench.sample(SAMPLER, 9999)  # it was admitted while the session ended
     assert bench.futures.cancel_of_closed_sessions() == 1
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(late)
     assert outcome is not None and outcome.error is not None
 
@@ -260,5 +260,5 @@ def test_a_cancel_that_comes_while_the_engine_is_down_takes_effect_when_it_is_ba
 
 def test_nothing_is_stored_of_a_cancelled_sample(bench: Bench) -> None:
     bench.futures.cancel("alice", bench.sample(SAMPLER, 0), REASON)
-    bench.turns()
+    bench.run_until_idle()
     assert rows(bench.db, RESULTS) == rows(bench.db, BODIES) == []

@@ -40,7 +40,7 @@ def published(bench: Bench, number: int) -> str:
     bench.train(model, 1)
     bench.step(model, 2, rate=0.01 * (1 + number))
     sampler = bench.publish(model, 3, 0)
-    bench.turns()
+    bench.run_until_idle()
     return sampler
 
 
@@ -48,7 +48,7 @@ def answers(bench: Bench, samplers: list[str], seq_id: int) -> list[bytes | None
     found = []
     for sampler in samplers:
         request_id = bench.sample(sampler, seq_id)
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(request_id)
         assert outcome is not None and outcome.error is None
         found.append(outcome.body)
@@ -127,13 +127,13 @@ def answer(backend: TorchBackend, sample: Sample) -> SampleResult:
 def test_a_publish_lets_those_go_that_have_files_already(bench: Bench) -> None:
     model = bench.model()
     samplers = [bench.publish(model, number + 1, number) for number in range(VERSIONS_IN_MEMORY + 3)]
-    bench.turns(20)
+    bench.run_until_idle(20)
     expected = answers(bench, samplers, 0)
     assert len(bench.backend._versions) == len(samplers), "an engine that is never idle kept them all"
     bench.engine._snapshots.write_versions(model)
     bench.engine.flush()
     samplers.append(bench.publish(model, len(samplers) + 1, len(samplers)))
-    bench.turns(5)
+    bench.run_until_idle(5)
     versions = bench.engine._versions
     assert len(versions._ephemeral[model]) == VERSIONS_IN_MEMORY == len(versions._in_memory)
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY
@@ -141,5 +141,5 @@ def test_a_publish_lets_those_go_that_have_files_already(bench: Bench) -> None:
     # All versions without a file stay in memory.
     for number in range(len(samplers), len(samplers) + VERSIONS_IN_MEMORY + 1):
         samplers.append(bench.publish(model, number + 1, number))
-    bench.turns(20)
+    bench.run_until_idle(20)
     assert len(versions._ephemeral[model]) == VERSIONS_IN_MEMORY + 2

@@ -34,10 +34,10 @@ UNNAMED = {"tenant_id": "t", "session_id": "s", "base_model": "other", "num_toke
 def test_requests_that_arrive_out_of_order_take_effect_in_order(bench: Bench) -> None:
     model = bench.model()
     second = bench.step(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(second) is None
     bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.result(second)["metrics"] == {"grad_norm": pytest.approx(1.125), "step": 1.0}
 
 
@@ -45,7 +45,7 @@ def test_a_refused_number_counts_as_used(bench: Bench) -> None:
     model = bench.model()
     bench.submit(model, 1, "forward_backward", b"", refusal=UserError("no"))
     after = bench.forward(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(after) is not None
 
 
@@ -55,7 +55,7 @@ def test_a_refused_number_whose_row_was_committed_late_is_found_by_the_gap(bench
         reserved = connection.scalar(sa.select(sa.func.max(FUTURES.c.arrival))) + 1
         connection.execute(FUTURES.insert(), {"request_id": "x", "kind": "sample", "state": "done"} | UNNAMED)
     after = bench.forward(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(after) is None
     refused = bench.submit(model, 1, "forward_backward", b"", refusal=UserError("no"))
     with bench.db.write() as connection:
@@ -63,22 +63,22 @@ def test_a_refused_number_whose_row_was_committed_late_is_found_by_the_gap(bench
         connection.execute(FUTURES.update().where(FUTURES.c.request_id == refused).values(arrival=reserved))
     bench.mailbox.drain()
     bench.engine._next_check = 0.0
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(after) is not None
 
 
 def test_a_gap_is_given_up_after_its_time_even_for_a_number_far_away(bench: Bench) -> None:
     model = bench.model()
     far = bench.step(model, 2**61)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(far) is None
     with bench.db.write() as connection:
         connection.execute(FUTURES.update().where(FUTURES.c.request_id == far).values(created_at=now() - 6))
     bench.restart()
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(far) is not None
     late = bench.forward(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert "arrived after" in bench.error(late)
 
 
@@ -93,7 +93,7 @@ def test_a_gap_is_given_up_while_a_neighbour_keeps_the_engine_busy(
     bench.restart()
     for seq_id in range(1, 8):
         bench.forward(busy, seq_id, tenant="bob")
-        assert bench.engine.turn(0.0) or seq_id == 1, "there was always something to do"
+        assert bench.engine.run_once(0.0) or seq_id == 1, "there was always something to do"
     assert bench.outcome(stuck) is not None
 
 
@@ -101,11 +101,11 @@ def test_a_request_whose_wake_up_was_lost_is_found(bench: Bench, monkeypatch: py
     model = bench.model()
     monkeypatch.setattr("tinsmith.engine.loop.SAFETY_POLL_S", 0.0)
     bench.restart()
-    bench.turns()
+    bench.run_until_idle()
     bench.server_mailbox.close()
     bench.futures = Futures(bench.db)
     lost = bench.forward(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(lost) is not None
 
 
@@ -119,12 +119,12 @@ def test_a_flood_of_one_tenant_holds_up_another_for_two_steps_at_most(bench: Ben
     for seq_id in range(1, 501):
         bench.forward(flooding, seq_id, tokens)
     bench.backend.steps.clear()
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     single = bench.forward(quiet, 1, tokens, tenant="bob")
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     before = len(bench.backend.steps)
     while bench.outcome(single, "bob") is None:
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
         assert len(bench.backend.steps) - before <= 2
     waiting = sa.select(sa.func.count()).select_from(FUTURES).where(FUTURES.c.state == "pending")
     assert bench.scalar(waiting) > 400, "the flood was far from over"  # type: ignore[operator]
@@ -133,7 +133,7 @@ def test_a_flood_of_one_tenant_holds_up_another_for_two_steps_at_most(bench: Ben
 def test_samples_that_begin_together_look_their_session_up_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.model()
     sessions = [bench.publish("s:train:0", seq_id, seq_id) for seq_id in (1, 2)]
-    bench.turns()
+    bench.run_until_idle()
     looked_up: list[str] = []
     find = SamplingSessions.find
 
@@ -143,7 +143,7 @@ def test_samples_that_begin_together_look_their_session_up_once(bench: Bench, mo
 
     monkeypatch.setattr(SamplingSessions, "find", found)
     ids = [bench.sample(session, number) for number in range(5) for session in sessions]
-    bench.turns()
+    bench.run_until_idle()
     assert sorted(looked_up) == sorted(sessions)
     assert [outcome.error for request_id in ids if (outcome := bench.outcome(request_id))] == [None] * 10
 
@@ -154,9 +154,9 @@ def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> No
     for seq_id in range(400):
         bench.sample("s:sample:0", seq_id)
     single = bench.sample("t:sample:0", 0, tenant="bob")
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     for _ in range(3):
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     assert bench.outcome(single, "bob") is not None
 
 
@@ -168,14 +168,14 @@ def test_a_request_that_breaks_a_packed_step_fails_alone(bench: Bench) -> None:
     bench.backend.poison = 33
     guilty = bench.train(model, 1, (1, 33))
     innocent = bench.train(other, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.backend.steps[0] == [guilty, innocent], "they shared a step"
     assert "the device gave up" in bench.error(guilty)
     outcome = bench.outcome(guilty)
     assert outcome is not None and outcome.category == "server"
     assert bench.outcome(innocent) is not None
     after = [bench.step(model, 2), bench.step(other, 2)]
-    bench.turns()
+    bench.run_until_idle()
     norms = [bench.result(request_id)["metrics"] for request_id in after]
     assert norms == [{"grad_norm": 0.0, "step": 1.0}, {"grad_norm": 1.125, "step": 1.0}]
 
@@ -187,11 +187,11 @@ def test_a_model_with_a_failed_pass_in_its_log_comes_back(bench: Bench) -> None:
     bench.train(model, 2)
     bench.step(model, 3)
     bench.submit(model, 4, "load_weights", {"path": f"tinker://{model}/weights/none", "optimizer": False})
-    bench.turns()
+    bench.run_until_idle()
     weight = bench.weight()
     bench.restart()
     after = bench.step(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.optimizer_step(after) == 2
     assert bench.weight() == weight  # no gradient since
 
@@ -200,14 +200,14 @@ def test_a_model_that_cannot_be_read_back_fails_without_the_others(bench: Bench)
     broken, whole = bench.model(), bench.model("t:train:0")
     for model in (broken, whole):
         bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     with bench.db.write() as connection:
         gone = {"snapshot_seq_id": 1, "snapshot_directory": "no-such"}
         gone |= {f"previous_{name}": value for name, value in gone.items()}
         connection.execute(MODELS.update().where(MODELS.c.model_id == broken).values(**gone))
     bench.restart()
     failed, fine = bench.step(broken, 2), bench.step(whole, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert "could not be restored" in bench.error(failed)
     assert bench.optimizer_step(fine) == 1
 
@@ -215,12 +215,12 @@ def test_a_model_that_cannot_be_read_back_fails_without_the_others(bench: Bench)
 def test_a_replay_without_its_body_is_refused_by_name(bench: Bench) -> None:
     model = bench.model()
     request_id = bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     with bench.db.write() as connection:
         connection.execute(BODIES.delete().where(BODIES.c.request_id == request_id))
     bench.restart()
     after = bench.step(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert request_id in bench.error(after) and "cannot be replayed" in bench.error(after)
 
 
@@ -230,21 +230,21 @@ def test_a_replay_without_its_body_is_refused_by_name(bench: Bench) -> None:
 def test_an_unstepped_gradient_survives_a_restart(bench: Bench) -> None:
     model = bench.model()
     bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     bench.restart()
     bench.train(model, 2)
     stepped = bench.step(model, 3)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.result(stepped)["metrics"] == {"grad_norm": pytest.approx(2.25), "step": 1.0}
 
 
 def test_a_refused_step_drops_its_gradient_again_in_the_replay(bench: Bench) -> None:
     model = bench.model()
     bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     bench.backend._models[model] = type(bench.backend._models[model])(LoraSpec(4), 0.0, float("nan"))
     refused = bench.step(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert "gradient" in bench.error(refused)
     assert bench.scalar(sa.select(BODIES.c.request_id).where(BODIES.c.request_id == refused)) == refused
 
@@ -255,7 +255,7 @@ def test_a_restart_replays_no_more_than_a_snapshots_worth(bench: Bench, steps_be
     for index in range(steps_before):
         bench.train(model, 2 * index + 1)
         bench.step(model, 2 * index + 2, rate=0.5**index)
-    bench.turns(400)
+    bench.run_until_idle(400)
     weight = bench.weight()
     assert len(list((bench.directory / "snapshots").glob("*"))) == steps_before // SNAPSHOT_OPTIM_STEPS
     bench.restart()
@@ -263,7 +263,7 @@ def test_a_restart_replays_no_more_than_a_snapshots_worth(bench: Bench, steps_be
     step = bench.backend.optim_step
     bench.backend.optim_step = lambda steps: replayed.append(1) or step(steps)  # type: ignore[method-assign]
     bench.forward(model, 2 * steps_before + 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.weight() == weight
     assert len(replayed) == steps_before % SNAPSHOT_OPTIM_STEPS
 
@@ -275,7 +275,7 @@ def test_an_engine_that_keeps_dying_does_not_replay_ever_more(bench: Bench) -> N
         for _ in range(SNAPSHOT_OPTIM_STEPS // 2 + 1):
             bench.step(model, seq_id)
             seq_id += 1
-        bench.turns(100)
+        bench.run_until_idle(100)
         bench.restart()
     snapshot = bench.scalar(sa.select(MODELS.c.snapshot_seq_id))
     assert isinstance(snapshot, int) and seq_id - snapshot <= SNAPSHOT_OPTIM_STEPS + 1
@@ -285,7 +285,7 @@ def test_two_snapshots_are_kept_and_the_bodies_that_the_older_one_does_not_cover
     model = bench.model()
     for seq_id in range(1, 3 * SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-    bench.turns(200)
+    bench.run_until_idle(200)
     left = sa.select(sa.func.min(FUTURES.c.seq_id), sa.func.count()).join(
         BODIES, BODIES.c.request_id == FUTURES.c.request_id
     )
@@ -303,16 +303,16 @@ def test_a_snapshot_that_cannot_be_written_costs_nothing_but_a_longer_replay(
     seq_id = 1
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 3):
         bench.step(model, seq_id)
-    bench.turns(200)
+    bench.run_until_idle(200)
     assert bench.optimizer_step(f"{model}:{seq_id}") == seq_id
     assert list((bench.directory / "snapshots").iterdir()) == []
     bench.backend.breaks.clear()
     bench.step(model, seq_id + 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == seq_id + 1
     bench.restart()
     after = bench.step(model, seq_id + 2)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.optimizer_step(after) == seq_id + 2
 
 
@@ -321,18 +321,18 @@ def test_a_load_survives_the_deletion_of_its_checkpoint(bench: Bench) -> None:
     bench.train(model, 1)
     bench.step(model, 2)
     bench.submit(model, 3, "save_weights", {"path": "one"})
-    bench.turns()
+    bench.run_until_idle()
     weight = bench.weight()
     bench.train(model, 4)
     bench.step(model, 5)
     path = f"tinker://{model}/weights/one"
     bench.submit(model, 6, "load_weights", {"path": path, "optimizer": True})
-    bench.turns()
+    bench.run_until_idle()
     assert bench.weight() == weight
     bench.checkpoints.delete("alice", parse_path(path))
     bench.restart()
     bench.forward(model, 7)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.weight() == weight
 
 
@@ -343,17 +343,17 @@ def test_unloading_fails_what_waits_with_the_reason_and_forgets_everything(bench
     model = bench.model()
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-    bench.turns(100)
+    bench.run_until_idle(100)
     bench.restart()
     waiting = bench.forward(model, SNAPSHOT_OPTIM_STEPS + 2)
-    bench.turns()
+    bench.run_until_idle()
     bench.submit(model, None, "unload_model", {"reason": "no heartbeat for 1 s"})
-    bench.turns()
+    bench.run_until_idle()
     assert "no heartbeat for 1 s" in bench.error(waiting)
     assert not bench.backend.has_model(model)
     assert list((bench.directory / "snapshots").iterdir()) == []
     after = bench.forward(model, SNAPSHOT_OPTIM_STEPS + 1)
-    bench.turns()
+    bench.run_until_idle()
     assert "no heartbeat for 1 s" in bench.error(after)
 
 
@@ -370,7 +370,7 @@ def test_a_save_on_a_full_disk_fails_alone(bench: Bench) -> None:
     bench.backend.breaks["save"] = OSError(28, "No space left on device")
     failed = bench.submit(model, 1, "save_weights", {"path": "one"})
     fine = bench.forward(other, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert "No space left on device" in bench.error(failed)
     assert bench.outcome(fine) is not None
     assert bench.checkpoints.page("alice", 10, 0) == ([], 0)
@@ -420,12 +420,12 @@ def test_an_interrupted_save_has_failed_after_the_restart(bench: Bench) -> None:
     bench.backend.breaks["save"] = KeyboardInterrupt()  # type: ignore[assignment]
     request_id = bench.submit(model, 1, "save_weights", {"path": "one"})
     with pytest.raises(KeyboardInterrupt):
-        bench.turns()
+        bench.run_until_idle()
     assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "pending"
     assert bench.outcome(request_id) is None
     bench.restart()
     assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "failed"
-    bench.turns()  # the save is still wanted: it is done now
+    bench.run_until_idle()  # the save is still wanted: it is done now
     assert bench.result(request_id)["path"] == f"tinker://{model}/weights/one"
     assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "completed"
 
@@ -441,10 +441,10 @@ def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
         bench.step(model, seq_id + 1, rate=0.01 * (number + 1))
         samplers.append(bench.publish(model, seq_id + 2, number))
         seq_id += 3
-    bench.turns(100)
-    bench.engine.turn(2 * QUIET_S)  # idle for a moment: the oldest leave memory
+    bench.run_until_idle(100)
+    bench.engine.run_once(2 * QUIET_S)  # idle for a moment: the oldest leave memory
     results = [bench.sample(sampler) for sampler in samplers]
-    bench.turns()
+    bench.run_until_idle()
     answers = [bench.outcome(request_id) for request_id in results]
     assert [answer.error for answer in answers if answer] == [None] * 7
     assert len({answer.body for answer in answers if answer}) == 7
@@ -460,14 +460,14 @@ def test_a_sampler_survives_any_end_of_its_engine(bench: Bench, end: str) -> Non
     sampler = bench.publish(model, 3, 0)
     bench.train(model, 4)
     bench.step(model, 5, rate=0.25)
-    bench.turns()
+    bench.run_until_idle()
     before = bench.sample(sampler, 0)
-    bench.turns()
+    bench.run_until_idle()
     if end == "stop":
         bench.engine.stop()
     bench.restart()
     after = bench.sample(sampler, 1)
-    bench.turns()
+    bench.run_until_idle()
     outcomes = [bench.outcome(request_id) for request_id in (before, after)]
     assert outcomes[0] == outcomes[1] and outcomes[0] is not None and outcomes[0].error is None
     assert bench.backend.has_model(model) == (end == "kill"), "files need no replay"
@@ -476,7 +476,7 @@ def test_a_sampler_survives_any_end_of_its_engine(bench: Bench, end: str) -> Non
 def test_an_engine_that_cannot_keep_its_versions_stops_all_the_same(bench: Bench) -> None:
     model = bench.model()
     bench.publish(model, 1, 0)
-    bench.turns()
+    bench.run_until_idle()
     (bench.directory / "versions").write_text("no directory can be made here")
     bench.engine.stop()
 
@@ -487,12 +487,12 @@ def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
     monkeypatch.setattr("tinsmith.engine.versions.LOADED_VERSIONS", 2)
     model = bench.model()
     samplers = [bench.publish(model, number + 1, number) for number in range(12)]
-    bench.turns(20)
-    bench.engine.turn(2 * QUIET_S)  # idle for a moment
+    bench.run_until_idle(20)
+    bench.engine.run_once(2 * QUIET_S)  # idle for a moment
     for seq_id in range(2):
         for sampler in samplers:
             bench.sample(sampler, seq_id)
-        bench.turns(40)
+        bench.run_until_idle(40)
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY + 2
     assert all(bench.outcome(f"{sampler}:1") is not None for sampler in samplers)
 
@@ -510,24 +510,24 @@ def test_a_cached_prompt_is_found_by_its_own_tenant_only(bench: Bench, monkeypat
         sampler = f"{tenant}:sample:0"
         bench.samplers.create(NewSamplingSession(sampler, tenant, tenant, BASE))
         bench.sample(sampler, tenant=tenant)
-    bench.turns()
+    bench.run_until_idle()
     assert sorted(scopes) == ["alice", "bob"]
 
 
 def test_a_publish_under_a_name_in_use_is_refused_without_effect(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, number=7)
-    bench.turns()
+    bench.run_until_idle()
     before = bench.sample(sampler)
     bench.train(model, 2)
     bench.step(model, 3)
     bench.publish(model, 4, number=7)
     step = bench.step(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     assert "is in use" in bench.error(f"{model}:4")
     assert bench.outcome(step) is not None
     after = bench.sample(sampler, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(before).body == bench.outcome(after).body  # type: ignore[union-attr]
 
 
@@ -535,13 +535,13 @@ def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) 
     model = bench.model()
     for number in range(VERSIONS_IN_MEMORY + 3):
         bench.publish(model, number + 1, number)
-    bench.turns(20)
+    bench.run_until_idle(20)
     assert not list((bench.directory / "versions").glob("*"))
-    bench.engine.turn(2 * QUIET_S)  # idle for a moment
+    bench.engine.run_once(2 * QUIET_S)  # idle for a moment
     assert len(list((bench.directory / "versions").glob("*"))) == 3
     for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MAX_VERSIONS_IN_MEMORY + 3):
         bench.publish(model, number + 1, number)
-    bench.turns(200)
+    bench.run_until_idle(200)
     assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY
 
 
@@ -579,7 +579,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
         connection.execute(insertion(NewCustomLoss("s:loss:0", "s", "alice", "sum", definition)))
     custom_pass(bench, model, 1, "s:loss:0")
     unknown = custom_pass(bench, model, 2, "s:loss:1")
-    bench.turns()
+    bench.run_until_idle()
     assert "'s:loss:1' is not a custom loss of session 's'" in bench.error(unknown)
     ended = {"session_id": "s", "tenant_id": "alice", "state": "expired", "tags": [], "created_at": 0.0}
     with bench.db.write() as connection:
@@ -590,7 +590,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
     run = bench.backend.run_passes
     monkeypatch.setattr(bench.backend, "run_passes", lambda passes: seen.extend(passes) or run(passes))
     bench.step(model, 3)
-    bench.turns()
+    bench.run_until_idle()
     assert [(each.custom_loss is not None, each.replayed) for each in seen] == [(True, True)]
     with bench.db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
@@ -602,7 +602,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
 def test_a_pass_that_cannot_be_replayed_costs_its_model_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = bench.model(), bench.model("t:train:0")
     bench.train(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     bench.restart()
 
     def refuse(passes: Sequence[Pass]) -> MicroBatches:
@@ -611,7 +611,7 @@ def test_a_pass_that_cannot_be_replayed_costs_its_model_alone(bench: Bench, monk
 
     monkeypatch.setattr(bench.backend, "run_passes", refuse)
     failed, fine = bench.step(model, 2), bench.step(other, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert "cannot be replayed: no" in bench.error(failed)
     assert bench.optimizer_step(fine) == 1
 
@@ -620,12 +620,12 @@ def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkey
     model = bench.model()
     bench.step(model, 1)
     refused = bench.submit(model, 2, "forward", b"", refusal=UserError("no"))
-    bench.turns()
+    bench.run_until_idle()
     monkeypatch.setattr("tinsmith.engine.queues.IDLE_LANE_S", 0.0)
     bench.engine._give_up_gaps()
     assert not bench.engine._queues.lanes
     third = bench.step(model, 3)
-    bench.turns()
+    bench.run_until_idle()
     bench.engine._arrivals.fetch_late()  # finds the refused requests
-    bench.turns()
+    bench.run_until_idle()
     assert bench.optimizer_step(third) == 2 and bench.outcome(refused) is not None

@@ -21,7 +21,7 @@ STATE = "fake_adapter.json"
 
 def save(bench: Bench, seq_id: int, kind: str = "save_weights", *, model: str = "s:train:0", **body: object) -> str:
     request_id = bench.submit(model, seq_id, kind, {"path": "one"} | body)
-    bench.turns()
+    bench.run_until_idle()
     return request_id
 
 
@@ -43,7 +43,7 @@ def trained(bench: Bench) -> str:
     model = bench.model()
     bench.train(model, 1)
     bench.step(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     return model
 
 
@@ -100,7 +100,7 @@ def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
         old = saved(bench, save(bench, 3, user_metadata={"step": "1"}, ttl_seconds=3600))
     bench.train("s:train:0", 4 if overwrite else 3)
     bench.step("s:train:0", 5 if overwrite else 4)
-    bench.turns()
+    bench.run_until_idle()
 
     class Killed(BaseException):
         pass
@@ -113,7 +113,7 @@ def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
     with monkeypatch.context() as patched:
         patched.setattr(bench.futures, "settle", die)
         with pytest.raises(Killed):
-            bench.turns()
+            bench.run_until_idle()
     ref = parse_path("tinker://s:train:0/weights/one")
     if overwrite:
         assert bench.checkpoints.get("alice", ref) == old
@@ -122,7 +122,7 @@ def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
         with pytest.raises(NotFoundError):
             bench.checkpoints.get("alice", ref)
     bench.restart()
-    bench.turns()
+    bench.run_until_idle()
     new = saved(bench, request_id)
     assert (new.user_metadata, new.expires_at) == ({"step": "2"}, None)
     assert b'"step": 2' in files_of(bench, new)[STATE]
@@ -146,7 +146,7 @@ def test_damaged_weights_are_not_loaded(bench: Bench) -> None:
     bench.models.create(NewModel("s:train:1", "s", "alice", BASE, LoraSpec(4)))
     load = bench.submit("s:train:1", 0, "load_model", {"path": path, "optimizer": True})
     sample = bench.sample(sampler_of(bench, path))
-    bench.turns()
+    bench.run_until_idle()
     for request_id in (load, sample):
         outcome = bench.outcome(request_id)
         assert outcome is not None and outcome.category == "server"
@@ -177,7 +177,7 @@ def test_loaded_weights_go_on_being_sampled_and_new_loads_are_refused(bench: Ben
 
     def sample(seq_id: int) -> str | None:
         request_id = bench.sample(sampler, seq_id, tenant="bob")
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(request_id, "bob")
         assert outcome is not None
         assert outcome.category in (None, "user")
@@ -195,14 +195,14 @@ def test_an_evicted_version_is_reloaded_only_while_permitted(bench: Bench) -> No
     checkpoint = saved(bench, save(bench, 3, "save_weights_for_sampler", path="first"))
     sampler = sampler_of(bench, checkpoint.ref.path)
     bench.sample(sampler, 0)
-    bench.turns()
+    bench.run_until_idle()
     bench.checkpoints.delete("alice", checkpoint.ref)
     for number in range(1, LOADED_VERSIONS + 1):
         path = saved(bench, save(bench, 3 + number, "save_weights_for_sampler", path=f"n{number}")).ref.path
         bench.sample(sampler_of(bench, path, number), 0)
-        bench.turns()
+        bench.run_until_idle()
     request_id = bench.sample(sampler, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert "does not exist" in bench.error(request_id)
 
 
@@ -211,13 +211,13 @@ def test_an_overwritten_sampler_checkpoint_is_sampled_with_its_new_weights(bench
     path = saved(bench, save(bench, 3, "save_weights_for_sampler")).ref.path
     first, second = sampler_of(bench, path), sampler_of(bench, path, 1)
     bench.sample(first, 0)
-    bench.turns()
+    bench.run_until_idle()
     before = bench.backend._versions[path]
     bench.train(model, 4)
     bench.step(model, 5)
     save(bench, 6, "save_weights_for_sampler", overwrite=True)
     bench.sample(second, 0)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.backend._versions[path] == bench.weight() != before
 
 
@@ -232,7 +232,7 @@ def test_the_engine_reads_a_granted_checkpoint_as_the_tenant_who_granted_it(benc
         bench.models.create(NewModel(model_id, "b", "bob", BASE, LoraSpec(4)))
         body = {"path": path, "optimizer": True, "granted_by": granted_by}
         request_id = bench.submit(model_id, 0, "load_model", body, tenant="bob")
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(request_id, "bob")
         assert outcome is not None
         assert (outcome.error is None) == (granted_by == "alice")
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_loaded_under_another_name_of_its_base_only_if_that_was_
         bench.models.create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4)))
         body = {"path": checkpoint.ref.path, "optimizer": True, "base_model": base_model}
         request_id = bench.submit(model_id, 0, "load_model", body)
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(request_id)
         assert outcome is not None
         assert (outcome.error is None) == (base_model == BASE), outcome

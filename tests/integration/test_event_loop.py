@@ -232,7 +232,7 @@ def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
 
 
 def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers that may wait for the lock run on threads; `write_nowait` does not wait."""
+    """Writers may wait for the lock, so they run on threads."""
     writers: list[bool] = []
     write: Callable[[Database], object] = Database.write
 

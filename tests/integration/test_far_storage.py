@@ -73,7 +73,7 @@ class FarBench(Bench):
         deadline = time.monotonic() + 60
         while not happened():
             assert time.monotonic() < deadline
-            self.engine.turn(0.01)
+            self.engine.run_once(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_save_on_its_way_holds_up_its_own_model_only(bench: FarBench) -> None:
     behind, beside = bench.step(ONE, 2), bench.step(TWO, 1)
     bench.until(lambda: bench.outcome(beside))
     for _ in range(3):
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
     assert bench.outcome(saved) is None and bench.outcome(behind) is None
     assert len(bench.engine._uploads) == 1, "it is sent once"
     with pytest.raises(NotFoundError):
@@ -168,7 +168,7 @@ def test_a_load_is_answered_when_its_snapshot_is_in_the_bucket(bench: FarBench) 
     bench.train(ONE, 5)
     behind = bench.step(ONE, 6)
     bench.until(lambda: len(bench.engine._uploads))
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
     assert bench.outcome(loaded) is None
     bench.gate.open.set()
     bench.until(lambda: bench.outcome(behind))
@@ -235,7 +235,7 @@ def test_a_model_waits_for_a_bucket_that_does_not_answer(bench: FarBench, monkey
     beside = bench.step(TWO, 1)
     bench.until(lambda: bench.outcome(beside))
     for _ in range(5):
-        bench.engine.turn(0.1)
+        bench.engine.run_once(0.1)
     assert bench.outcome(waits) is None, "an outage is no reason to fail"
     bench.gate.unreachable = False
     bench.until(lambda: bench.outcome(saves))

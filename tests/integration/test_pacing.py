@@ -143,7 +143,7 @@ def test_a_flood_has_steps_of_the_predicted_bound_only_where_another_tenant_is(
     for seq_id in range(1, 61):
         bench.forward(flooding, seq_id, [1] * 60)
     bench.backend.steps.clear()
-    bench.turns()
+    bench.run_until_idle()
     assert max(tokens_of_steps(bench)) == most
     assert sum(tokens_of_steps(bench)) == 60 * 60
 
@@ -157,8 +157,8 @@ def test_a_step_beside_waiting_samples_has_half_of_the_bound(bench: Bench, monke
     for seq_id in range(100):
         bench.sample("t:sample:0", seq_id, tenant="bob")
     bench.backend.steps.clear()
-    bench.engine.turn(0.0)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
+    bench.engine.run_once(0.0)
     assert tokens_of_steps(bench) == [300]
 
 
@@ -190,8 +190,8 @@ def test_a_sample_that_arrives_during_a_long_step_is_drawn_before_its_end(
 
     monkeypatch.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
     passed = bench.forward(model, 1)
-    bench.engine.turn(0.0)
-    bench.engine.turn(0.0)
+    bench.engine.run_once(0.0)
+    bench.engine.run_once(0.0)
     assert found == [False, False, True, True]
     assert bench.outcome(passed) is not None
 
@@ -201,7 +201,7 @@ def test_a_sample_whose_weights_are_not_in_memory_waits_for_the_end_of_the_step(
 ) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
-    bench.turns()
+    bench.run_until_idle()
     bench.engine._versions.write_all()
     (version,) = bench.backend._versions
     bench.backend.drop_version(version)
@@ -214,7 +214,7 @@ def test_a_sample_whose_weights_are_not_in_memory_waits_for_the_end_of_the_step(
 
     monkeypatch.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
     bench.forward(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     assert found == [False] * 4
     assert bench.outcome(f"{sampler}:0") is not None
 
@@ -236,13 +236,13 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
     passed = bench.forward(model, 1)
     with monkeypatch.context() as patched:
         patched.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
-        bench.engine._training_turn()
+        bench.engine._run_training_step()
         bench.engine._arrivals.fetch_late()
-        bench.engine._training_turn()
+        bench.engine._run_training_step()
     monkeypatch.undo()
     outcome = bench.outcome(passed)
     assert outcome is not None and outcome.error is None
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome("t:sample:0:0", "bob") is not None
 
 
@@ -285,7 +285,7 @@ def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_al
     sampling = bench.engine._sampling
     sampling._admit(bench.engine._queues)
     for _ in range(60):
-        sampling.slice()
+        sampling.decode_step()
     own = [scopes for scopes in sampler.steps if scopes is not None]
     assert bool(own) == few
     assert all(set(scopes) == {"bob"} for scopes in own)
@@ -294,21 +294,3 @@ def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_al
     assert whole >= 5
     if few:
         assert 0.012 * len(own) >= 0.2 * (whole - 2) / 2 - 0.2
-
-
-def test_passes_of_one_tenant_do_not_wait_for_those_of_another(bench: Bench) -> None:
-    mine, another = bench.model(), bench.model("t:train:0", "bob")
-    for model, tenant in ((mine, "alice"), (another, "bob")):
-        bench.forward(model, 1, tenant=tenant)
-    queues = bench.engine._queues
-    bench.engine._arrivals.fetch()
-    first = queues.lanes[mine].waiting[1]
-    second = queues.lanes[another].waiting[1]
-    rhythm = queues.lanes[another].rhythm
-    for _ in range(2):
-        rhythm.answered(0.0)
-        rhythm.came(0.01)
-    queues.lanes[another].waiting.clear()
-    rhythm.answered(first.created_at)
-    assert queues.passes_due([first]) == ([], [])
-    assert queues.passes_due([first, second]) == ([], [])

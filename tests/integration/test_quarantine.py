@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from support.engine_bench import BASE, Bench, FlakyBackend
 from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
+from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, read_journal
 from tinsmith.db.schema import BODIES, MODELS
 from tinsmith.engine.quarantine import MAX_DEATHS, Quarantine
-from tinsmith.engine.settling import TurnFailedError
+from tinsmith.engine.settling import IterationFailedError
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import OptimStep, Pass, Pending, Sample, SampleResult
@@ -84,7 +84,7 @@ def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(64)]
     with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
-    notes = [left_behind(tmp_path / "0") or ""]
+    notes = [read_journal(tmp_path / "0") or ""]
     other = Quarantine(tmp_path / "1")
     other.adopt([*notes, "no note"], {"r0", "r1", "mine"})
     assert [other.batch_size(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "not waiting here"
@@ -100,7 +100,7 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
         assert quarantine.verdict("poison") is None
         with pytest.raises(DeathError), quarantine.running(["poison"]):
             raise DeathError
-        notes.append(left_behind(path) or "")
+        notes.append(read_journal(path) or "")
     last = Quarantine(tmp_path / "last")
     last.adopt(notes, {"poison", "innocent"})
     assert f"ended the engine's process {MAX_DEATHS} times" in str(last.verdict("poison"))
@@ -112,8 +112,8 @@ def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
     with pytest.raises(DeathError), quarantine.running(["a"]):
         quarantine.clear()
         raise DeathError
-    assert left_behind(tmp_path / "note") is None
-    assert left_behind(tmp_path / "none") is None
+    assert read_journal(tmp_path / "note") is None
+    assert read_journal(tmp_path / "none") is None
 
 
 def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) -> None:
@@ -124,11 +124,11 @@ def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) 
         connection.execute(MODELS.update().values(engine_id=lease.engine_id))
     bench.engine._queues.forget_lane(model)
     request_id = bench.step(model, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert bench.outcome(request_id) is None, "it is another's"
     there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode())
     bench.engine._slow_poll()
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(request_id)
     assert outcome is not None and "ended the engine's process" in str(outcome.error)
 
@@ -234,7 +234,7 @@ def work(bench: Bench) -> int:
     """Start engines until one has done all work; return the number of deaths."""
     for deaths in range(MOST_STARTS):
         try:
-            bench.turns(300)
+            bench.run_until_idle(300)
         except DeathError:
             bench.restart()
         else:
@@ -263,7 +263,7 @@ def test_a_models_passes_keep_their_order_around_a_suspect(bench: Bench) -> None
     assert "ended the engine's process" in bench.error(ids[2])
     assert all(bench.outcome(request_id).error is None for request_id in ids if request_id != ids[2])  # type: ignore[union-attr]
     step = bench.step(model, 6)
-    bench.turns()
+    bench.run_until_idle()
     expected = sum((token + 1) / 8 for token in (1, 2, 4, 5))
     assert bench.result(step)["metrics"]["grad_norm"] == pytest.approx(expected)  # type: ignore[index]
 
@@ -282,7 +282,7 @@ def test_an_optim_step_that_kills_leaves_its_gradient_alone(bench: Bench, monkey
         if restart:
             bench.restart()
         again = bench.step(model, 3 + restart)
-        bench.turns()
+        bench.run_until_idle()
         norm = bench.result(again)["metrics"]["grad_norm"]  # type: ignore[index]
         assert norm == (0.0 if restart else pytest.approx(1.125))
 
@@ -331,12 +331,12 @@ def test_an_engines_own_failure_has_no_suspects(bench: Bench, monkeypatch: pytes
     for _ in range(2 * MAX_DEATHS):
         with monkeypatch.context() as broken:
             broken.setattr(bench.futures, "settle", full)
-            with pytest.raises(TurnFailedError) as raised:
+            with pytest.raises(IterationFailedError) as raised:
                 bench.engine.run(lambda: False)
             assert "no space" in str(raised.value.__cause__)
         bench.restart()
         assert not bench.engine._quarantine
-    bench.turns()
+    bench.run_until_idle()
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None
 

@@ -63,19 +63,19 @@ def test_a_model_comes_back_bit_by_bit_from_a_snapshot_a_gradient_and_a_log(
     monkeypatch.setattr("tinsmith.engine.snapshots.SNAPSHOT_OPTIM_STEPS", 3)
     bench.models.create(NewModel(MODEL, "s", "alice", BASE, LoraSpec(4, seed=1), family))
     bench.submit(MODEL, 0, "create_model", {})
-    bench.turns()
+    bench.run_until_idle()
     seq_id = 1
     for _ in range(5):
         for tokens in ((1, 2, 3, 4), (5, 6, 7)):
             bench.train(MODEL, seq_id, tokens)
-            bench.turns()
+            bench.run_until_idle()
             seq_id += 1
         bench.submit(MODEL, seq_id, "optim_step", FAMILIES[family])
-        bench.turns()
+        bench.run_until_idle()
         seq_id += 1
     sampler = bench.publish(MODEL, seq_id, 0)
     bench.train(MODEL, seq_id + 1, (9, 8, 7))
-    bench.turns()
+    bench.run_until_idle()
     before, version = state(bench.torch_backend, MODEL), bench.torch_backend._versions[sampler].flat_P.clone()
     for damaged in (False, True):
         if damaged:
@@ -84,7 +84,7 @@ def test_a_model_comes_back_bit_by_bit_from_a_snapshot_a_gradient_and_a_log(
             (bench.directory / "snapshots" / str(newest.snapshot_directory) / "optimizer.safetensors").unlink()
         bench.restart()
         sampled = bench.sample(sampler, int(damaged))
-        bench.turns()
+        bench.run_until_idle()
         outcome = bench.outcome(sampled)
         assert outcome is not None and outcome.error is None
         assert same(state(bench.torch_backend, MODEL), before)
@@ -99,12 +99,12 @@ def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench) -> No
         bench.train(MODEL, seq_id, tokens)
         bench.step(MODEL, seq_id + 1, rate=0.01)
     bench.train(MODEL, 5, (9, 8, 7))
-    bench.turns()
+    bench.run_until_idle()
     before = state(bench.torch_backend, MODEL)
-    bench.engine._snapshots._budget_bytes = 1
+    bench.engine._snapshots.budget_bytes = 1
     bench.forward(other, 1)
-    bench.turns()
+    bench.run_until_idle()
     assert not bench.torch_backend.has_model(MODEL)
     bench.forward(MODEL, 6)
-    bench.turns()
+    bench.run_until_idle()
     assert same(state(bench.torch_backend, MODEL), before)

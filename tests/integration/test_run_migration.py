@@ -20,7 +20,6 @@ from tinsmith.cluster.engines import Engines, Lease, LeaseLostError, Seat, fence
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, MODELS
-from tinsmith.engine import queues
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.snapshots import MAX_LOOKS
 from tinsmith.storage.directories import Directories
@@ -75,26 +74,26 @@ def test_runs_migrate_until_no_engine_has_two_fewer(db: Database) -> None:
     runs_of(db, two, 1)
     mine = as_seen_by(db, one)
     moved: list[str] = []
-    while taker := mine.lighter():
+    while taker := mine.migration_target():
         assert taker == three.engine_id if not moved else taker in (two.engine_id, three.engine_id)
         moved.append(mine.idle_runs()[0])
-        assert mine.hand_over(moved[-1], taker)
+        assert mine.migrate(moved[-1], taker)
     assert moved == runs[:4], "those that were used last"
     assert counts(db) == [2, 3, 3]
-    assert [as_seen_by(db, lease).lighter() for lease in (one, two, three)] == [None] * 3, "nothing comes back"
+    assert [as_seen_by(db, lease).migration_target() for lease in (one, two, three)] == [None] * 3, "nothing comes back"
 
 
 def test_an_engine_that_has_just_joined_or_is_not_there_gets_nothing(db: Database) -> None:
     one, two = ready(db, 0), ready(db, 1)
     (run, *_) = runs_of(db, one, 4)
-    assert as_seen_by(db, one, 2 * LONG_S).lighter() is None, "it joined a moment ago"
-    assert as_seen_by(db, one, 0).lighter() is None, "it is turned off"
+    assert as_seen_by(db, one, 2 * LONG_S).migration_target() is None, "it joined a moment ago"
+    assert as_seen_by(db, one, 0).migration_target() is None, "it is turned off"
     mine = as_seen_by(db, one)
-    assert mine.lighter() == two.engine_id
+    assert mine.migration_target() == two.engine_id
     Engines(db, "here").set_state(Seat(BASE, index=1), "loading")
-    assert mine.lighter() is None and not mine.hand_over(run, two.engine_id)
+    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id)
     Engines(db, "here").release(Seat(BASE, index=1), "ready")
-    assert mine.lighter() is None and not mine.hand_over(run, two.engine_id), "nobody hears of it"
+    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id), "nobody hears of it"
     assert counts(db) == [4]
 
 
@@ -113,11 +112,11 @@ def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
         connection.execute(MODELS.update().where(MODELS.c.model_id == late).values(last_request_at=now() + LONG_S))
     mine = as_seen_by(db, one)
     assert mine.idle_runs() == [quiet]
-    assert [mine.hand_over(run, two.engine_id) for run in (trained, sampled)] == [False, False]
+    assert [mine.migrate(run, two.engine_id) for run in (trained, sampled)] == [False, False]
     futures.settle([Settlement(asked, b"{}"), Settlement(drawn, b"{}")], {})
     assert mine.idle_runs() == [trained, sampled, quiet]
-    assert mine.hand_over(sampled, two.engine_id)
-    assert not mine.hand_over(sampled, two.engine_id), "it is another's"
+    assert mine.migrate(sampled, two.engine_id)
+    assert not mine.migrate(sampled, two.engine_id), "it is another's"
     assert as_seen_by(db, two).idle_runs() == [sampled]
 
 
@@ -128,8 +127,8 @@ def test_missing_and_unusable_runs_are_not_migrated(db: Database) -> None:
     for state in ("creating", "failed", "unloaded"):
         with db.write() as connection:
             connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(state=state))
-        assert run not in mine.idle_runs() and not mine.hand_over(run, two.engine_id)
-    assert not mine.hand_over("s:train:nobody", two.engine_id)
+        assert run not in mine.idle_runs() and not mine.migrate(run, two.engine_id)
+    assert not mine.migrate("s:train:nobody", two.engine_id)
 
 
 def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, database_url: str) -> None:
@@ -138,7 +137,7 @@ def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, data
     fenced = Database(database_url, fence(one))
     Engines(db, "here").take(Seat(BASE), LONG_S)
     with pytest.raises(LeaseLostError):
-        as_seen_by(fenced, one).hand_over(run, two.engine_id)
+        as_seen_by(fenced, one).migrate(run, two.engine_id)
     fenced.close()
     assert counts(db) == [4]
 
@@ -146,14 +145,14 @@ def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, data
 def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Database, database_url: str) -> None:
     givers, taker = [ready(db, index) for index in range(3)], ready(db, 3)
     runs = {giver.engine_id: runs_of(db, giver, 6) for giver in givers}
-    chosen = [as_seen_by(db, giver).lighter() for giver in givers]
+    chosen = [as_seen_by(db, giver).migration_target() for giver in givers]
     assert chosen == [taker.engine_id] * 3
 
     def give(giver: Lease) -> None:
         mine = Database(database_url)
         ownership = as_seen_by(mine, giver)
         for run in runs[giver.engine_id]:
-            ownership.hand_over(run, taker.engine_id)
+            ownership.migrate(run, taker.engine_id)
         mine.close()
 
     threads = [threading.Thread(target=give, args=(giver,)) for giver in givers]
@@ -204,12 +203,12 @@ class Pair(Bench):
     def join(self) -> None:
         self.leases.append(ready(self.db, 1))
 
-    def turns(self, count: int = 30) -> None:
+    def run_until_idle(self, count: int = 30) -> None:
         for _ in range(count):
             busy = False
             for engine in self.engines:
                 engine._arrivals.fetch_late()
-                busy = engine.turn(0.0) or engine.turn(0.0) or busy
+                busy = engine.run_once(0.0) or engine.run_once(0.0) or busy
                 engine.flush()
             if not busy:
                 return
@@ -217,7 +216,7 @@ class Pair(Bench):
     def owned(self, model_id: str) -> str:
         self.models.create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4, 1), engine_id=self.leases[0].engine_id))
         self.submit(model_id, 0, "create_model", {})
-        self.turns()
+        self.run_until_idle()
         return model_id
 
     def owner(self, model_id: str = RUN) -> int:
@@ -232,9 +231,7 @@ class Pair(Bench):
 
 
 @pytest.fixture(params=["fake", "torch"])
-def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    # The batching window would make the steps, and so the last bits of results, depend on this machine's speed.
-    monkeypatch.setattr(queues, "MAX_HOLD_S", 0.0)
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
         yield made
@@ -249,19 +246,19 @@ def trained(pair: Pair, runs: list[str], move_at: int | None) -> list[bytes | No
         for run in runs:
             first = 4 * step + 1
             asked.append(pair.train(run, first, (step + 1, 2, 3)))
-            pair.turns()
+            pair.run_until_idle()
             if run == runs[0]:
                 published.append(pair.publish(run, first + 1, step, "snapshot" if step % 2 else "inflight"))
-                pair.turns()
+                pair.run_until_idle()
             else:
                 asked.append(pair.forward(run, first + 1))
             if step == move_at and run == runs[0]:
                 moved(pair, run)
             asked.append(pair.train(run, first + 2, (7, step, 9)))
             asked.append(pair.submit(run, first + 3, "optim_step", {**OPTIM}))
-            pair.turns()
+            pair.run_until_idle()
         asked += [pair.sample(session, step) for session in published[-3:]]
-        pair.turns()
+        pair.run_until_idle()
     return [outcome.body for one in asked if (outcome := pair.outcome(one)) and outcome.error is None]
 
 
@@ -301,7 +298,7 @@ def stepped(pair: Pair, run: str, seq_id: int) -> float:
     """Take one more optimizer step on any engine; return the run's step count."""
     pair.train(run, seq_id)
     asked = pair.step(run, seq_id + 1)
-    pair.turns()
+    pair.run_until_idle()
     return pair.optimizer_step(asked)
 
 
@@ -334,10 +331,10 @@ def test_a_run_that_wakes_while_it_is_written_stays(fakes: Pair) -> None:
     fakes.train(RUN, 3)
     fakes.look()
     assert [fakes.owner(run) for run in runs] == [0, 0]
-    fakes.turns()
+    fakes.run_until_idle()
     assert fakes.owner(RUN) == 0
     asked = fakes.step(RUN, 4)
-    fakes.turns()
+    fakes.run_until_idle()
     assert fakes.optimizer_step(asked) == 2
 
 
@@ -368,7 +365,7 @@ def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
     fakes.owned(OTHER)
     run = fakes.owned(RUN)
     session = fakes.publish(run, 1, 0)
-    fakes.turns()
+    fakes.run_until_idle()
     fakes.look()
     fakes.engines[0]._versions._written.clear()  # as if it had a later snapshot
     fakes.join()
@@ -377,6 +374,6 @@ def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
     fakes.look()
     assert fakes.owner(run) == 1
     asked = fakes.sample(session)
-    fakes.turns()
+    fakes.run_until_idle()
     outcome = fakes.outcome(asked)
     assert outcome is not None and outcome.error is None

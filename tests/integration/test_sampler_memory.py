@@ -218,7 +218,7 @@ def test_an_engine_hands_fewer_samples_to_a_sampler_that_has_no_memory(
         return step()
 
     monkeypatch.setattr(sampler, "step", short)
-    bench.turns()
+    bench.run_until_idle()
     for number, name in enumerate(names):
         outcome = bench.outcome(name, tenant=f"t{number}")
         assert outcome is not None, name

@@ -24,7 +24,7 @@ from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
 from tinsmith.engine.__main__ import open_stores
 from tinsmith.engine.sampler_loop import SamplerEngine
-from tinsmith.engine.settling import TurnFailedError
+from tinsmith.engine.settling import IterationFailedError
 from tinsmith.engine.transfer import VersionFetcher, VersionSources
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
@@ -146,7 +146,7 @@ def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_
 def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: FaultyBench, moment: Moment) -> None:
     bench.model(ONE)
     bench.train(ONE, 1)
-    bench.turns()
+    bench.run_until_idle()
     sampler = bench.base_sampler()
     bench.restart()
     step, sample = bench.step(ONE, 2), bench.sample(sampler)
@@ -180,7 +180,7 @@ def test_finished_requests_are_settled_once_without_a_restart(bench: FaultyBench
         bench.models.create(new_model(ONE))
     if kind == "gone":
         bench.submit(ONE, None, "unload_model", {"reason": "enough"})
-        bench.turns()
+        bench.run_until_idle()
     request = requests[kind]()
     if kind == "cancel":
         bench.futures.cancel("alice", request, "not wanted")
@@ -279,7 +279,7 @@ def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[W
         while bench.pending():
             try:
                 bench.run()
-            except (exc.SQLAlchemyError, TurnFailedError):
+            except (exc.SQLAlchemyError, IterationFailedError):
                 restarts += 1
                 bench.restart()
         counts = bench.db.counts
@@ -341,13 +341,13 @@ def test_a_settlement_that_cannot_succeed_ends_the_engine_and_its_successor_fini
     sampler = bench.base_sampler()
     trained = bench.train(ONE, 1)
     if during == "a replay":
-        bench.turns()
+        bench.run_until_idle()
         bench.restart()
     step, sample = bench.step(ONE, 2), bench.sample(sampler)
     bench.engine._arrivals.fetch()
     bench.engine._sampling._admit(bench.engine._queues)
     at_settlement(bench, "uncommitted", error)
-    with pytest.raises((TurnFailedError, LeaseLostError)) as raised:
+    with pytest.raises((IterationFailedError, LeaseLostError)) as raised:
         bench.run()
     assert error in (raised.value, raised.value.__cause__)
     assert bench.outcome(step) is None and bench.outcome(sample) is None
@@ -367,7 +367,7 @@ def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: Fa
         raise lost()
 
     bench.futures.settle = settle  # type: ignore[method-assign]
-    with pytest.raises(TurnFailedError):
+    with pytest.raises(IterationFailedError):
         bench.engine.run(lambda: next(told, True))
     bench.futures.settle = original  # type: ignore[method-assign]
     bench.restart()
@@ -496,6 +496,6 @@ def test_a_sampler_whose_server_refuses_to_sleep_is_ready_again_with_the_reason(
         with bench.db.engine.begin() as connection:
             connection.execute(ENGINES.update().values(state=before))
         bench.engine._next_check = 0.0
-        bench.engine.turn(0.0)
+        bench.engine.run_once(0.0)
         row = samplers.find(ENGINE)
         assert (row["state"], row["reason"], row["address"]) == (after, "no sleep mode", RefusingServer.address)

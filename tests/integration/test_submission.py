@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,9 @@ import pytest
 import zstandard
 
 from support.http_harness import ALICE, BASE, Harness, close, make_harness, pass_bytes, sample_request
-from tinsmith.api.operation import SHORT_BYTES
 from tinsmith.errors import UserError
-from tinsmith.store.futures import Futures
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.bodies import is_within
 
 
 @pytest.fixture
@@ -28,29 +24,6 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
         pytest.skip("of a database across a network, nothing is asked on the event loop")
     yield made
     close(made)
-
-
-def on_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.fixture
-def stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Record the calls that store a request, and whether they run on an event loop."""
-    called: list[tuple[str, bool]] = []
-    for name in ("submit", "submit_nowait"):
-        real = getattr(Futures, name)
-
-        def spied(*args: object, real: object = real, name: str = name, **named: object) -> object:
-            called.append((name, on_a_loop()))
-            return real(*args, **named)  # type: ignore[operator]
-
-        monkeypatch.setattr(Futures, name, spied)
-    return called
 
 
 def step(model_id: str, seq_id: int | None = 1) -> dict[str, object]:
@@ -65,43 +38,12 @@ def send(harness: Harness, body: bytes, **headers: str) -> dict:
     return answer.json()
 
 
-def test_a_short_request_is_stored_on_the_event_loop(harness: Harness, stores: list[tuple[str, bool]]) -> None:
+def test_requests_are_stored_by_threads_and_the_loop_does_not_wait_for_another_writer(
+    harness: Harness, tmp_path: Path
+) -> None:
     model_id, session_id = harness.model(), harness.session()
     sampler = harness.sampler(session_id)
-    stores.clear()
-    assert harness.ok("optim_step", step(model_id)) == {"request_id": f"{model_id}:1", "model_id": model_id}
-    send(harness, pass_bytes(model_id, seq_id=2))
-    packed = zstandard.ZstdCompressor().compress(pass_bytes(model_id, seq_id=3))
-    send(harness, packed, **{"content-encoding": "zstd"})
-    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
-    refused = harness.ok("asample", asked)
-    assert refused["request_id"] == f"{sampler}:0"
-    assert stores == [("submit_nowait", True)] * 4
-    assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
-    assert harness.woken == ["local/tiny"] * 5  # the last was refused; an engine must skip it
-
-
-def test_a_long_one_and_one_without_a_number_are_stored_by_a_thread(
-    harness: Harness, stores: list[tuple[str, bool]]
-) -> None:
-    model_id = harness.model()
-    stores.clear()
-    long = step(model_id) | {"type": "x" * SHORT_BYTES}
-    harness.ok("optim_step", long)
-    streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not declare its length
-    packed = streamed.compress(pass_bytes(model_id, seq_id=2)) + streamed.flush()
-    send(harness, packed, **{"content-encoding": "zstd"})
-    assert stores == [("submit", False)] * 2
-    assert harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:3:")
-    assert stores == [("submit", False)] * 3
-
-
-def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
-    harness: Harness, stores: list[tuple[str, bool]], tmp_path: Path
-) -> None:
-    model_id = harness.model()
     harness.get("healthz")  # caches the authentication
-    stores.clear()
     with (
         sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None) as other,
         harness.client,
@@ -109,20 +51,28 @@ def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
     ):
         other.execute("BEGIN IMMEDIATE")
         storing = pool.submit(harness.ok, "optim_step", step(model_id))
-        while len(stores) < 2:
+        for _ in range(20):
             assert harness.get("healthz").status_code == 200
         assert not storing.done()
         other.execute("ROLLBACK")
-        assert storing.result()["request_id"] == f"{model_id}:1"
-    assert stores == [("submit_nowait", True), ("submit", False)]
+        assert storing.result() == {"request_id": f"{model_id}:1", "model_id": model_id}
     assert [row.request_id for row in harness.pending()] == [f"{model_id}:1"]
+    send(harness, pass_bytes(model_id, seq_id=2))
+    packed = zstandard.ZstdCompressor().compress(pass_bytes(model_id, seq_id=3))
+    send(harness, packed, **{"content-encoding": "zstd"})
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    refused = harness.ok("asample", asked)
+    assert refused["request_id"] == f"{sampler}:0"
+    assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
+    assert harness.woken == ["local/tiny"] * 5  # the last was refused; an engine must skip it
+    streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not declare its length
+    packed = streamed.compress(pass_bytes(model_id, seq_id=4)) + streamed.flush()
+    send(harness, packed, **{"content-encoding": "zstd"})
+    assert harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:5:")
 
 
-def test_blocking_validation_runs_on_a_thread(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged_by: list[bool] = []
-
+def test_a_sequence_that_cannot_be_admitted_is_the_answer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def admit(*_args: object) -> None:
-        judged_by.append(on_a_loop())
         raise UserError("not today")
 
     monkeypatch.setattr(Sequences, "admit", admit)
@@ -134,17 +84,6 @@ def test_blocking_validation_runs_on_a_thread(harness: Harness, monkeypatch: pyt
     del inputs["weights"]
     body = message.SerializeToString()
     assert "not today" in harness.result(send(harness, body)["request_id"])["error"]
-    assert judged_by == [False]
-
-
-def test_a_body_is_short_if_it_says_so_decoded() -> None:
-    packed = zstandard.ZstdCompressor().compress(bytes(1000))
-    assert is_within(bytes(10), None, 10)
-    assert not is_within(bytes(11), None, 10)
-    assert is_within(packed, "zstd", 1000)
-    assert not is_within(packed, "zstd", 999)
-    assert not is_within(b"no frame at all", "zstd", 1000)
-    assert not is_within(packed, "zstd", len(packed) - 1)
 
 
 # A seq_id has one request: no request is acknowledged before it is stored.
@@ -167,9 +106,8 @@ def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_
     model_id = any_harness.model()
     taken = any_harness.ok("optim_step", step(model_id, None))["request_id"]
     assert taken.startswith(f"{model_id}:1:")
-    for body in (step(model_id, 1), step(model_id, 1) | {"type": "x" * SHORT_BYTES}):  # on the loop, and on a thread
-        detail = refused(any_harness, "optim_step", body)
-        assert "seq_id 1 of model" in detail and "without a seq_id" in detail
+    detail = refused(any_harness, "optim_step", step(model_id, 1))
+    assert "seq_id 1 of model" in detail and "without a seq_id" in detail
     assert any_harness.post("retrieve_future", {"request_id": f"{model_id}:1"}).status_code == 404
     # The next seq_ids are free for clients of both kinds.
     assert any_harness.ok("optim_step", step(model_id, 2))["request_id"] == f"{model_id}:2"

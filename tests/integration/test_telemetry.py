@@ -76,7 +76,7 @@ def test_each_optimizer_step_has_a_point_with_its_passes_metrics(bench: Bench) -
     bench.forward(model, 4)
     bench.train(model, 5)
     bench.step(model, 6)
-    bench.turns()
+    bench.run_until_idle()
     first, second = points(bench)
     losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2)]
     assert (first.source, first.step, second.step) == ("server", 1, 2)
@@ -103,18 +103,18 @@ def test_steps_are_counted_on_after_a_restart(bench: Bench) -> None:
     for number in (1, 3):
         bench.train(model, number)
         bench.step(model, number + 1)
-    bench.turns()
+    bench.run_until_idle()
     bench.restart()
     bench.train(model, 5)
     bench.step(model, 6)
-    bench.turns()
+    bench.run_until_idle()
     assert [point.step for point in points(bench)] == [1, 2, 3]
 
 
 def test_a_step_that_was_refused_has_no_point(bench: Bench) -> None:
     model = bench.model()
     bench.submit(model, 1, "optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}})
-    bench.turns()
+    bench.run_until_idle()
     assert bench.error(f"{model}:1")
     assert points(bench) == []
 
@@ -183,7 +183,7 @@ def test_a_pass_without_any_weight_has_no_loss_per_token(bench: Bench) -> None:
     model = bench.model()
     bench.train(model, 1, weights=(0, 0, 0))
     bench.step(model, 2)
-    bench.turns()
+    bench.run_until_idle()
     (point,) = points(bench)
     assert point.metrics["tokens:sum"] == 3 and "loss_per_token" not in point.metrics
 
@@ -195,7 +195,7 @@ def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> N
     bench.step(model, 3)
     bench.forward(model, 4, weights=(0, 2, 0))
     bench.step(model, 5)
-    bench.turns()
+    bench.run_until_idle()
     first, second = points(bench)
     losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2, 4)]
     assert first.metrics["loss_per_token"] == pytest.approx((losses[0] + losses[1]) / 1.5)
@@ -298,7 +298,7 @@ def test_a_snapshot_is_recorded_with_its_run_and_its_time(bench: Bench) -> None:
     model, began = bench.model(), now()
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
-    bench.turns(200)
+    bench.run_until_idle(200)
     bench.engine.flush()
     bench.engine._recorder.flush()
     ((_, snapshot),) = records.recent_steps.newest(BASE, snapshots=True)
@@ -345,7 +345,7 @@ def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
     two = bench.model("b:train:0", "bob")
     bench.train(one, 1, tenant="alice")
     bench.train(two, 1, tokens=(1, 2, 3, 4), tenant="bob")
-    bench.turns()
+    bench.run_until_idle()
     bench.engine._recorder.flush()
     steps = [step for _, step in RecentSteps(bench.db).newest(BASE)]
     assert len(steps) == 3, "two creations, and the passes together"
@@ -368,10 +368,10 @@ def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
 def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
-    bench.turns()
+    bench.run_until_idle()
     for number in range(5):
         bench.sample(sampler, number)
-    bench.turns()
+    bench.run_until_idle()
     kept = KeptSamples(bench.db)
     found, total = kept.page("alice", 10, 0)
     assert [one.request_id for one, _ in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3

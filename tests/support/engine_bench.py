@@ -1,4 +1,4 @@
-"""An engine that tests run turn by turn, with a real database and the fake backend."""
+"""An engine that tests run iteration by iteration, with a real database and the fake backend."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ class Bench:
         self.server_mailbox.close()
         self.db.close()
 
-    def turns(self, count: int = 30) -> None:
-        """Run turns until there is no work, at most `count`."""
+    def run_until_idle(self, count: int = 30) -> None:
+        """Run iterations until there is no work, at most `count`."""
         for _ in range(count):
-            busy = self.engine.turn(0.0) or self.engine.turn(0.0)
+            busy = self.engine.run_once(0.0) or self.engine.run_once(0.0)
             self.engine.flush()
             if not busy:
                 return
@@ -131,7 +131,7 @@ class Bench:
         new = NewModel(name, name.split(":")[0], tenant, BASE, LoraSpec(4))
         self.models.create(new)
         self.submit(name, 0, "create_model", {}, tenant=tenant)
-        self.turns()
+        self.run_until_idle()
         return name
 
     def submit(
@@ -245,5 +245,5 @@ class Bench:
 
 def saved(bench: Bench, model: str, seq_id: int, **more: object) -> str:
     request_id = bench.submit(model, seq_id, "save_weights", {"path": "one"} | more)
-    bench.turns()
+    bench.run_until_idle()
     return request_id

@@ -17,7 +17,7 @@ from support.databases import fresh_url
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.db.database import Database
-from tinsmith.runtime.background import STEADY_S, Background, Backoff, kept_thread
+from tinsmith.runtime.background import STEADY_S, Background, Backoff, supervised_thread
 from tinsmith.settings import Settings
 
 SOURCE = Path(serving.__file__).parents[1]
@@ -48,7 +48,7 @@ THREADS_OF_THEIR_OWNERS = {
     "cli/main.py": "prints the work of each minute",
     "cli/serve_role.py": "ends the process with its shell",
     "backends/distributed/processes.py": "ends a rank with its engine",
-    "cluster/early.py": "waits for a process",
+    "cluster/engine_process.py": "waits for a process",
     "cluster/ray/shell.py": "ends a process",
     "samplers/remote/client.py": "the client's event loop",
     "samplers/remote/attendant.py": "ends the sampler's process with its engine",
@@ -57,7 +57,7 @@ THREADS_OF_THEIR_OWNERS = {
     "batch/worker/child.py": "reads what is asked, and ends the process with its parent",
     "batch/worker/children.py": "follows a child until its end",
 }
-"""The files that start threads, and their work; every other thread is a `kept_thread`."""
+"""The files that start threads, and their work; every other thread is a `supervised_thread`."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -119,7 +119,7 @@ def test_a_thread_is_kept_as_a_task_is() -> None:
         if len(begun) < 3:
             raise RuntimeError("nothing expected this")
 
-    kept_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
+    supervised_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
     assert (len(begun), failures) == (3, {"lease": 2})
 
 
@@ -129,7 +129,7 @@ def test_a_thread_that_pauses_ends_when_its_work_is_over() -> None:
 
     ended = threading.Event()
     ended.set()
-    thread = kept_thread("lease", work, ended.wait)
+    thread = supervised_thread("lease", work, ended.wait)
     thread.join(20)
     assert not thread.is_alive()
 

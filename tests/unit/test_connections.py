@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 import uvicorn
 
 from tinsmith.api import connections
-from tinsmith.api.connections import JOINED_BYTES, LINGER_S, MAX_HEAD_BYTES, Connection
+from tinsmith.api.connections import LINGER_S, MAX_HEAD_BYTES, Connection
 
 HEAD_S, SILENCE_S, LITTLE_S = 0.3, 0.4, 0.05
 LONG_S = 10.0  # for slow machines; nothing here takes as long
@@ -196,63 +195,3 @@ def test_framing_without_end_is_refused(client: socket.socket, more: bytes) -> N
 def test_a_field_behind_the_body_is_no_header(client: socket.socket) -> None:
     client.sendall(CHUNKED + b"1\r\nx\r\n0\r\nX-API-Key: tml-late\r\n\r\n")
     assert client.recv(1000).endswith(b"1 host transfer-encoding")
-
-
-class Noting:
-    """A transport that records writes."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-        self.closing = False
-
-    def write(self, data: bytes) -> None:
-        assert not self.closing
-        self.written.append(data)
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def close(self) -> None:
-        self.closing = True
-
-
-def joining(note: Noting) -> connections._BufferedTransport:
-    return connections._BufferedTransport(cast(asyncio.Transport, note), asyncio.get_running_loop())
-
-
-def test_writes_in_one_loop_iteration_are_sent_together() -> None:
-    async def talk() -> None:
-        note = Noting()
-        joined = joining(note)
-        joined.write(b"head ")
-        joined.write(b"body")
-        assert note.written == []
-        await asyncio.sleep(0)
-        assert note.written == [b"head body"]
-        joined.write(b"at once")
-        joined.flush()
-        joined.flush()
-        await asyncio.sleep(0)
-        assert note.written == [b"head body", b"at once"]
-        joined.write(b"last")
-        joined.close()
-        assert (note.written[-1], note.closing) == (b"last", True)
-
-    asyncio.run(talk())
-
-
-def test_large_writes_are_not_buffered_and_keep_their_order() -> None:
-    async def talk() -> None:
-        note = Noting()
-        joined = joining(note)
-        large = bytes(JOINED_BYTES)
-        for piece in (b"head", large, b"tail"):
-            joined.write(piece)
-        joined.flush()
-        assert note.written == [b"head", large, b"tail"]
-        joined.write(b"to nobody")
-        note.closing = True
-        await asyncio.sleep(0)
-        assert len(note.written) == 3
-
-    asyncio.run(talk())

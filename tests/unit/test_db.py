@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from support.databases import POSTGRES, SQLITE, bare_url
+from support.databases import POSTGRES, bare_url
 from tinsmith.db.database import IDLE_IN_TRANSACTION_S, Database, sqlalchemy_url
 from tinsmith.db.schema import ENGINES, FUTURES, METADATA
 from tinsmith.errors import SettingsError
@@ -256,38 +256,4 @@ def test_a_connection_that_was_cut_is_replaced(tmp_path: Path) -> None:
     with db.write() as connection:
         assert connection.scalar(me) != cut
     other.close()
-    db.close()
-
-
-def test_a_writer_in_a_hurry_writes_at_once_or_not_at_all(tmp_path: Path) -> None:
-    db = Database(bare_url(tmp_path, SQLITE), patience_s=600)
-    db.migrate()
-    with db.write_nowait() as connection:
-        assert connection is not None
-        connection.execute(ENGINES.insert().values(ROW))
-    with db.write(), db.write_nowait() as connection:  # another thread of this process would be the same
-        assert connection is None
-    with sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with db.write_nowait() as connection:
-            assert connection is None
-        other.execute("ROLLBACK")
-    with pytest.raises(ZeroDivisionError), db.write_nowait() as connection:
-        assert connection is not None
-        connection.execute(ENGINES.insert().values(ROW | {"engine_id": "c"}))
-        raise ZeroDivisionError
-    with db.write_nowait() as connection:
-        assert connection is not None
-        assert connection.scalars(sa.select(ENGINES.c.engine_id)).all() == ["b"]
-        assert connection.exec_driver_sql("PRAGMA wal_autocheckpoint").scalar() == 0
-    db.close()
-
-
-def test_the_fence_holds_for_writers_in_a_hurry(tmp_path: Path) -> None:
-    def fence(_connection: sa.Connection) -> None:
-        raise ZeroDivisionError
-
-    db = Database(bare_url(tmp_path, SQLITE), fence)
-    with pytest.raises(ZeroDivisionError), db.write_nowait():
-        pass
     db.close()

@@ -40,7 +40,7 @@ def taken(engines: Engines, lease_s: float = LONG_S, index: int = 0) -> Lease:
 
 def freed(engines: Engines, db: Database) -> list[str]:
     """The engines whose runs another engine frees because they are dead."""
-    return Ownership(db, BASE, engines.id_of(Seat(BASE, index=9))).free_lapsed()
+    return Ownership(db, BASE, engines.id_of(Seat(BASE, index=9))).free_expired()
 
 
 def run_of(db: Database, lease: Lease | None = None, model_id: str = "s:train:0") -> str:
@@ -242,7 +242,7 @@ def test_an_engine_that_lost_its_lease_writes_nothing(
     new = taken(there)
     current = Database(database_url, fence(new))
     ownership = Ownership(current, BASE, new.engine_id)
-    assert ownership.free_lapsed() == [old.engine_id]
+    assert ownership.free_expired() == [old.engine_id]
     assert ownership.claim([request.request_id]) == {request.request_id}
     cleaned: list[str] = []
     effects = [MODELS.update().values(reason="written by the stale one")]

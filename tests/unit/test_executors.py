@@ -145,9 +145,9 @@ def test_a_dead_samplers_requests_move_to_the_others_and_it_settles_none(rows: R
     one, two, dead = rows.sampler(0), rows.sampler(1), rows.sampler(2)
     lease = rows.engines.take(Seat(BASE, "sampler", 2), 60)
     names = [rows.sample(number, dead) for number in range(20)]
-    assert Ownership(rows.db, BASE, one).free_lapsed() == [], "its lease has not expired"
+    assert Ownership(rows.db, BASE, one).free_expired() == [], "its lease has not expired"
     rows.lapse(dead)
-    assert Ownership(rows.db, BASE, one).free_lapsed() == [dead]
+    assert Ownership(rows.db, BASE, one).free_expired() == [dead]
     owners = rows.owners()
     assert sorted(owners) == sorted(names)
     assert Counter(owners.values()) == {one: 10, two: 10}
@@ -165,7 +165,7 @@ def test_late_assignments_to_a_freed_sampler_are_freed_again(rows: Rows) -> None
     one, dead = rows.sampler(0), rows.sampler(1)
     rows.engines.release(Seat(BASE, "sampler", 1), "restarting")
     late = rows.sample(1, dead)  # by a server whose view was half a second old
-    Ownership(rows.db, BASE, one).free_lapsed()
+    Ownership(rows.db, BASE, one).free_expired()
     assert rows.owners() == {late: one}
 
 
@@ -191,7 +191,7 @@ def test_a_sampler_reassigns_requests_that_it_has_not_begun(rows: Rows, to_sampl
     one, two = rows.sampler(0), rows.sampler(1)
     names = [rows.sample(number, one) for number in range(3)]
     theirs = rows.sample(3, two)
-    rows.executors.hand_on(BASE, one, [*names[:2], theirs], to_samplers=to_samplers)
+    rows.executors.reassign(BASE, one, [*names[:2], theirs], to_samplers=to_samplers)
     expected = two if to_samplers else None
     assert rows.owners() == {names[0]: expected, names[1]: expected, names[2]: one, theirs: two}
 
@@ -217,7 +217,7 @@ def test_a_request_to_cancel_that_came_too_late_follows_its_sample(rows: Rows) -
     (cancel,) = (request for request in rows.owners() if ":cancel" in request)
     late = Ownership(rows.db, BASE, one)
     assert not late.forward(cancel, name), "it is this one's"
-    rows.executors.hand_on(BASE, one, [name], to_samplers=True)
+    rows.executors.reassign(BASE, one, [name], to_samplers=True)
     assert late.forward(cancel, name)
     assert rows.owners() == {name: two, cancel: two}
     rows.futures.settle([Settlement(name, body=b"{}")], {})

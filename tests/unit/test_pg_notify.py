@@ -179,14 +179,14 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
     second = bench.step(model, 2)
     deadline = time.monotonic() + 10
     while second not in bench.engine._queues.known and time.monotonic() < deadline:
-        bench.engine.turn(0.1)
+        bench.engine.run_once(0.1)
     assert second in bench.engine._queues.known and bench.outcome(second) is None, "it waits for the first"
     bench.engine._next_check = time.monotonic() + 60  # without the slow poll
     slow.go.set()
     thread.join()
     deadline = time.monotonic() + SOON_S + 5
     while bench.outcome(second) is None and time.monotonic() < deadline:
-        bench.engine.turn(SOON_S)
+        bench.engine.run_once(SOON_S)
     assert bench.outcome(second) is not None
     mailbox.close()
     slow.close()

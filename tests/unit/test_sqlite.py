@@ -50,15 +50,12 @@ def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
 
 
 def test_an_unfinished_transaction_is_rolled_back_before_the_next(lite: Database) -> None:
-    for write in (lite.write, lite.write_nowait):
-        with pytest.raises(RuntimeError), write() as connection:
-            assert connection is not None
-            ADD.count(connection, {"name": "lost"})
-            raise RuntimeError
-        with write() as connection:
-            assert connection is not None
-            ADD.count(connection, {"name": write.__name__})
-    assert names(lite) == ["write", "write_nowait"]
+    with pytest.raises(RuntimeError), lite.write() as connection:
+        ADD.count(connection, {"name": "lost"})
+        raise RuntimeError
+    with lite.write() as connection:
+        ADD.count(connection, {"name": "written"})
+    assert names(lite) == ["written"]
 
 
 def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_afterwards(lite: Database) -> None:
@@ -106,6 +103,4 @@ def test_the_duration_of_each_use_is_reported(lite: Database) -> None:
     names(lite)
     with pytest.raises(RuntimeError), lite.write():
         raise RuntimeError
-    with lite.write_nowait():
-        pass
-    assert len(used) == 3 and all(seconds > 0 for seconds in used)
+    assert len(used) == 2 and all(seconds > 0 for seconds in used)

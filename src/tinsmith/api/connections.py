@@ -2,8 +2,7 @@
 
 The protocol bounds the size of a request's head and of chunk framing, the time for receiving a head, and the idle time
 of a client that sends or receives. It drops trailers, because a proxy validates only the head, and refuses WebSockets.
-It joins the writes of one iteration of the event loop, so that the head of a response and a short body leave in one
-system call. uvicorn does everything else. This module knows no paths and no keys.
+uvicorn does everything else. This module knows no paths and no keys.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -33,45 +31,8 @@ body before they read the response.
 """
 
 
-JOINED_BYTES = 64 * 1024
-"""Largest body that is copied into one write with its head; above this size a second system call is cheaper."""
-
-
 class _HeadTooLargeError(Exception):
     """Stops the parser."""
-
-
-class _BufferedTransport:
-    """A transport that buffers writes until the current iteration of the event loop ends or `flush` is called."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._held_bytes + len(data) > JOINED_BYTES:
-            self.flush()
-            self._transport.write(data)
-            return
-        if not self._held:
-            self._loop.call_soon(self.flush)
-        self._held.append(data)
-        self._held_bytes += len(data)
-
-    def flush(self) -> None:
-        if self._held:
-            held, self._held, self._held_bytes = self._held, [], 0
-            if not self._transport.is_closing():
-                self._transport.write(b"".join(held))
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
 
 
 class Connection(HttpToolsProtocol):
@@ -87,8 +48,7 @@ class Connection(HttpToolsProtocol):
     _sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._buffered = _BufferedTransport(transport, self.loop)
-        super().connection_made(cast(asyncio.Transport, self._buffered))
+        super().connection_made(transport)
         self._await_more(HEAD_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -152,7 +112,6 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._buffered.flush()
         super().on_response_complete()
         if not self._in_head:
             self._until = self.loop.time() + LINGER_S

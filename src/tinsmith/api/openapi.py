@@ -163,7 +163,11 @@ def _described(operation: Operation) -> Schema:
         "responses": {str(status): _answered(operation, status) for status in statuses(operation)},
     }
     if operation.takes:
-        described["requestBody"] = {"required": True, "content": _contents(operation)}
+        content = {
+            takes: {"schema": {"description": PROTO_PASS} if takes == PROTO_TYPE else deepcopy(body_schema(operation))}
+            for takes in operation.takes
+        }
+        described["requestBody"] = {"required": True, "content": content}
     if not operation.keyed:
         described["security"] = []
     return described
@@ -184,13 +188,6 @@ def _parameters(operation: Operation) -> list[Schema]:
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
     return in_path + [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
-
-
-def _contents(operation: Operation) -> Schema:
-    return {
-        takes: {"schema": {"description": PROTO_PASS} if takes == PROTO_TYPE else deepcopy(body_schema(operation))}
-        for takes in operation.takes
-    }
 
 
 def _answered(operation: Operation, status: int) -> Schema:

@@ -3,13 +3,12 @@
 The declaration defines the route, the validation of the body, the entry in the OpenAPI document, the row on the
 reference page of routes, and the case of the isolation test. `app.py` collects the declarations of its modules.
 
-A handler has one of three forms:
+A handler has one of two forms:
 
-- A function that takes a `Call`, and the typed body if one is declared, and returns a JSON object. It runs on a worker
-  thread and may use the database. The order is authentication, body size, content type, decoding, validation, the
-  function, the response. `errors` turns exceptions into responses.
-- The same, but it returns a `Submission`, which is stored before the response is sent (`submits`). A short body is
-  validated on the event loop, and stored there if no other writer is active, because a thread switch takes longer.
+- A function that takes a `Call`, and the typed body if one is declared, and returns a JSON object, or a
+  `Submission`, which is stored before the response is sent. It runs on a worker thread and may use the database. The
+  order is authentication, body size, content type, decoding, validation, the function, the response. `errors` turns
+  exceptions into responses.
 - A coroutine function that takes a Starlette request and returns a response. It authenticates and reads the body
   itself.
 
@@ -167,10 +166,6 @@ class Services:
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 
 
-class WouldWaitError(Exception):
-    """The event loop must not handle this request; a worker thread handles it from the start."""
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     services: Services
@@ -181,12 +176,6 @@ class Call:
     headers: Mapping[str, str]
     scheme: str
     peer: str = ""
-    may_wait: bool = True
-
-    def wait(self) -> None:
-        """Call this before work that may block. Raises WouldWaitError on the event loop."""
-        if not self.may_wait:
-            raise WouldWaitError
 
     def fields(self) -> dict[str, object]:
         """The JSON body, for handlers without a typed body."""
@@ -282,24 +271,18 @@ def operation(  # noqa: PLR0913
     keyed: bool = True,
     prefixes: tuple[str, ...] = (PREFIX,),
     at_root: bool = False,
-    submits: bool = False,
     late: bool = False,
     quick: bool = False,
 ) -> Callable[[H], H]:
     """Declare the handler of a path below each of the prefixes. One handler may have several declarations.
 
     The defaults fit most endpoints, and an example automatically contains the required ids of a typed body. `methods`
-    are separated by spaces. `at_root` also serves the path without a prefix. With `submits` the handler returns a
-    `Submission`, and with `late` it takes a `Draft`. `quick` runs the handler on threads that stay free for short,
-    urgent requests when all other threads are busy.
+    are separated by spaces. `at_root` also serves the path without a prefix. With `late` the handler takes a `Draft`.
+    `quick` runs the handler on threads that stay free for short, urgent requests when all other threads are busy.
     """
 
     def declare(handler: H) -> H:
-        if submits:
-            assert isinstance(body, type)
-            endpoint = submission(handler, takes[0], body)
-        else:
-            endpoint = json_endpoint(handler, body, late=late, quick=quick, operators=access is Access.OPERATOR)
+        endpoint = json_endpoint(handler, body, late=late, quick=quick, operators=access is Access.OPERATOR)
         declared = [
             Operation(
                 method=method,
@@ -367,26 +350,30 @@ def json_endpoint(
     handler: Handler,
     body: type[Body] | Schema | None = None,
     *,
+    takes: str = bodies.JSON_TYPE,
     late: bool = False,
     quick: bool = False,
     operators: bool = False,
 ) -> Endpoint:
-    """Make the endpoint of a function that returns a JSON object, for operators only or for every tenant."""
+    """Make the endpoint of a function that returns a JSON object or a Submission, for operators only or for every
+    tenant. `takes` is the content type of its body.
+    """
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
-        sent = b"" if body is None else await read_body(request, bodies.JSON_TYPE)
+        sent = b"" if body is None else await read_body(request, takes)
         encoding = request.headers.get("content-encoding")
 
         def work() -> bytes:
             if operators:
                 _check_operator(services, tenant_id)
             decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
-            call = call_of(request, services, tenant_id, decoded)
+            arguments: list[object] = [call_of(request, services, tenant_id, decoded)]
             if isinstance(body, type):
                 values = read_object(decoded)
-                return orjson.dumps(handler(call, Draft(body, values) if late else validate(body, values)))
-            return orjson.dumps(handler(call))
+                arguments.append(Draft(body, values) if late else validate(body, values))
+            result = handler(*arguments)
+            return orjson.dumps(stored(services, result) if isinstance(result, Submission) else result)
 
         with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
             lane = services.threads.quick if quick else None
@@ -530,53 +517,12 @@ class Submission:
     more: JsonObject = field(default_factory=dict)
 
 
-def submission(handler: Handler, takes: str, model: type[Body] | None = None) -> Endpoint:
-    """Make the endpoint of a function that returns a Submission. `takes` is the content type of its body."""
-
-    async def respond(request: Request) -> Response:
-        services, tenant_id = await authenticate(request)
-        body = await read_body(request, takes)
-        encoding = request.headers.get("content-encoding")
-
-        def submit(*, may_wait: bool) -> Submission:
-            decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
-            call = replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait)
-            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded)))
-            assert isinstance(submitted, Submission)
-            return submitted
-
-        def work() -> JsonObject:
-            return stored(services, submit(may_wait=True))
-
-        with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
-            if services.reads_wait or not bodies.is_within(body, encoding, SHORT_BYTES):
-                content = await run(work)
-            else:
-                try:
-                    submitted = submit(may_wait=False)
-                except WouldWaitError:
-                    content = await run(work)
-                else:
-                    content = _stored_nowait(services, submitted) or await run(stored, services, submitted)
-        return Response(orjson.dumps(content), media_type=bodies.JSON_TYPE)
-
-    return respond
-
-
 def stored(services: Services, submitted: Submission) -> JsonObject:
-    """Store a request and return the response. May wait for other writers."""
+    """Store a request and return the response."""
     if submitted.new.seq_id is None:
-        return _answer(services, submitted, _submit_next(services, submitted))
-    return _answer(services, submitted, services.futures.submit(submitted.new, submitted.refusal))
-
-
-def _stored_nowait(services: Services, submitted: Submission) -> JsonObject | None:
-    if submitted.new.seq_id is None or not services.futures.submit_nowait(submitted.new, submitted.refusal):
-        return None
-    return _answer(services, submitted, submitted.new.request_id)
-
-
-def _answer(services: Services, submitted: Submission, request_id: str) -> JsonObject:
+        request_id = _submit_next(services, submitted)
+    else:
+        request_id = services.futures.submit(submitted.new, submitted.refusal)
     if submitted.refusal is not None:  # a poll of the whole session may already be waiting for it
         services.waiters.settled_from_thread([request_id])
     return {"request_id": request_id, **submitted.more}

@@ -36,7 +36,7 @@ from tinsmith.settings import Settings, client_address, load
 
 if TYPE_CHECKING:
     from tinsmith.cli.plan import PlanRequest
-    from tinsmith.cluster.early import EarlyEngine
+    from tinsmith.cluster.engine_process import EngineProcess
     from tinsmith.server.process import Server
 
 app = typer.Typer(
@@ -276,23 +276,23 @@ def options(
 
 def serve_until_signal(settings: Settings, *, as_json: bool, quiet: bool = True) -> None:
     """Run the process that the settings describe until a signal ends it. Raises SettingsError."""
-    from tinsmith.cluster.early import EarlyEngine
+    from tinsmith.cluster.engine_process import EngineProcess
 
-    early = EarlyEngine.begin(settings)
+    prestarted = EngineProcess.prestart(settings)
     try:
-        _serve_with(settings, early, as_json=as_json, quiet=quiet or as_json)
+        _serve_with(settings, prestarted, as_json=as_json, quiet=quiet or as_json)
     finally:
-        if early:
-            early.close()
+        if prestarted:
+            prestarted.discard()
 
 
-def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool, quiet: bool) -> None:
+def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json: bool, quiet: bool) -> None:
     with importing():
         from tinsmith.server.process import build
         from tinsmith.telemetry.logs import configure_logs
 
     configure_logs(settings.log_level, settings.log_format)
-    server = build(settings, early)
+    server = build(settings, prestarted)
 
     def announce(url: str) -> None:
         models = [shape.name for shape in server.bases]

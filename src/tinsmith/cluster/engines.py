@@ -27,12 +27,12 @@ import structlog
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.cluster.executors import pass_on
+from tinsmith.cluster.executors import reassign_all
 from tinsmith.db.database import Database, Fence, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import supervised_thread
 
 EXIT_UNUSABLE_MODEL = 3
 """Exit status of an engine that cannot serve its model; it is not restarted."""
@@ -145,7 +145,7 @@ class Engines:
         """End the epoch of an engine that has ended, and free its runs. `suspects` is its in-flight note."""
         with self._db.write() as connection:
             values = {"state": state, "reason": reason, "suspects": suspects}
-            vacate(self._db, connection, self.id_of(seat), seat.base_model, **values)
+            end_epoch(self._db, connection, self.id_of(seat), seat.base_model, **values)
 
     # Reads.
 
@@ -202,14 +202,14 @@ class Engines:
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}
 
 
-def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
+def end_epoch(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
     """Within the caller's transaction: end the epoch of a seat's process and free its runs and samples."""
     seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
     # On Postgres this waits for the last transaction of that process, unlike the update alone.
     connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
     connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
     connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
-    pass_on(db, connection, engine_id, base_model)
+    reassign_all(db, connection, engine_id, base_model)
     db.notify(connection, engine_mailbox(base_model), [EVERYTHING])
 
 
@@ -252,7 +252,7 @@ class Renewal:
         self._on_loss = on_loss
         self.lost = False
         self._ended = threading.Event()
-        self._thread = kept_thread("lease", self._run, self._ended.wait)
+        self._thread = supervised_thread("lease", self._run, self._ended.wait)
 
     def _run(self) -> None:
         while not self._ended.wait(self._lease_s / 3):

@@ -1,9 +1,9 @@
 """Executors: which process computes a sample, and how the server chooses it.
 
 A pending sample without an executor belongs to the engines. A sample with an executor belongs to that process while its
-lease is valid. The first sampler or engine that notices an expired lease calls `engines.vacate`. It ends the epoch, so
-that late settlements have no effect, and reassigns the samples to the remaining samplers or to the engines. A stopping
-process reassigns its samples in the same way.
+lease is valid. The first sampler or engine that notices an expired lease calls `engines.end_epoch`. It ends the epoch,
+so that late settlements have no effect, and reassigns the samples to the remaining samplers or to the engines. A
+stopping process reassigns its samples in the same way.
 
 `Dispatch` chooses the executor before the row is written, so that the choice costs no transaction. With dedicated
 samplers it uses `routing`. It chooses none without them, and for inflight versions, whose weights change under their
@@ -117,7 +117,7 @@ class Executors:
         mine = (ENGINES.c.engine_id == executor) & (ENGINES.c.state == before)
         return self._db.execute(ENGINES.update().where(mine).values(state=after, reason=reason)) == 1
 
-    def hand_on(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
+    def reassign(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
         """Reassign requests that a sampler has not begun, to the other samplers, if any, or else to the engines."""
         with self._db.write() as connection:
             others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
@@ -139,7 +139,7 @@ def live_samplers(db: Database, base_model: str) -> sa.Select[str]:
     )
 
 
-def pass_on(db: Database, connection: sa.Connection, executor: str, base_model: str) -> None:
+def reassign_all(db: Database, connection: sa.Connection, executor: str, base_model: str) -> None:
     """Within the caller's transaction: reassign the pending requests of an executor that has ended.
 
     A sampler's requests are spread evenly over the remaining samplers. Without other samplers, and for engines, they

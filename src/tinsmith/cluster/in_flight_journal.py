@@ -46,7 +46,7 @@ class Note:
             return cls([], {})
 
 
-def note_path(data_dir: Path, engine_id: str) -> Path:
+def journal_path(data_dir: Path, engine_id: str) -> Path:
     """The path of an engine's in-flight note."""
     return data_dir / f"{engine_id}.running"
 
@@ -66,7 +66,7 @@ def after_death(path: Path) -> dict[str, Suspect]:
     return suspects
 
 
-def left_behind(path: Path) -> str | None:
+def read_journal(path: Path) -> str | None:
     """The suspects of `after_death` as the text of a note; None without suspects."""
     suspects = after_death(path)
     return Note([], suspects).text().decode() if suspects else None

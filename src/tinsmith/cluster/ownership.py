@@ -4,8 +4,8 @@ A run belongs to at most one engine (`models.engine_id`), which alone has it in 
 of a run's own versions follow the run. Every other sample, and a cancellation, belongs to the engine or sampler in
 `futures.executor`, if any. The server assigns new work as it stores it (`EngineRouter`); engines claim unassigned work.
 
-The owner of a run changes in two ways only: its engine hands over the idle run to an engine with at least two runs
-fewer, or another process ends the engine's epoch in the transaction that frees its runs (`engines.vacate`). So only the
+The owner of a run changes in two ways only: its engine migrates the idle run to an engine with at least two runs fewer,
+or another process ends the engine's epoch in the transaction that frees its runs (`engines.end_epoch`). So only the
 owner can write.
 
 `EngineRouter` is a server's view of the engines of a base model. A new run goes to the engine with the fewest runs, a
@@ -24,7 +24,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinsmith.cluster.engines import vacate
+from tinsmith.cluster.engines import end_epoch
 from tinsmith.cluster.routing import Loads
 from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS, SAMPLERS
@@ -33,7 +33,7 @@ from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.types import Pending
 
 UNEVEN = 2
-"""An engine hands over runs to one with at least this many fewer; a smaller difference would cause oscillation."""
+"""An engine migrates runs to one with at least this many fewer; a smaller difference would cause oscillation."""
 
 _CANDIDATES = 16
 
@@ -107,7 +107,7 @@ class Ownership:
     """Ownership as one engine reads and changes it."""
 
     def __init__(self, db: Database, base_model: str, engine_id: str, idle_s: float = 0.0) -> None:
-        """Runs idle for `idle_s` may be handed over to engines that were started at least as long ago; 0: never."""
+        """Runs idle for `idle_s` may be migrated to engines that were started at least as long ago; 0: never."""
         self._db = db
         self._idle_s = idle_s
         self.base_model = base_model
@@ -153,9 +153,9 @@ class Ownership:
             self._db.notify(connection, engine_mailbox(self.base_model, owner), [cancel_id])
         return True
 
-    # Hand-over of runs.
+    # Migration of runs.
 
-    def lighter(self) -> str | None:
+    def migration_target(self) -> str | None:
         """An engine with at least UNEVEN runs fewer than this one, or None."""
         if not self._idle_s:
             return None
@@ -174,14 +174,14 @@ class Ownership:
         query = sa.select(MODELS.c.model_id).where(mine, idle).order_by(MODELS.c.last_request_at.desc())
         return self._db.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model})
 
-    def hand_over(self, model_id: str, engine_id: str) -> bool:
-        """Hand over a run if it has no pending requests and the other engine is alive and has UNEVEN runs fewer.
+    def migrate(self, model_id: str, engine_id: str) -> bool:
+        """Migrate a run if it has no pending requests and the other engine is alive and has UNEVEN runs fewer.
 
         All state of the run must be in files, and the caller must drop the run from memory if this returns True.
         """
         alive = (ENGINES.c.state == "ready") & (ENGINES.c.lease_expires_at > self._db.clock())
         seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
-        # Locks the receiving engine's row or skips it: one hand-over to it at a time, and none while it is vacated.
+        # Locks the receiving engine's row or skips it: one migration to it at a time, and none while its epoch ends.
         seat = seat.with_for_update(key_share=True, skip_locked=True)
         both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
         counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
@@ -201,7 +201,7 @@ class Ownership:
 
     # Engines that have ended.
 
-    def free_lapsed(self) -> list[str]:
+    def free_expired(self) -> list[str]:
         """End the epochs of engines with expired leases and free their runs; returns the ids of these engines."""
         has_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         assigned = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
@@ -221,7 +221,7 @@ class Ownership:
                 return False
             ended = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
             state, reason = (row.state, row.reason) if ended else ("lost", "its lease expired")
-            vacate(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
+            end_epoch(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
     def others(self) -> list[str]:

@@ -4,8 +4,6 @@ It runs on an event loop. An engine that dies is restarted with back-off; meanwh
 engines, with its in-flight note (`in_flight_journal`). After MANY_STARTS deaths before it was ready, restarts go on,
 and its row says that it cannot be started: polls for its requests fail with the reason, and the requests stay stored.
 An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `refused` is set.
-Engines read their settings from standard input, because a command line is visible to other users, and stop when it
-closes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import hashlib
 import json
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +25,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.base_models import Bases
-from tinsmith.cluster.early import AdoptedProcess, EarlyEngine
+from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, Engines, Seat
-from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
-from tinsmith.settings import Settings, engine_environment
-from tinsmith.telemetry.metrics import metrics_directory
+from tinsmith.settings import Settings
 from tinsmith.types import ModelShape
 
 STOP_S = 20.0
@@ -49,7 +45,6 @@ MOST_LOG_BYTES, MOST_SHOWN = 16 << 10, 300
 ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit)(?::.*)?$")
 CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@|(?<=[?&;\s])(?:password|token|secret|key)=[^&;\s]+", re.IGNORECASE)
 
-Process = asyncio.subprocess.Process | AdoptedProcess
 
 log = structlog.get_logger()
 
@@ -77,10 +72,10 @@ class Supervisor:
         engines: Engines,
         gone: Callable[[int], None] = lambda _pid: None,
         freed: Callable[[str], None] = lambda _base_model: None,
-        early: EarlyEngine | None = None,
+        prestarted: EngineProcess | None = None,
     ) -> None:
         """`gone` is called with the pid of an engine that has ended, `freed` with its base model."""
-        self._early = early
+        self._prestarted = prestarted
         self._gone = gone
         self._freed = freed
         self._settings = settings
@@ -179,7 +174,7 @@ class Supervisor:
         return True
 
     async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
-        suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
+        suspects = read_journal(journal_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
         await self._write_row(self._engines.release, seat, state, reason, suspects)
         self._freed(seat.base_model)
 
@@ -193,32 +188,18 @@ class Supervisor:
         path = self.log_path(seat)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         spec = self._spec(shape, seat, path)
-        process = self._early.take(spec) if self._early and seat.kind == "engine" else None
-        process = process or await self._started(spec, path)
+        prestarted = self._prestarted
+        if prestarted and seat.kind == "engine" and prestarted.configure(spec):
+            process = prestarted
+        else:
+            process = EngineProcess(self._settings, path)
+            process.configure(spec)
         self.pids.add(process.pid)
         try:
             return await self._wait_for_exit(process)
         finally:
             self.pids.discard(process.pid)
             self._gone(process.pid)
-
-    async def _started(self, spec: bytes, log_path: Path) -> Process:
-        with log_path.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tinsmith.engine",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=engine_environment(
-                    metrics_directory(self._settings.resolved_data_dir), bucket=self._settings.has_bucket
-                ),
-                start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step
-            )
-        assert process.stdin is not None
-        process.stdin.write(spec)
-        return process
 
     def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
         """The line of settings that an engine reads from standard input."""
@@ -228,7 +209,7 @@ class Supervisor:
         spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
         return json.dumps(spec).encode() + b"\n"
 
-    async def _wait_for_exit(self, process: Process) -> int:
+    async def _wait_for_exit(self, process: EngineProcess) -> int:
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -257,7 +238,7 @@ def last_error(log_path: Path) -> str:
     return CREDENTIALS.sub("***", found)[:MOST_SHOWN]
 
 
-async def _end(process: Process, exited: asyncio.Task[int]) -> None:
+async def _end(process: EngineProcess, exited: asyncio.Task[int]) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     done, _ = await asyncio.wait({exited}, timeout=STOP_S)

@@ -94,7 +94,6 @@ class Database:
             self._write_lock = WriteLock(patience_s)
             self.engine: Engine = make_engine(self.url, self._files, self._write_lock.busy_timeout_s)
             self._pool = ConnectionPool(self.engine)
-            self._nowait_pool = ConnectionPool(make_engine(self.url, self._files, 0.0, autocheckpoint=False))
         else:
             self.engine = _postgres_engine(self.url, connections)
             event.listen(self.engine, "connect", _configure_postgres)
@@ -102,7 +101,7 @@ class Database:
     def time_use(self, used: Callable[[float], None]) -> None:
         """Call `used` with the duration in seconds of each use of a connection."""
         if self.is_sqlite:
-            self._pool.on_use = self._nowait_pool.on_use = used
+            self._pool.on_use = used
         else:
             _time_pool(self.engine, used)
 
@@ -111,38 +110,16 @@ class Database:
         if self.is_sqlite:
             with self._write_lock.acquire(), self._pool.connection() as connection:
                 self._write_lock.begin(connection)
-                with self._writing(connection):
-                    yield connection
+                if self._fence:
+                    self._fence(connection)
+                yield connection
+                commit(connection)
+                self.check_files()  # so that a write to a deleted file is not acknowledged
         else:
             with self.engine.begin() as connection:
                 if self._fence:
                     self._fence(connection)
                 yield connection
-
-    @contextmanager
-    def write_nowait(self) -> Iterator[Connection | None]:
-        """As `write`, but yields None if it would wait for another writer or for the disk."""
-        if not self.is_sqlite:
-            yield None
-            return
-        with self._write_lock.try_acquire() as held:
-            if not held:
-                yield None
-                return
-            with self._nowait_pool.connection() as connection:
-                if not self._write_lock.begin_nowait(connection):
-                    yield None
-                    return
-                with self._writing(connection):
-                    yield connection
-
-    @contextmanager
-    def _writing(self, connection: Connection) -> Iterator[None]:
-        if self._fence:
-            self._fence(connection)
-        yield
-        commit(connection)
-        self.check_files()  # so that a write to a deleted file is not acknowledged
 
     def check_files(self) -> None:
         """On SQLite, raise DatabaseMovedError if the database's files are not those that were opened."""
@@ -273,7 +250,6 @@ class Database:
     def close(self) -> None:
         if self.is_sqlite:
             self._pool.close()
-            self._nowait_pool.close()
         else:
             self.engine.dispose()
         if self._files:

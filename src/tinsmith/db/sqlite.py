@@ -100,10 +100,8 @@ def _identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float, *, autocheckpoint: bool = True) -> Engine:
-    """An engine whose connections wait up to `timeout_s` for a lock. Without `autocheckpoint`, commits never copy the
-    log into the database file. `files` is None for a database in memory.
-    """
+def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float) -> Engine:
+    """An engine whose connections wait up to `timeout_s` for a lock. `files` is None for a database in memory."""
 
     def connect() -> sqlite3.Connection:
         if files is None:
@@ -120,8 +118,6 @@ def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float, *, auto
             cursor.execute("PRAGMA foreign_keys=ON")
             # KiB per connection; all share the file in the system's page cache.
             cursor.execute("PRAGMA cache_size=-16384")
-            if not autocheckpoint:
-                cursor.execute("PRAGMA wal_autocheckpoint=0")
 
     # Named parameters, as on Postgres. hide_parameters keeps request bodies out of the log.
     engine = sa.create_engine(url, creator=connect, paramstyle="named", hide_parameters=True)
@@ -240,16 +236,6 @@ class WriteLock:
         finally:
             self._lock.release()
 
-    @contextmanager
-    def try_acquire(self) -> Iterator[bool]:
-        """Whether the lock was free."""
-        acquired = self._lock.acquire(blocking=False)
-        try:
-            yield acquired
-        finally:
-            if acquired:
-                self._lock.release()
-
     def begin(self, connection: Connection) -> None:
         """Begin a writing transaction once no other process writes. Raises OperationalError."""
         deadline = time.monotonic() + self._patience_s
@@ -263,16 +249,6 @@ class WriteLock:
                     self._stuck_until = time.monotonic() + STUCK_S
                     raise
                 log.warning("another process keeps the database locked; waiting for it")
-
-    def begin_nowait(self, connection: Connection) -> bool:
-        """Begin a writing transaction on a connection without a timeout; returns False if another process writes."""
-        try:
-            begin(connection)
-        except OperationalError as error:
-            if not _is_locked(error):
-                raise
-            return False
-        return True
 
 
 def _is_locked(error: OperationalError) -> bool:

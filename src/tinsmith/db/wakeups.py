@@ -18,7 +18,6 @@ import select
 import socket
 import stat
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +102,7 @@ class Mailbox:
         return self._socket.fileno()
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Send a hint to the mailbox `name`, or to the group `name`; undeliverable hints are dropped."""
+        """Send a hint to the mailbox `name`, or to the group `name`; undeliverable hints are dropped. Thread-safe."""
         texts = [payload.encode() for payload in payloads(ids, MAX_DATAGRAM_BYTES)]
         for endpoint in self._known_endpoints():
             if endpoint == name or endpoint.startswith(f"{name}."):
@@ -175,35 +174,6 @@ def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:
         lines.append(request_id)
         size += length
     yield "\n".join(lines)
-
-
-class EngineWaker:
-    """Wakes engines from any thread, after the event loop has sent its current response.
-
-    An engine that wakes earlier competes with that response for a core, which makes a submission half as long again.
-    """
-
-    def __init__(self, mailbox: WakeUps) -> None:
-        self._mailbox = mailbox
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread_id = 0
-
-    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Must be called on the loop's thread."""
-        self._loop, self._thread_id = loop, threading.get_ident()
-
-    def __call__(self, base_model: str, engine_id: str | None = None) -> None:
-        if self._loop is None:
-            return
-        name = engine_mailbox(base_model, engine_id)
-        if threading.get_ident() == self._thread_id:
-            self._loop.call_soon(self._mailbox.wake, name)
-        else:
-            self._loop.call_soon_threadsafe(self._wake_soon, name)
-
-    def _wake_soon(self, name: str) -> None:
-        assert self._loop is not None
-        self._loop.call_soon(self._mailbox.wake, name)
 
 
 _Events = defaultdict[str, set[asyncio.Event]]

@@ -37,7 +37,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend
 from tinsmith.base_models import eos_token_ids, read_shape
-from tinsmith.cluster.early import EARLY
+from tinsmith.cluster.engine_process import PRESTARTED
 from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
@@ -51,7 +51,7 @@ from tinsmith.cluster.engines import (
     holder_of,
 )
 from tinsmith.cluster.executors import SAMPLER, Executors
-from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
@@ -66,7 +66,7 @@ from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, described, evaluate, gib, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
@@ -319,14 +319,14 @@ log = structlog.get_logger()
 
 
 def main() -> int:
-    early = EARLY in sys.argv
-    if early:
+    is_prestarted = PRESTARTED in sys.argv
+    if is_prestarted:
         preload_torch()
     line = sys.stdin.readline()
     if not line:
         return 0  # the server exited before it needed this process
     spec = json.loads(line)
-    if early:
+    if is_prestarted:
         _write_to(spec["log"])
     settings = Settings.model_validate(spec["settings"])
     configure_logs(settings.log_level, settings.log_format)
@@ -351,7 +351,9 @@ def main() -> int:
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
     lock = claim(settings.resolved_data_dir / f"{engine_id}.lock", wait=True)
     assert lock is not None
-    lease = engines.take(seat, settings.engine_lease_s, left_behind(note_path(settings.resolved_data_dir, engine_id)))
+    lease = engines.take(
+        seat, settings.engine_lease_s, read_journal(journal_path(settings.resolved_data_dir, engine_id))
+    )
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
         status = _serve(_Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"])), settings, stopping)
@@ -359,7 +361,7 @@ def main() -> int:
         status = EXIT_LEASE_LOST
     finally:
         renewal.close()
-        _tell_of_another(engines, seat, lease, settings.resolved_data_dir)
+        _report_lock_conflict(engines, seat, lease, settings.resolved_data_dir)
         leases.close()
         lock.close()
     if renewal.lost or status == EXIT_LEASE_LOST:
@@ -409,7 +411,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
     # Loaded modules stay in memory: scanning them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
-    kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
+    supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
     try:
@@ -510,7 +512,7 @@ def _watch_files(database: Database, stopping: threading.Event) -> None:
             stopping.set()
 
 
-def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:
+def _report_lock_conflict(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:
     with contextlib.suppress(SQLAlchemyError):
         if engines.is_taken(seat, lease):
             log.error(

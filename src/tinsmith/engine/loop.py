@@ -1,10 +1,10 @@
 """The engine of one base model: plan, run, settle. The only module in which durable state meets compute.
 
-One thread, one loop. Each turn reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend, settles
-all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing` bounds both
-while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
-the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests that end the
-process. Only the engine settles futures.
+One thread, one loop. Each iteration reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend,
+settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
+bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a
+packed step the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests
+that end the process. Only the engine settles futures.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend, run_to_end
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.cluster.in_flight_journal import note_path
+from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, Pace
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.quarantine import Quarantine
-from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
+from tinsmith.engine.queues import Arrivals, Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
-from tinsmith.engine.settling import DatabaseRetry, Outbox, TurnFailedError
+from tinsmith.engine.scheduler import Fairness, ModelQueue, plan
+from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
@@ -77,7 +77,7 @@ class Engine:
         self._recovery = Recovery(
             backend, stores.futures, stores.models, self._operations, stores.snapshots, self._snapshots, self._passes
         )
-        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, stores.ownership.engine_id))
+        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, stores.ownership.engine_id))
         self.meters = EngineMeters(
             shape.name, stores.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
@@ -90,7 +90,7 @@ class Engine:
             self._prepare_version,
             self._quarantine,
             self._outbox,
-            self._tell,
+            self._send_partials,
             self._timings,
             self.meters,
             shape.vision,
@@ -98,8 +98,6 @@ class Engine:
         self._fairness = Fairness()
         self._costs = CostModel()
         self._pace = Pace(settings.step_seconds)
-        self._batching_window = BatchingWindow()
-        self._hold_s = 0.0
         self._arrivals = Arrivals(
             stores.ownership, stores.futures, stores.models, self._queues, self._quarantine, self._timings, self._fail
         )
@@ -114,14 +112,14 @@ class Engine:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`; finishes and settles a step that has begun.
 
-        A turn interrupted by the database starts again: until a request is settled, it stays in its queue.
+        An iteration that the database interrupts starts again: until a request is settled, it stays in its queue.
         """
         self._database_retry.stopping = stopping
         try:
             self._database_retry.run(self.start)
             while not stopping():
-                self._database_retry.run(partial(self.turn, SAFETY_POLL_S))
-        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
+                self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
+        except (SQLAlchemyError, OSError, LeaseLostError, IterationFailedError):
             self.clear_journal()
             raise
         self.stop()
@@ -153,19 +151,17 @@ class Engine:
         self._arrivals.fetch_late()
         self._quarantine.keep(self._queues.known)
 
-    def turn(self, patience_s: float) -> bool:
+    def run_once(self, patience_s: float) -> bool:
         """One training step and a share of decoding; without either, wait for work. False if there was no work."""
         self._outbox.flush()
         self._snapshots.collect()
         if self._uploads:
             self._settle_uploads()
             patience_s = min(patience_s, POLL_S)
-        trained = self._training_turn()
+        trained = self._run_training_step()
         self._snapshots.evict({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
-        sampled = self._sampling.turn(self._queues, self._decode_share_s if trained else None)
+        sampled = self._sampling.run_once(self._queues, self._decode_share_s if trained else None)
         busy = trained or sampled
-        if self._hold_s:
-            patience_s = min(patience_s, self._hold_s, QUIET_S)  # longer holds only occur where work takes long
         if time.monotonic() >= self._next_check:
             # Also when busy: one tenant's load must not hide a lost wake-up or another tenant's gap.
             self._next_check = time.monotonic() + SAFETY_POLL_S
@@ -211,17 +207,13 @@ class Engine:
 
     # Training.
 
-    def _training_turn(self) -> bool:
+    def _run_training_step(self) -> bool:
         """Run one planned step; False if there was nothing to run."""
         self._unload()
         planned_at = time.time()
         queues = self._queues.model_queues()
         budget = self._step_tokens(queues)
-        step, fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
-        if self._should_hold(step, budget):
-            step = Step(step.optim_steps)  # these delay no pass
-        else:
-            self._fairness = fairness
+        step, self._fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
         if not step:
             return False
         hit("engine.planned")
@@ -240,8 +232,6 @@ class Engine:
         for group in self._quarantine.groups(step.passes):
             self._run_passes(group)
         passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
-        if step.passes:
-            self._batching_window.ran(passes_s)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
         self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
@@ -272,21 +262,13 @@ class Engine:
                 self._arrivals.fetch(self._mailbox.drain())
                 self._pace.record_tenants(self._queues.samples.keys(), time.monotonic())
             self._sampling.admit_loaded(self._queues)
-        except SQLAlchemyError as error:  # the step continues; the next turn polls everything
+        except SQLAlchemyError as error:  # the step continues; the next iteration polls everything
             log.warning("new requests could not be read during a step", error=repr(error))
             self._next_check = 0.0
         except Exception as error:
-            raise TurnFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
+            raise IterationFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
         self._sampling.between(self._pace.decode_between_s(trained_s))
         self._part_began = time.monotonic()
-
-    def _should_hold(self, step: Step, budget: int) -> bool:
-        """Whether the passes of this step wait for others; sets `_hold_s`."""
-        self._hold_s = 0.0
-        tokens = sum(request.num_tokens for request in step.passes)
-        if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
-            self._hold_s = self._batching_window.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
-        return self._hold_s > 0.0
 
     def _unload(self) -> None:
         while self._queues.unloads:
@@ -341,7 +323,7 @@ class Engine:
                 self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
         return ready
 
-    def _tell(self, partials: Sequence[Partial]) -> None:
+    def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
@@ -384,7 +366,7 @@ class Engine:
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
                 outcomes = run_to_end(self._backend.run_passes(passes), self._between)
-        except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next turn retries
+        except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next iteration retries
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not fail the step's others
             if len(ready) > 1:

@@ -1,4 +1,4 @@
-"""How long one turn of an engine may take: the bound that keeps one tenant's flood from delaying others.
+"""How long one iteration of an engine may take: the bound that keeps one tenant's flood from delaying others.
 
 An engine alternates training and decoding, and new requests wait meanwhile. While several tenants have work, or had
 some recently, a step of passes and the decoding after it take at most `step_seconds` together, as predicted by the cost
@@ -33,7 +33,7 @@ SINGLE_TENANT_FACTOR = 5
 
 class Pace:
     def __init__(self, step_seconds: float) -> None:
-        """`step_seconds` bounds a turn among several tenants; 0 disables the bound."""
+        """`step_seconds` bounds an iteration among several tenants; 0 disables the bound."""
         self._step_s = step_seconds
         self._seen_at: dict[str, float] = {}
         self._is_shared = False

@@ -29,12 +29,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import RESTING, Executors
-from tinsmith.cluster.in_flight_journal import note_path
+from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.settling import DatabaseRetry, Outbox, TurnFailedError
+from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, RequestTimings
 from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, WantedVersion
@@ -255,7 +255,7 @@ class SamplerEngine:
         self._stores = stores
         self._executors = executors
         self._mailbox = mailbox
-        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, self._engine_id))
+        self._quarantine = Quarantine(journal_path(settings.resolved_data_dir, self._engine_id))
         self._queues = Queues()
         self._loader = VersionLoader(fetcher, budget_bytes, self._load, holder.drop_version)
         self.meters = EngineMeters(
@@ -270,7 +270,7 @@ class SamplerEngine:
             self._key_of,
             self._quarantine,
             self._outbox,
-            self._tell,
+            self._send_partials,
             self._timings,
             self.meters,
             shape.vision,
@@ -288,9 +288,9 @@ class SamplerEngine:
         try:
             self._database_retry.run(self.start)
             while not stopping():
-                self._database_retry.run(partial(self.turn, SAFETY_POLL_S))
+                self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
             self.drain()
-        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
+        except (SQLAlchemyError, OSError, LeaseLostError, IterationFailedError):
             self.clear_journal()
             raise
         self.clear_journal()
@@ -304,16 +304,16 @@ class SamplerEngine:
         self._fetch()
         self._quarantine.keep(self._queues.known)
 
-    def turn(self, patience_s: float) -> bool:
+    def run_once(self, patience_s: float) -> bool:
         """One decode step; without samples to decode, wait for work. False if there was none."""
         self._outbox.flush()
         if self._resting:
-            self._pass_on()
+            self._reassign_queued()
         self._admit()
-        busy = self._sampling.turn(self._queues, None)
+        busy = self._sampling.run_once(self._queues, None)
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + SAFETY_POLL_S
-            self._stores.ownership.free_lapsed()
+            self._stores.ownership.free_expired()
             self._fetch_late()
             self._sampling.look_for_absent(self._queues, self._absent_after_s)
             self._sampling.measure()
@@ -329,18 +329,18 @@ class SamplerEngine:
 
     def drain(self) -> None:
         """Pass on samples that have not begun; finish the others within DRAIN_S."""
-        self._pass_on()
+        self._reassign_queued()
         deadline = time.monotonic() + DRAIN_S
         while self._holder.sampler.has_work and time.monotonic() < deadline:
-            self._sampling.turn(self._queues, None)
+            self._sampling.run_once(self._queues, None)
         self._outbox.flush()
         if self._resting and (server := self._holder.sampler.inference_server):
             server.wake_up()  # a running engine elsewhere would sleep on
 
-    def _pass_on(self) -> None:
+    def _reassign_queued(self) -> None:
         queued = [request for requests in self._queues.waiting_samples().values() for request in requests]
         self._queues.take_samples(queued)
-        self._hand_on([*self._loader.waiting(), *queued], to_samplers=True)
+        self._reassign([*self._loader.waiting(), *queued], to_samplers=True)
 
     # Operators.
 
@@ -361,7 +361,7 @@ class SamplerEngine:
         if (server := self._holder.sampler.inference_server) is None:
             return
         if state == "sleeping":
-            self._pass_on()
+            self._reassign_queued()
             if not self._holder.sampler.has_work:
                 self._act(server.sleep, "sleeping", "asleep")
         elif state == "waking":
@@ -428,7 +428,7 @@ class SamplerEngine:
         wanted = seen[name]
         if wanted is not None and wanted.sampler.is_inflight:
             # Its weights change under one name; only their engine knows the current ones.
-            self._hand_on([request], to_samplers=False)
+            self._reassign([request], to_samplers=False)
             return
         self._note(request)
         if wanted is None:
@@ -466,7 +466,7 @@ class SamplerEngine:
                 self._outbox.settle([Settlement(request_id, error=failure.error) for request_id in ids])
             else:
                 log.warning("a version cannot be fetched; its samples go to the engines", error=repr(failure.error))
-                self._hand_on(failure.requests, to_samplers=False)
+                self._reassign(failure.requests, to_samplers=False)
             del self._failures[0]
 
     def _load(self, key: str, directory: Path, requests: Sequence[Pending]) -> None:
@@ -476,11 +476,11 @@ class SamplerEngine:
     def _key_of(self, _sampler: SamplingSession, request: Pending) -> str | None:
         return self._loader.key_of(request.request_id)
 
-    def _hand_on(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
+    def _reassign(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
         if not requests:
             return
         ids = [request.request_id for request in requests]
-        self._executors.hand_on(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
+        self._executors.reassign(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
         self._loader.remove(ids)
         self._queues.known.difference_update(ids)
         self._timings.forget(ids)
@@ -488,7 +488,7 @@ class SamplerEngine:
 
     # Telling.
 
-    def _tell(self, partials: Sequence[Partial]) -> None:
+    def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:

@@ -26,7 +26,7 @@ from tinsmith.db.statements import Effect
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
-from tinsmith.engine.settling import Outbox, TurnFailedError
+from tinsmith.engine.settling import IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleRecorder
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
@@ -72,29 +72,20 @@ class _RunningSample:
     num_samples: int = 1
 
 
+@dataclass(eq=False)
 class Sampling:
-    def __init__(  # noqa: PLR0913 - the engine's components
-        self,
-        backend: VersionHolder,
-        stores: Stores,
-        prepare_version: Callable[[SamplingSession, Pending], str | None],
-        quarantine: Quarantine,
-        outbox: Outbox,
-        tell: Callable[[Sequence[Partial]], None],
-        timings: RequestTimings,
-        meters: EngineMeters,
-        vision: VisionShape | None,
-    ) -> None:
-        self._backend = backend
-        self._stores = stores
-        self._prepare_version = prepare_version
-        self._quarantine = quarantine
-        self._outbox = outbox
-        self._tell = tell
-        self._timings = timings
-        self._meters = meters
-        self._vision = vision
-        self._sample_recorder = SampleRecorder(stores.records)
+    backend: VersionHolder
+    stores: Stores
+    prepare_version: Callable[[SamplingSession, Pending], str | None]
+    quarantine: Quarantine
+    outbox: Outbox
+    send_partials: Callable[[Sequence[Partial]], None]
+    timings: RequestTimings
+    meters: EngineMeters
+    vision: VisionShape | None
+
+    def __post_init__(self) -> None:
+        self._sample_recorder = SampleRecorder(self.stores.records)
         self._absent: set[str] = set()  # sessions
         self._running: dict[str, _RunningSample] = {}
         self._max_running = MAX_IN_SAMPLER
@@ -113,49 +104,51 @@ class Sampling:
     @property
     def has_work(self) -> bool:
         """Whether samples need the trainer's device."""
-        return self._backend.sampler.has_work and not self._backend.sampler.runs_by_itself
+        return self.backend.sampler.has_work and not self.backend.sampler.runs_by_itself
 
-    def turn(self, queues: Queues, share_s: float | None) -> bool:
+    def run_once(self, queues: Queues, share_s: float | None) -> bool:
         """Cancel and admit, then decode one step, or `share_s` seconds if the trainer is busy. False if idle."""
         queues.return_samples(self._returned)
         self._returned.clear()
         self._cancel(queues)
         self._admit(queues)
-        if not self._backend.sampler.has_work:
+        if not self.backend.sampler.has_work:
             return False
-        alone = self._backend.sampler.runs_by_itself  # training does not delay it
+        alone = self.backend.sampler.runs_by_itself  # training does not delay it
         deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
-        self.slice()
-        while self._backend.sampler.has_work and time.monotonic() < deadline:
-            self.slice()
+        self.decode_step()
+        while self.backend.sampler.has_work and time.monotonic() < deadline:
+            self.decode_step()
         return True
 
     def admit_loaded(self, queues: Queues) -> None:
         """Admit samples whose weights are in memory, in the middle of a training step."""
-        if not self._quarantine:
+        if not self.quarantine:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
-        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises TurnFailedError:
-        errors here are not the training step's fault, and finished samples are not lost.
+        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises
+        IterationFailedError: errors here are not the training step's fault, and finished samples are not lost.
         """
         deadline = time.monotonic() + share_s
         try:
-            self.slice()
+            self.decode_step()
             while self.has_work and time.monotonic() < deadline:
-                self.slice()
+                self.decode_step()
         except Exception as error:
-            raise TurnFailedError(f"a decode step during a training step failed: {type(error).__name__}") from error
+            raise IterationFailedError(
+                f"a decode step during a training step failed: {type(error).__name__}"
+            ) from error
 
-    def slice(self) -> None:
+    def decode_step(self) -> None:
         """One decode step; settles finished requests as soon as the database permits."""
-        if not self._backend.sampler.has_work:
+        if not self.backend.sampler.has_work:
             return
         few = self._tenants_with_few()
         started = time.monotonic()
         try:
-            with self._quarantine.running(list(self._running)):
-                finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
+            with self.quarantine.running(list(self._running)):
+                finished = self.backend.sampler.step(few) if few else self.backend.sampler.step()
         except MemoryError as error:
             self._recover_memory(str(error))
             return
@@ -163,12 +156,12 @@ class Sampling:
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
             for request_id in self._running:
-                self._backend.sampler.cancel(request_id)
+                self.backend.sampler.cancel(request_id)
             self._finish([Settlement(request_id, error=failure) for request_id in self._running])
             return
         decoded_s = time.monotonic() - started
         self.decoded_s += decoded_s
-        self._meters.worked(DECODE, decoded_s)
+        self.meters.worked(DECODE, decoded_s)
         if few:
             self._few_ahead_s += max(decoded_s, MIN_STEP_S)
         else:
@@ -176,8 +169,8 @@ class Sampling:
             self._few_ahead_s = max(self._few_ahead_s - decoded_s / 2, -decoded_s / 2)
         if finished:
             self._max_running = min(MAX_IN_SAMPLER, 2 * self._max_running)
-        if partials := self._backend.sampler.partials():
-            self._tell(partials)
+        if partials := self.backend.sampler.partials():
+            self.send_partials(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
@@ -189,7 +182,7 @@ class Sampling:
         running = len(self._running)
         log.warning("out of memory in a decode step; continuing with fewer samples", running=running, lack=lack)
         for request_id in self._running:
-            self._backend.sampler.cancel(request_id)
+            self.backend.sampler.cancel(request_id)
         if len(self._running) > 1:
             self._max_running = len(self._running) // 2
             self._returned += [running.request for running in self._running.values()]
@@ -212,10 +205,10 @@ class Sampling:
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
-        self._absent = self._stores.samplers.silent_among(sorted(sessions), absent_after_s)
+        self._absent = self.stores.samplers.silent_among(sorted(sessions), absent_after_s)
         others = sessions - self._absent
         others_wait = any(request.session_id in others for request in waiting)
-        if self._absent and others and (others_wait or self._backend.sampler.cache_use().waiting_sequences):
+        if self._absent and others and (others_wait or self.backend.sampler.cache_use().waiting_sequences):
             self._requeue_absent(queues)
 
     def _requeue_absent(self, queues: Queues) -> None:
@@ -226,7 +219,7 @@ class Sampling:
             if running.request.session_id in self._absent and not running.streams
         ]
         for request in gone:
-            if self._backend.sampler.cancel(request.request_id):
+            if self.backend.sampler.cancel(request.request_id):
                 del self._running[request.request_id]
                 queues.add_sample(request)
         if gone:
@@ -235,7 +228,7 @@ class Sampling:
 
     def _tenants_with_few(self) -> set[str]:
         """The tenants whose sequences get the next decode step to themselves; empty for a full step."""
-        if self._full_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._quarantine:
+        if self._full_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self.quarantine:
             return set()
         counts: Counter[str] = Counter()
         for running in self._running.values():
@@ -245,12 +238,12 @@ class Sampling:
 
     def measure(self) -> None:
         """Update the metrics of the sampler's load."""
-        self._meters.sampler(len(self._running), self._backend.sampler.cache_use())
+        self.meters.sampler(len(self._running), self.backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
             return
-        bodies = self._stores.futures.bodies([cancel.request_id for cancel in queues.cancels])
+        bodies = self.stores.futures.bodies([cancel.request_id for cancel in queues.cancels])
         settlements: list[Settlement] = []
         try:
             while queues.cancels:
@@ -266,18 +259,15 @@ class Sampling:
         """
         name = cancelled_name(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
-        gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
-        if not gone and self._stores.ownership.forward(cancel.request_id, name):
+        running = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
+        gone = queues.withdraw_samples(cancel.tenant_id, name)
+        gone += [request_id for request_id in running if self.backend.sampler.cancel(request_id)]
+        if not gone and self.stores.ownership.forward(cancel.request_id, name):
             queues.known.discard(cancel.request_id)  # its sample was assigned to another process meanwhile
-            self._timings.forget([cancel.request_id])
+            self.timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
-
-    def _withdraw(self, name: str) -> list[str]:
-        """Remove one sample, or all of one sampling session, from the sampler."""
-        gone = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
-        return [request_id for request_id in gone if self._backend.sampler.cancel(request_id)]
 
     def _admit(self, queues: Queues, *, loads: bool = True) -> None:
         """Move waiting samples into the sampler; without `loads` only those whose weights are in memory."""
@@ -289,7 +279,7 @@ class Sampling:
             taken = [request for request in taken if self._is_loaded(request, seen)]
         if not taken:
             return
-        bodies = self._stores.futures.bodies([request.request_id for request in taken])
+        bodies = self.stores.futures.bodies([request.request_id for request in taken])
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement deletes the body, and it was not ours: this process was suspended or cut off.
@@ -299,23 +289,23 @@ class Sampling:
 
     def _is_loaded(self, request: Pending, seen: dict[str, SamplingSession | None]) -> bool:
         sampler = self._session(request, seen)
-        return sampler is not None and (sampler.version_id is None or self._backend.has_version(sampler.version_id))
+        return sampler is not None and (sampler.version_id is None or self.backend.has_version(sampler.version_id))
 
     def _session(self, request: Pending, seen: dict[str, SamplingSession | None]) -> SamplingSession | None:
-        """`seen` caches the sampling sessions of this turn."""
+        """`seen` caches the sampling sessions of this iteration."""
         name = request.sampling_session_id or ""
         if name not in seen:
-            seen[name] = self._stores.samplers.find(name)
+            seen[name] = self.stores.samplers.find(name)
         return seen[name]
 
     def _next(self, queues: Queues) -> list[Pending]:
-        if self._quarantine:
-            if any(self._quarantine.batch_size(request_id) for request_id in self._running):
+        if self.quarantine:
+            if any(self.quarantine.batch_size(request_id) for request_id in self._running):
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
-            if quarantined := [request for request in waiting if self._quarantine.batch_size(request.request_id)]:
+            if quarantined := [request for request in waiting if self.quarantine.batch_size(request.request_id)]:
                 # Suspects run first, while the sampler is empty, so that no other sample fails with them.
-                return self._quarantine.groups(quarantined)[0]
+                return self.quarantine.groups(quarantined)[0]
         occupied = Counter(running.request.tenant_id for running in self._running.values())
         waiting = self._without_absent(queues.waiting_samples())
         taken, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
@@ -336,26 +326,26 @@ class Sampling:
         return waiting
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Submit a request to the sampler. `seen` caches the sampling sessions of this turn. A database error changes
-        nothing.
+        """Submit a request to the sampler. `seen` caches the sampling sessions of this iteration. A database error
+        changes nothing.
         """
         self._running[request.request_id] = _RunningSample(request)
-        self._timings.began([request])
+        self.timings.began([request])
         try:
-            if verdict := self._quarantine.verdict(request.request_id):
+            if verdict := self.quarantine.verdict(request.request_id):
                 raise verdict
             if (sampler := self._session(request, seen)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
-            with self._quarantine.running([request.request_id]):
-                version_id = self._prepare_version(sampler, request)
-                sample = read_sample(body, request.request_id, version_id, self._vision)
+            with self.quarantine.running([request.request_id]):
+                version_id = self.prepare_version(sampler, request)
+                sample = read_sample(body, request.request_id, version_id, self.vision)
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._sample_recorder.begin(request, sampler, sample)
                 self._running[request.request_id] = _RunningSample(
                     request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
                 )
-                self._backend.sampler.submit(sample)
+                self.backend.sampler.submit(sample)
                 hit("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
@@ -371,7 +361,7 @@ class Sampling:
     def _finish(self, settlements: Sequence[Settlement]) -> None:
         for settlement in settlements:
             self._running.pop(settlement.request_id, None)
-        self._outbox.try_settle(settlements)
+        self.outbox.try_settle(settlements)
 
     def _settlement(self, request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
         if not isinstance(outcome, SampleResult):

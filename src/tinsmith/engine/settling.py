@@ -32,7 +32,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class TurnFailedError(BaseException):
+class IterationFailedError(BaseException):
     """The engine's own work failed, not a request. Not an Exception, so handlers of request errors do not catch it. It
     ends the engine; `__cause__` says why.
     """
@@ -91,21 +91,21 @@ class Outbox:
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int] | None = None) -> None:
         """Commit these and earlier uncommitted settlements, however long it takes. `applied` is the progress of models.
 
-        Raises TurnFailedError if that is impossible, or if the engine is to stop first.
+        Raises IterationFailedError if that is impossible, or if the engine is to stop first.
         """
         hit("engine.ran")
         batch = [*self._uncommitted, *self._timings.timed(settlements)]
         self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, applied or {})))
 
     def try_settle(self, settlements: Sequence[Settlement]) -> None:
-        """Commit these now if the database permits, otherwise keep them for later. Raises TurnFailedError."""
+        """Commit these now if the database permits, otherwise keep them for later. Raises IterationFailedError."""
         hit("engine.ran")
         self._uncommitted += self._timings.timed(settlements)
         if time.monotonic() >= self._retry_at:
             self._guarded(self._try_once)
 
     def flush(self) -> None:
-        """Commit uncommitted settlements, however long it takes. Raises TurnFailedError."""
+        """Commit uncommitted settlements, however long it takes. Raises IterationFailedError."""
         if self._uncommitted:
             batch = list(self._uncommitted)
             self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, {})))
@@ -141,4 +141,4 @@ class Outbox:
         try:
             action()
         except Exception as error:
-            raise TurnFailedError(f"finished requests could not be settled: {type(error).__name__}") from error
+            raise IterationFailedError(f"finished requests could not be settled: {type(error).__name__}") from error

@@ -194,22 +194,16 @@ class LoadedSnapshot:
         return self._noted(directory, self._failure)
 
 
+@dataclass(eq=False)
 class Snapshots:
-    def __init__(
-        self,
-        backend: Backend,
-        models: Models,
-        directories: Directories,
-        versions: Versions,
-        recorder: Recorder,
-        budget_bytes: int,
-    ) -> None:
-        self._recorder = recorder
-        self._backend = backend
-        self._models = models
-        self._directories = directories
-        self._versions = versions
-        self._budget_bytes = budget_bytes
+    backend: Backend
+    models: Models
+    directories: Directories
+    versions: Versions
+    recorder: Recorder
+    budget_bytes: int
+
+    def __post_init__(self) -> None:
         self._writer = SnapshotWriter()
         self._resident: dict[str, _Resident] = {}  # least recently used first
         self._resident_bytes = 0
@@ -223,7 +217,7 @@ class Snapshots:
     def add_model(self, model_id: str, *, covered_seq_id: int = 0, changed_seq_id: int = 0) -> None:
         """Track a model in memory. A newly created one counts as covered, since it can be created again."""
         self.remove_model(model_id)
-        num_bytes = self._backend.model_bytes(model_id)
+        num_bytes = self.backend.model_bytes(model_id)
         self._resident[model_id] = _Resident(num_bytes, changed_seq_id, covered_seq_id)
         self._resident_bytes += num_bytes
 
@@ -257,24 +251,24 @@ class Snapshots:
     @property
     def is_remote(self) -> bool:
         """Whether snapshots are written to remote storage."""
-        return self._directories.is_remote
+        return self.directories.is_remote
 
     def save_loaded(self, model_id: str, seq_id: int) -> LoadedSnapshot:
         """Make the snapshot of a load. It is written before the client may delete the loaded checkpoint."""
         self.add_model(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
         entry = self._resident[model_id]
-        captured = self._versions.capture(model_id)
+        captured = self.versions.capture(model_id)
         try:
-            fill = self._backend.capture(model_id, optimizer=True, gradient=True).write
+            fill = self.backend.capture(model_id, optimizer=True, gradient=True).write
         except Exception as error:  # noqa: BLE001  treated as a failed write
             fill = partial(_raise, error)
 
         def write() -> str:
-            self._versions.write(captured)
-            return self._directories.write(fill)[0]
+            self.versions.write(captured)
+            return self.directories.write(fill)[0]
 
         def mark_written(directory: str, failure: Exception | None) -> CleanUp | None:
-            self._versions.mark_written(model_id, captured, failure)
+            self.versions.mark_written(model_id, captured, failure)
             if failure is not None:
                 log.error("a snapshot could not be written", model_id=model_id, exc_info=failure)
                 return None
@@ -293,12 +287,12 @@ class Snapshots:
         seq_id, steps, body_bytes = entry.changed_seq_id, entry.steps, entry.body_bytes
         expected_s, began_s = entry.cost_s, time.thread_time()
         try:
-            model = self._backend.capture(model_id, optimizer=True, gradient=True)
+            model = self.backend.capture(model_id, optimizer=True, gradient=True)
         except MemoryError as error:
             log.error("out of memory for a snapshot", model_id=model_id, error=str(error))
             entry.retry_at = time.monotonic() + RETRY_S
             return
-        versions = self._versions.capture(model_id)
+        versions = self.versions.capture(model_id)
         captured_s = time.thread_time() - began_s
         cost_s, began_at = expected_s, now()
         span: tuple[str, float, float] | None = None  # tenant, end, duration
@@ -307,15 +301,15 @@ class Snapshots:
         def work() -> None:
             nonlocal cost_s, span
             begun_s = time.thread_time()
-            self._versions.write(versions)
-            directory, _ = self._directories.write(model.write)
+            self.versions.write(versions)
+            directory, _ = self.directories.write(model.write)
             self._record(model_id, seq_id, directory)
             cost_s = captured_s + time.thread_time() - begun_s
-            if stored := self._models.find(model_id):
+            if stored := self.models.find(model_id):
                 span = stored.tenant_id, now(), now() - began_at
 
         def done(error: Exception | None) -> None:
-            self._versions.mark_written(model_id, versions, error)
+            self.versions.mark_written(model_id, versions, error)
             entry.writing = False
             entry.cost_s = cost_s
             self._paid_s -= cost_s - expected_s
@@ -325,7 +319,7 @@ class Snapshots:
                 return
             if span is not None:
                 tenant_id, *times = span
-                self._recorder.record_snapshot(tenant_id, model_id, *times)
+                self.recorder.record_snapshot(tenant_id, model_id, *times)
             entry.covered_seq_id = seq_id
             entry.steps -= steps
             entry.body_bytes -= body_bytes
@@ -335,9 +329,9 @@ class Snapshots:
         self._writer.submit(WriteTask(num_bytes, work, done))
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
-        replaced = self._models.record_snapshot(model_id, seq_id, directory)
+        replaced = self.models.record_snapshot(model_id, seq_id, directory)
         hit("snapshots.recorded")
-        self._directories.discard(replaced)
+        self.directories.discard(replaced)
 
     def collect(self) -> None:
         """Process snapshots that were written since the last call."""
@@ -345,16 +339,16 @@ class Snapshots:
 
     def write_versions(self, model_id: str) -> None:
         """Write a model's versions without files in the background; the next snapshot writes the rest."""
-        if self._writer.is_full or not (captured := self._versions.capture(model_id)):
+        if self._writer.is_full or not (captured := self.versions.capture(model_id)):
             return
 
         def done(error: Exception | None) -> None:
-            self._versions.mark_written(model_id, captured, error)
+            self.versions.mark_written(model_id, captured, error)
             if error is not None:
                 log.error("a version could not be written", model_id=model_id, exc_info=error)
 
         num_bytes = sum(one.capture.num_bytes for one in captured)
-        self._writer.submit(WriteTask(num_bytes, partial(self._versions.write, captured), done))
+        self._writer.submit(WriteTask(num_bytes, partial(self.versions.write, captured), done))
 
     def is_durable(self, model_id: str) -> bool:
         """Whether all state of a model is in files, so that any engine can continue it; starts writing the rest.
@@ -364,9 +358,9 @@ class Snapshots:
         if entry is not None and (entry.writing or not entry.is_covered):
             self._take(model_id, entry)
             return False
-        if self._versions.are_written(model_id):
+        if self.versions.are_written(model_id):
             return True
-        if not self._versions.are_being_written(model_id):
+        if not self.versions.are_being_written(model_id):
             self.write_versions(model_id)
         return False
 
@@ -385,7 +379,7 @@ class Snapshots:
     def evict(self, busy: Collection[str]) -> None:
         """Evict models beyond the memory budget, except `busy` ones."""
         # A backend's budget for models may change with its work.
-        excess = self._resident_bytes - (self._budget_bytes or self._backend.model_budget_bytes)
+        excess = self._resident_bytes - (self.budget_bytes or self.backend.model_budget_bytes)
         if excess <= 0:
             return
         for model_id, entry in list(self._resident.items())[:-1]:  # not the most recently used one
@@ -394,7 +388,7 @@ class Snapshots:
             if model_id in busy:
                 continue
             if entry.is_covered and not entry.writing:
-                self._backend.unload_model(model_id)
+                self.backend.unload_model(model_id)
                 self.remove_model(model_id)
                 log.debug("a model left memory", model_id=model_id)
                 excess -= entry.num_bytes
@@ -405,32 +399,23 @@ class Snapshots:
     def forget(self, model: Model) -> None:
         """A model was unloaded: discard its snapshots."""
         self.remove_model(model.model_id)
-        self._directories.discard(model.snapshot_directory)
-        self._directories.discard(model.previous_snapshot_directory)
+        self.directories.discard(model.snapshot_directory)
+        self.directories.discard(model.previous_snapshot_directory)
 
 
 def _raise(error: Exception, _directory: Path) -> None:
     raise error
 
 
+@dataclass(eq=False)
 class Recovery:
-    def __init__(
-        self,
-        backend: Backend,
-        futures: Futures,
-        models: Models,
-        operations: Operations,
-        directories: Directories,
-        snapshots: Snapshots,
-        passes: PassReader,
-    ) -> None:
-        self._backend = backend
-        self._futures = futures
-        self._models = models
-        self._operations = operations
-        self._directories = directories
-        self._snapshots = snapshots
-        self._passes = passes
+    backend: Backend
+    futures: Futures
+    models: Models
+    operations: Operations
+    directories: Directories
+    snapshots: Snapshots
+    passes: PassReader
 
     def restore(self, model: Model) -> Generator[None, None, None]:
         """Restore a model to its acknowledged state. Pauses now and then, so that samples can be decoded meanwhile.
@@ -450,35 +435,35 @@ class Recovery:
             try:
                 num_replayed = yield from self._replay_after(model, seq_id)
             except BaseException as error:
-                self._backend.unload_model(model.model_id)
-                self._snapshots.remove_model(model.model_id)
+                self.backend.unload_model(model.model_id)
+                self.snapshots.remove_model(model.model_id)
                 if failures and isinstance(error, LostStateError):
                     raise LostStateError(_restore_error(model, [*failures, str(error)])) from error
                 raise
             if failures and model.snapshot_directory:
-                self._models.forget_snapshot(model.model_id, model.snapshot_directory)
+                self.models.forget_snapshot(model.model_id, model.snapshot_directory)
             log.info("model restored", model_id=model.model_id, snapshot_seq_id=seq_id, replayed=num_replayed)
             return
         raise LostStateError(_restore_error(model, failures))
 
     def _begin(self, model: Model, directory: str | None) -> None:
         if directory is None:
-            self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
+            self.backend.create_model(model.model_id, model.lora, model.optimizer_type)
             return
-        with self._directories.reading(directory) as path:
-            self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
+        with self.directories.reading(directory) as path:
+            self.backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
 
     def _replay_after(self, model: Model, seq_id: int) -> Generator[None, None, int]:
-        replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
+        replayed = self.futures.log_of(model.model_id, seq_id, model.applied_seq_id)
         # These are not covered yet: an engine that dies repeatedly must not replay more every time.
         changed_seq_id = model.applied_seq_id if replayed else seq_id
-        self._snapshots.add_model(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
+        self.snapshots.add_model(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
         for request in replayed:
-            body = self._futures.bodies([request.request_id]).get(request.request_id)
+            body = self.futures.bodies([request.request_id]).get(request.request_id)
             if body is not None:
                 yield from self._replay(model, request, body)
                 steps = int(request.kind == "optim_step")
-                self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
+                self.snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
             elif request.state == "done" and request.kind != "save_weights_for_sampler":
                 # Failed requests changed nothing (except a refused optim_step, which keeps its body), and neither does
                 # a named save.
@@ -491,20 +476,20 @@ class Recovery:
         if request.kind == "forward_backward":
             yield from self._replay_pass(request, body)
         elif request.kind == "optim_step":
-            (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
+            (outcome,) = self.backend.optim_step([read_optim_step(body, request.request_id)])
             _check_outcome(request, outcome if isinstance(outcome, UserError) else None)
         elif request.state == "done" and request.kind == "save_weights_for_sampler":
-            self._operations.publish_again(model, body)
+            self.operations.publish_again(model, body)
         elif request.state == "done":
             try:
-                as_of = self._futures.settled_at(request.request_id)
-                self._operations.load_into(model, read_load(body), as_of=as_of)
+                as_of = self.futures.settled_at(request.request_id)
+                self.operations.load_into(model, read_load(body), as_of=as_of)
             except TinsmithError as error:
                 raise LostStateError(_restore_error(model, [str(error)])) from error
 
     def _replay_pass(self, request: Pending, body: bytes) -> Generator[None, None, None]:
         try:
-            (outcome,) = yield from self._backend.run_passes([self._passes.read(body, request, replayed=True)])
+            (outcome,) = yield from self.backend.run_passes([self.passes.read(body, request, replayed=True)])
         except UserError as error:
             outcome = error
         _check_outcome(request, outcome if isinstance(outcome, UserError) else None)
@@ -533,36 +518,30 @@ MAX_LOOKS = 30
 """Polls of a run that is still not written before another run is tried: a disk may be full."""
 
 
+@dataclass(eq=False)
 class RunMigration:
-    def __init__(
-        self,
-        ownership: Ownership,
-        queues: Queues,
-        snapshots: Snapshots,
-        recorder: Recorder,
-        operations: Operations,
-        mailbox: WakeUps,
-    ) -> None:
-        self._ownership = ownership
-        self._queues = queues
-        self._snapshots = snapshots
-        self._recorder = recorder
-        self._operations = operations
-        self._mailbox = mailbox
+    ownership: Ownership
+    queues: Queues
+    snapshots: Snapshots
+    recorder: Recorder
+    operations: Operations
+    mailbox: WakeUps
+
+    def __post_init__(self) -> None:
         self._chosen: str | None = None
         self._looks = 0
         self._tried: set[str] = set()
 
     def look(self) -> None:
         """Once a second: migrate one run, or prepare it, if another engine has far fewer."""
-        target = self._ownership.lighter()
+        target = self.ownership.migration_target()
         self._choose(self._idle() if target else [])
-        if target is None or self._chosen is None or not self._snapshots.is_durable(self._chosen):
+        if target is None or self._chosen is None or not self.snapshots.is_durable(self._chosen):
             return
         hit("run.parked")
         model_id, self._chosen = self._chosen, None
         try:
-            if not self._ownership.hand_over(model_id, target):
+            if not self.ownership.migrate(model_id, target):
                 return
         except SQLAlchemyError:
             # It may have been committed. The run is completely in files, so it can be dropped in either case; state
@@ -571,18 +550,18 @@ class RunMigration:
             raise
         hit("run.moved")
         self._forget(model_id)
-        self._mailbox.wake(engine_mailbox(self._ownership.base_model, target), [EVERYTHING])
+        self.mailbox.wake(engine_mailbox(self.ownership.base_model, target), [EVERYTHING])
         log.info("an idle run was migrated", model_id=model_id, engine_id=target)
 
     def _forget(self, model_id: str) -> None:
-        self._queues.forget_lane(model_id)
-        self._recorder.forget(model_id)
-        self._operations.unload(model_id)
-        self._snapshots.remove_model(model_id)
+        self.queues.forget_lane(model_id)
+        self.recorder.forget(model_id)
+        self.operations.unload(model_id)
+        self.snapshots.remove_model(model_id)
 
     def _idle(self) -> list[str]:
-        lanes = self._queues.lanes
-        runs = self._ownership.idle_runs()
+        lanes = self.queues.lanes
+        runs = self.ownership.idle_runs()
         return [run for run in runs if run not in lanes or not lanes[run].waiting]
 
     def _choose(self, idle: list[str]) -> None:

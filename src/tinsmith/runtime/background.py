@@ -1,7 +1,7 @@
 """Supervised background work of a process.
 
 `Background` owns the tasks of one event loop. Work that raises is logged, counted under its name and restarted after a
-pause that doubles with each failure. Work that returns has ended. `kept_thread` does the same for a thread. Work
+pause that doubles with each failure. Work that returns has ended. `supervised_thread` does the same for a thread. Work
 handles expected errors (a busy database) itself.
 """
 
@@ -98,7 +98,7 @@ class Background:
                     return
 
 
-def kept_thread(
+def supervised_thread(
     name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = ignore
 ) -> threading.Thread:
     """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits up to the

@@ -115,7 +115,10 @@ class Janitor:
         """One sweep. Each part may be interrupted; the next sweep completes it."""
         parts = self._parts
         timeout_s = self._settings.session_timeout_s
-        self._check_clock()
+        if jump_s := self._clock.jump_s():
+            log.warning("the clock was set, or the machine slept; expiry is postponed", jump_s=round(jump_s))
+            self._next_expiry = time.monotonic() + self._settings.session_timeout_s
+            self._next_directories = time.monotonic() + UNREFERENCED_AGE_S
         parts.sessions.reset_future_heartbeats()
         if timeout_s >= 0 and self._settings.session_sweep_s >= 0 and time.monotonic() >= self._next_expiry:
             for session in parts.sessions.silent(timeout_s):
@@ -151,12 +154,6 @@ class Janitor:
             self._sweep_directories(parts.versions, parts.samplers.directories)
             self._sweep_directories(parts.snapshots, parts.models.snapshot_directories)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
-
-    def _check_clock(self) -> None:
-        if jump_s := self._clock.jump_s():
-            log.warning("the clock was set, or the machine slept; expiry is postponed", jump_s=round(jump_s))
-            self._next_expiry = time.monotonic() + self._settings.session_timeout_s
-            self._next_directories = time.monotonic() + UNREFERENCED_AGE_S
 
     def _sweep_directories(self, directories: Directories, referenced: Callable[[], set[str]]) -> None:
         candidates = directories.old(UNREFERENCED_AGE_S)  # before the rows are read: later rows name newer directories

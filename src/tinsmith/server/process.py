@@ -46,7 +46,7 @@ from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.early import EarlyEngine
+from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
@@ -57,7 +57,6 @@ from tinsmith.db.wakeups import (
     EVERYTHING,
     SAFETY_POLL_S,
     SERVER,
-    EngineWaker,
     Waiters,
     WakeUps,
     engine_mailbox,
@@ -218,7 +217,7 @@ class Server:
         await serving
 
 
-def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
+def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
     """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
@@ -232,7 +231,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
     background = Background(meters.count_background_failure)
     supervisor = Supervisor(
-        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), early
+        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), prestarted
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -240,7 +239,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 
-    wake = EngineWaker(mailbox) if database.is_sqlite else None
+    wake = partial(_wake_engine, mailbox) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
@@ -256,8 +255,6 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        if wake:
-            wake.bind(loop)
         loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
@@ -381,6 +378,10 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
+
+
+def _wake_engine(mailbox: WakeUps, base_model: str, engine_id: str | None) -> None:
+    mailbox.wake(engine_mailbox(base_model, engine_id))
 
 
 def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:

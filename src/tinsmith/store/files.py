@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -150,7 +150,10 @@ class Files:
 
     def sweep_unreferenced(self, age_s: float) -> list[str]:
         """Delete bytes without a row and without writes for `age_s` seconds; returns their ids."""
-        old = list(self._old(age_s))  # before the rows are read: rows added later name newer bytes
+        before = time.time() - age_s
+        # Before the rows are read: rows added later name newer bytes.
+        entries = [entry for entry in self._store.entries(self._root) if entry.modified_at < before]
+        old = [entry.key[len(self._root) + 1 :] for entry in entries]
         swept: list[str] = []
         for start in range(0, len(old), PAGE):
             names = old[start : start + PAGE]
@@ -160,12 +163,6 @@ class Files:
                     self.discard(name)
                     swept.append(name)
         return swept
-
-    def _old(self, age_s: float) -> Iterator[str]:
-        before = time.time() - age_s
-        for entry in self._store.entries(self._root):
-            if entry.modified_at < before:
-                yield entry.key[len(self._root) + 1 :]
 
 
 def add_row(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -303,16 +302,6 @@ class Futures:
 
         Raises SeqIdTakenError if the seq_id belongs to another request.
         """
-        self._submit(new, refusal, self._db.write())
-        return new.request_id
-
-    def submit_nowait(self, new: NewFuture, refusal: UserError | None = None) -> bool:
-        """As `submit`, for an event loop: returns False, and stores nothing, if it would wait for other writers."""
-        return self._submit(new, refusal, self._db.write_nowait())
-
-    def _submit(
-        self, new: NewFuture, refusal: UserError | None, writing: AbstractContextManager[sa.Connection | None]
-    ) -> bool:
         hit("submit.before")
         if self._engine_for_sample and new.kind == "sample" and not (refusal or new.run_id or new.executor):
             new = replace(new, executor=self._engine_for_sample(new.base_model, new.request_id))
@@ -320,14 +309,12 @@ class Futures:
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
-        with writing as connection:
-            if connection is None:
-                return False
+        with self._db.write() as connection:
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if self._add.count(connection, row) == 0:
                 _check_same(connection, new, compare_bodies=refusal is None)
-                return True
+                return new.request_id
             if packed is not None:
                 _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model, target), [new.request_id])
@@ -338,7 +325,7 @@ class Futures:
             self._count(new.kind, new.tenant_id, refusal is not None)
         if self._wake:
             self._wake(new.base_model, target)
-        return True
+        return new.request_id
 
     def record(self, new: NewFuture, answer: bytes, effects: Effects = ()) -> str:
         """Store a request that needs no engine as done, in one transaction with its effects. Returns the request_id."""

@@ -54,16 +54,6 @@ def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
     raise UnsupportedMediaError(f"the header Content-Encoding is {encoding[:32]!r}; send 'zstd' or no encoding")
 
 
-def is_within(body: bytes, encoding: str | None, limit_bytes: int) -> bool:
-    """Whether a body is within the limit and declares a decoded size within the limit."""
-    if len(body) > limit_bytes or encoding is None:
-        return len(body) <= limit_bytes
-    try:
-        return 0 <= zstandard.frame_content_size(body) <= limit_bytes
-    except zstandard.ZstdError:  # `decode` reports the error
-        return False
-
-
 def too_large(limit_bytes: int) -> TooLargeError:
     return TooLargeError(
         f"the request body is larger than {limit_bytes} bytes (after decompression); send less data per "

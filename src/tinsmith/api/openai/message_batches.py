@@ -166,7 +166,8 @@ async def results(request: Request) -> Response:
         batch = _ended(_found(call), "read")
         files = [each for each in (batch.output_file_id, batch.error_file_id) if each is not None]
         if not files:
-            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {_why(batch)}")
+            why = "; ".join(str(each["message"]) for each in batch.errors or ()) or f"it is {batch.status}"
+            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {why}")
         for file_id in files:
             services.files.find(tenant_id, file_id)
         return StreamingResponse(_results(services, files), media_type=JSONL_TYPE)
@@ -182,10 +183,6 @@ def _ended(batch: Batch, done: str) -> Batch:
     if batch.ended_at is None:
         raise UserError(f"batch {batch.batch_id!a} is {_status(batch)}; it can be {done} when it has ended")
     return batch
-
-
-def _why(batch: Batch) -> str:
-    return "; ".join(str(each["message"]) for each in batch.errors or ()) or f"it is {batch.status}"
 
 
 def _results(services: Services, file_ids: list[str]) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ class NewSample(Body):
         "num_samples": 2,
         "sampling_params": {"max_tokens": 4},
     },
-    submits=True,
+    late=True,
 )
 def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
     services, named = call.services, draft.part(NewSample)

@@ -22,8 +22,8 @@ from tinsmith.api.operation import (
     JsonObject,
     ModelRequest,
     Submission,
+    json_endpoint,
     operation,
-    submission,
     submit_json_operation,
     submit_operation,
 )
@@ -62,12 +62,10 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
         shape = call.services.bases.get(model.base_model)
         pass_ = pass_of(message, request_id, shape.vision)
         if (loss_id := loss_id_of(pass_)) is not None:
-            call.wait()
             definition = call.services.custom_losses.get(model.session_id, loss_id)
             pass_ = replace(pass_, custom_loss=read_definition(definition))
         check_pass(pass_, shape)
         if LOSSES[pass_.loss_fn].recorded_sequences:
-            call.wait()
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))
         return pass_.num_tokens
 
@@ -113,7 +111,7 @@ def _refuse(call: Call, kind: str, named: ModelRequest, error: UserError) -> Sub
     "Take an optimizer step",
     body=OptimStepRequest,
     example={"model_id": "{model_id}", "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
-    submits=True,
+    late=True,
 )
 def optim_step(call: Call, draft: Draft[OptimStepRequest]) -> Submission:
     return submit_json_operation(call, "optim_step", draft, _check_optim_step)
@@ -147,8 +145,8 @@ async def forward(request: Request) -> Response:
     return await _either(request, *_FORWARD)
 
 
-_FORWARD_BACKWARD = submission(_forward_backward, PROTO_TYPE), submission(_json_forward_backward, JSON_TYPE)
-_FORWARD = submission(_forward, PROTO_TYPE), submission(_json_forward, JSON_TYPE)
+_FORWARD_BACKWARD = json_endpoint(_forward_backward, {}, takes=PROTO_TYPE), json_endpoint(_json_forward_backward, {})
+_FORWARD = json_endpoint(_forward, {}, takes=PROTO_TYPE), json_endpoint(_json_forward, {})
 
 
 async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response:

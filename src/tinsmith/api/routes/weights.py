@@ -29,7 +29,7 @@ from tinsmith.wire.weights import (
     "Save a training checkpoint",
     body=SaveWeights,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    submits=True,
+    late=True,
 )
 def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
     return submit_json_operation(call, "save_weights", draft, _check_save)
@@ -59,7 +59,7 @@ def _refuse_recipients(request: SaveRequest) -> None:
     "Export an adapter",
     body=SaveWeightsExternal,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    submits=True,
+    late=True,
 )
 def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Submission:
     """Save an export in PEFT's format for download."""
@@ -77,7 +77,7 @@ def _check_export(_model: Model, request: SaveRequest) -> None:
     "Save weights for sampling",
     body=SaveWeightsForSampler,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    submits=True,
+    late=True,
 )
 def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
     """Save a listed checkpoint if the body has a path; open a sampling session if it has none."""

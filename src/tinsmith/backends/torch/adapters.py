@@ -122,7 +122,7 @@ class Layout:
 def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
     shapes = [target.shapes(rank) for target in targets]
     sizes = [math.prod(shape) for matrices in zip(*shapes, strict=True) for shape in matrices]
-    *starts, end = accumulate((_aligned(size) for size in sizes), initial=0)
+    *starts, end = accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0)
     pairs = zip(starts[: len(targets)], starts[len(targets) :], strict=True)
     places = {
         target.name: (Place.of(a_start, a_shape), Place.of(b_start, b_shape))
@@ -334,10 +334,6 @@ def initialise(layout: Layout, seed: int, device: torch.device) -> Tensor:
         bound = target.in_features**-0.5
         a_rI.uniform_(-bound, bound, generator=generator)
     return flat_P.to(device)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN) * ALIGN
 
 
 class Place(NamedTuple):

@@ -189,7 +189,7 @@ class PackedCausal:
 
     def _in_order(self, outputs: Sequence[Tensor]) -> Tensor:
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
-        return out_THD if self._order is None else _Select.apply(out_THD, self._order)
+        return out_THD if self._order is None else _TakeRows.apply(out_THD, self._order)
 
     def _mask(self, group: _Group, window: Window | None, q_THD: Tensor) -> Tensor | None:
         """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Made once for all
@@ -276,57 +276,31 @@ def _padded(x_THD: Tensor, group: _Group) -> Tensor:
         # Backward through a slice, even of all rows, copies the gradient into zeros.
         rows = x_THD if num_cells == len(x_THD) else x_THD[group.start : group.start + num_cells]
     else:
-        rows = _Pad.apply(x_THD, group.rows, group.kept)
+        rows = _TakeRows.apply(x_THD, group.rows, group.kept)
     return rows.view(group.num_sequences, group.length, *x_THD.shape[1:]).transpose(1, 2)
 
 
 def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
     rows = out_nHLD.transpose(1, 2).flatten(0, 1)
-    return rows if group.kept is None else _Unpad.apply(rows, group.kept)
+    return rows if group.kept is None else _TakeRows.apply(rows, group.kept)
 
 
-class _Pad(torch.autograd.Function):
-    """Rows to padded cells. Padding gets no gradient, so backward is a plain scatter of the other cells."""
+class _TakeRows(torch.autograd.Function):
+    """x[rows], differentiated by a plain scatter: autograd's own would add, atomically on a GPU. Rows that are taken
+    more than once are padding, which gets no gradient; `real` selects the others, all if None.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
-        ctx.rows, ctx.kept, ctx.num_rows = rows, kept, x.shape[0]
+    def forward(ctx, x: Tensor, rows: Tensor, real: Tensor | None = None) -> Tensor:
+        ctx.rows, ctx.real, ctx.num_rows = rows, real, x.shape[0]
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        full = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
-        return full.index_copy_(0, ctx.rows[ctx.kept], grad.index_select(0, ctx.kept)), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """Padded cells to rows: the inverse of `_Pad`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, kept: Tensor) -> Tensor:
-        ctx.kept, ctx.num_cells = kept, x.shape[0]
-        return x.index_select(0, kept)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        full = grad.new_zeros(ctx.num_cells, *grad.shape[1:])
-        return full.index_copy_(0, ctx.kept, grad), None
-
-
-class _Select(torch.autograd.Function):
-    """A permutation of rows; its backward copies where autograd's own would use atomic adds."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
-        ctx.order = order
-        return x.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+        rows = ctx.rows if ctx.real is None else ctx.rows[ctx.real]
+        own = grad if ctx.real is None else grad.index_select(0, ctx.real)
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, own), None, None
 
 
 def causal_mask(length: int, window: Window | None, like: Tensor) -> Tensor:

@@ -185,11 +185,6 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
     }
 
 
-def _is_infra(value: object) -> bool:
-    cloud = value.lower().split("/")[0] if isinstance(value, str) else ""
-    return value in INFRA or CLOUDS.fullmatch(cloud) is not None
-
-
 def pool_from(name: str, data: object) -> PoolSpec:
     """Raises UserError that names the key. The keys for scaling by queue length are accepted without effect, since a
     pool starts a worker for the first batch and ends it after the last one."""
@@ -204,7 +199,8 @@ def pool_from(name: str, data: object) -> PoolSpec:
     if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus", "use_spot"}:
         raise UserError(f"resources is {resources!r}; its keys are accelerators, infra, cpus and use_spot")
     infra = resources.get("infra", LOCAL)
-    if not _is_infra(infra):
+    cloud = infra.lower().split("/")[0] if isinstance(infra, str) else ""
+    if infra not in INFRA and not CLOUDS.fullmatch(cloud):
         raise UserError(
             f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
             "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"

@@ -25,7 +25,7 @@ from tinsmith.cluster.ray.controller import Controller, RayProcess
 from tinsmith.cluster.ray.scaling import ROLES, Fleet, Role
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import supervised_thread
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
@@ -144,7 +144,7 @@ class ControllerActor:
         self._start()
 
     def _start(self) -> None:
-        kept_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
+        supervised_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
 
     def _run(self) -> None:
         while True:

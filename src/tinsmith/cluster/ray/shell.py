@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.runtime.background import Backoff, kept_thread
+from tinsmith.runtime.background import Backoff, supervised_thread
 from tinsmith.settings import role_environment
 
 EXIT_REFUSED = 2
@@ -62,7 +62,7 @@ class Shell:
         self._process: subprocess.Popen[bytes] | None = None
         self._state, self._detail, self._restarts = "starting", "", 0
         self._stopping = threading.Event()
-        self._thread = kept_thread("shell", self._supervise, self._stopping.wait)
+        self._thread = supervised_thread("shell", self._supervise, self._stopping.wait)
 
     def state(self) -> dict[str, Any]:
         with self._lock:

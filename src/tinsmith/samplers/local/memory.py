@@ -61,10 +61,12 @@ class CacheBudget:
         return most * self._cache.block_size
 
     def held(self) -> int:
-        return self._cache.num_bytes + (self._contiguous.num_bytes if self._contiguous else 0) + self._held_states()
-
-    def _held_states(self) -> int:
-        return self._live_states() + self._snapshot_bytes()
+        return (
+            self._cache.num_bytes
+            + (self._contiguous.num_bytes if self._contiguous else 0)
+            + self._live_states()
+            + self._snapshot_bytes()
+        )
 
     def _snapshot_bytes(self) -> int:
         snapshots = self._batcher.snapshots

@@ -299,12 +299,10 @@ class PagedPlan:
         if group.blocks_nC is None and window is None and group.seen_nL is None:
             return None
         if window not in group.masks:
-            group.masks[window] = self._visible(group, num_keys, window, k_nGKD.dtype)
+            # Rows without a cache are numbered from 0, as their keys are; padding repeats the last row.
+            position_nL = group.positions_nL.view(group.num, group.num_rows)
+            group.masks[window] = visible(position_nL, num_keys, window, k_nGKD.dtype, group.seen_nL)
         return group.masks[window]
-
-    def _visible(self, group: _Group, num_keys: int, window: Window | None, dtype: torch.dtype) -> Tensor:
-        # Rows without a cache are numbered from 0, as their keys are; padding repeats the last row.
-        return visible(group.positions_nL.view(group.num, group.num_rows), num_keys, window, dtype, group.seen_nL)
 
 
 def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I64]:

@@ -168,7 +168,7 @@ class ExternalSampler:
         self._asleep = False
         self._sleeping_era = -1
         self._to_wake: list[EngineCall] = []
-        self.before_wake_up: Callable[[], None] = _nothing
+        self.before_wake_up: Callable[[], None] = lambda: None
         """Frees the device for the engine."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sampler", daemon=True)
@@ -538,10 +538,6 @@ class ExternalSampler:
                 self._partials.put(partial)
 
         return publish
-
-
-def _nothing() -> None:
-    return None
 
 
 def _free_port() -> int:

@@ -218,15 +218,14 @@ def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
         raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
     reply.add(EngineReply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
     if ask.prompt is not None and choice.get("prompt_logprobs") is not None:
-        reply.prompt_rows = [_prompt_row(row) for row in choice["prompt_logprobs"]]
+        reply.prompt_rows = [
+            {int(token): number(entry["logprob"], "a logprob") for token, entry in (row or {}).items()}
+            for row in choice["prompt_logprobs"]
+        ]
 
 
 def _rows(told: Json, ask: Ask) -> list[dict[str, float]]:
     return cast("list[dict[str, float]]", told.get("top_logprobs") or []) if ask.topk or ask.only else []
-
-
-def _prompt_row(row: dict[str, Json] | None) -> Row:
-    return {int(token): number(entry["logprob"], "a logprob") for token, entry in (row or {}).items()}
 
 
 def _token(name: str) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cluster import supervisor
-from tinsmith.cluster.early import EarlyEngine
+from tinsmith.cluster import engine_process
+from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.settings import Settings
 
 ENGINE = """
@@ -31,54 +31,53 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "engine.py"} "$@"\n')
     path.chmod(0o700)
     (tmp_path / "engine.py").write_text(ENGINE)
-    monkeypatch.setattr(supervisor.sys, "executable", str(path))
+    monkeypatch.setattr(engine_process.sys, "executable", str(path))
     return path
 
 
 @pytest.mark.usefixtures("script")
-def test_an_early_engine_is_configured_once_and_can_be_ended(tmp_path: Path) -> None:
-    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
+def test_a_prestarted_engine_is_configured_once_and_can_be_ended(tmp_path: Path) -> None:
+    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
     assert begun is not None
     out = tmp_path / "out"
 
     async def serve() -> int:
-        process = begun.take(json.dumps({"out": str(out)}).encode() + b"\n")
-        assert process is not None and process.pid > 0
-        assert begun.take(b"{}\n") is None  # it has one seat
+        assert begun.configure(json.dumps({"out": str(out)}).encode() + b"\n") and begun.pid > 0
+        assert not begun.configure(b"{}\n")  # it has one seat
         while not out.exists() or not out.read_text():
             await asyncio.sleep(0.01)
-        begun.close()  # the server ends; an adopted process belongs to the supervisor
-        process.kill()
-        return await process.wait()
+        begun.discard()  # the server ends; a configured process belongs to the supervisor
+        begun.kill()
+        return await begun.wait()
 
     assert asyncio.run(serve()) == -9
-    assert out.read_text() == f"--early {tmp_path / 'metrics'}"
+    assert out.read_text() == f"--prestarted {tmp_path / 'metrics'}"
 
 
 @pytest.mark.usefixtures("script")
-def test_an_ended_early_engine_is_not_adopted(tmp_path: Path) -> None:
-    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
-    assert begun is not None and begun._process is not None
+def test_an_ended_prestarted_engine_is_not_configured(tmp_path: Path) -> None:
+    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
+    assert begun is not None
     begun._process.kill()
     begun._process.wait()
     assert begun._process.stdin is not None
     begun._process.stdin.close()
-    assert begun.take(b"{}\n") is None
+    assert not begun.configure(b"{}\n")
 
 
 @pytest.mark.usefixtures("script")
-def test_an_unused_early_engine_ends_with_its_server(tmp_path: Path) -> None:
-    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
-    assert begun is not None and begun._process is not None
+def test_an_unused_prestarted_engine_ends_with_its_server(tmp_path: Path) -> None:
+    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
+    assert begun is not None
     process = begun._process
-    begun.close()
+    begun.discard()
     assert process.returncode is not None
-    begun.close()
+    begun.discard()
 
 
 @pytest.mark.parametrize("given", [{"backend": "fake"}, {"role": "server"}, {"role": "batch-worker"}])
 def test_only_who_will_have_an_engine_that_loads_for_long_begins_one(tmp_path: Path, given: dict[str, str]) -> None:
-    assert EarlyEngine.begin(Settings.model_validate({"data_dir": tmp_path, **given})) is None
+    assert EngineProcess.prestart(Settings.model_validate({"data_dir": tmp_path, **given})) is None
 
 
 def test_without_a_server_it_ends_in_good_order() -> None:
