@@ -236,9 +236,9 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
     passed = bench.forward(model, 1)
     with monkeypatch.context() as patched:
         patched.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
-        bench.engine._run_training_step()
+        bench.engine._training_turn()
         bench.engine._arrivals.fetch_late()
-        bench.engine._run_training_step()
+        bench.engine._training_turn()
     monkeypatch.undo()
     outcome = bench.outcome(passed)
     assert outcome is not None and outcome.error is None
@@ -294,3 +294,21 @@ def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_al
     assert whole >= 5
     if few:
         assert 0.012 * len(own) >= 0.2 * (whole - 2) / 2 - 0.2
+
+
+def test_passes_of_one_tenant_do_not_wait_for_those_of_another(bench: Bench) -> None:
+    mine, another = bench.model(), bench.model("t:train:0", "bob")
+    for model, tenant in ((mine, "alice"), (another, "bob")):
+        bench.forward(model, 1, tenant=tenant)
+    queues = bench.engine._queues
+    bench.engine._arrivals.fetch()
+    first = queues.lanes[mine].waiting[1]
+    second = queues.lanes[another].waiting[1]
+    rhythm = queues.lanes[another].rhythm
+    for _ in range(2):
+        rhythm.answered(0.0)
+        rhythm.came(0.01)
+    queues.lanes[another].waiting.clear()
+    rhythm.answered(first.created_at)
+    assert queues.passes_due([first]) == ([], [])
+    assert queues.passes_due([first, second]) == ([], [])

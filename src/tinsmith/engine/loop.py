@@ -2,9 +2,9 @@
 
 One thread, one loop. Each iteration reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend,
 settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
-bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a
-packed step the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests
-that end the process. Only the engine settles futures.
+bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
+the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests that end the
+process. Only the engine settles futures.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, Pace
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.quarantine import Quarantine
-from tinsmith.engine.queues import Arrivals, Queues
+from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.scheduler import Fairness, ModelQueue, plan
+from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
 from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
@@ -98,6 +98,8 @@ class Engine:
         self._fairness = Fairness()
         self._costs = CostModel()
         self._pace = Pace(settings.step_seconds)
+        self._batching_window = BatchingWindow()
+        self._hold_s = 0.0
         self._arrivals = Arrivals(
             stores.ownership, stores.futures, stores.models, self._queues, self._quarantine, self._timings, self._fail
         )
@@ -162,6 +164,8 @@ class Engine:
         self._snapshots.evict({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
         sampled = self._sampling.run_once(self._queues, self._decode_share_s if trained else None)
         busy = trained or sampled
+        if self._hold_s:
+            patience_s = min(patience_s, self._hold_s, QUIET_S)  # longer holds only occur where work takes long
         if time.monotonic() >= self._next_check:
             # Also when busy: one tenant's load must not hide a lost wake-up or another tenant's gap.
             self._next_check = time.monotonic() + SAFETY_POLL_S
@@ -213,7 +217,11 @@ class Engine:
         planned_at = time.time()
         queues = self._queues.model_queues()
         budget = self._step_tokens(queues)
-        step, self._fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
+        step, fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
+        if self._should_hold(step, budget):
+            step = Step(step.optim_steps)  # these delay no pass
+        else:
+            self._fairness = fairness
         if not step:
             return False
         hit("engine.planned")
@@ -232,6 +240,8 @@ class Engine:
         for group in self._quarantine.groups(step.passes):
             self._run_passes(group)
         passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
+        if step.passes:
+            self._batching_window.ran(passes_s)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
         self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
@@ -269,6 +279,14 @@ class Engine:
             raise IterationFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
         self._sampling.between(self._pace.decode_between_s(trained_s))
         self._part_began = time.monotonic()
+
+    def _should_hold(self, step: Step, budget: int) -> bool:
+        """Whether the passes of this step wait for others; sets `_hold_s`."""
+        self._hold_s = 0.0
+        tokens = sum(request.num_tokens for request in step.passes)
+        if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
+            self._hold_s = self._batching_window.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
+        return self._hold_s > 0.0
 
     def _unload(self) -> None:
         while self._queues.unloads:

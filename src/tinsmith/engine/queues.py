@@ -8,12 +8,20 @@ read, those named by a wake-up, and once a second those that it may have missed.
 immediately those that it is `preferred_engine` for, the others a second later, since their preferred engine may be busy
 or about to die. Once a second it also frees the requests of engines whose lease has expired. The runs of a dead engine
 come with its in-flight journal (`quarantine`).
+
+`BatchingWindow` decides whether passes that could run now wait for others that will arrive in a moment, so that all
+share one step. A short step takes about as long for one model as for several. Clients that work in lockstep send within
+milliseconds of each other, and an engine that starts with the first of them makes the others wait for its whole step.
+So each model's `Rhythm` records when its client sends. A model is expected if its last two passes came together with
+those of a model that is here again, or if both came right after an answer. Passes are held while a model is expected,
+at most for a share of a short step's time; so a single model never waits, and a wrong guess costs little. An optimizer
+step followed by a pass counts as that pass. Callers pass times: no clock here.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +38,99 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
 from tinsmith.types import Pending
 
+MAX_HOLD_S = 0.1
+MAX_HOLD_SHARE = 0.5
+"""Passes are held for at most MAX_HOLD_S, or this share of a short step's time, whichever is less."""
+
+LATE_S = 0.002
+"""A pass is expected until 1.5 times its usual delay plus this."""
+
+MEASURED_STEPS = 9
+
+
+class Rhythm:
+    """When a model's client sends a pass after all of the model's requests were answered."""
+
+    __slots__ = ("_answered_at", "_came_at", "_pauses_s")
+
+    def __init__(self) -> None:
+        self._answered_at: float | None = None
+        self._pauses_s: deque[float] = deque(maxlen=2)
+        self._came_at: deque[float] = deque(maxlen=3)
+
+    def answered(self, moment: float) -> None:
+        """No request of the model is left."""
+        self._answered_at = moment
+
+    def came(self, moment: float) -> None:
+        """A pass arrived, with no request before it."""
+        self._came_at.append(moment)
+        if self._answered_at is not None:
+            self._pauses_s.append(max(0.0, moment - self._answered_at))
+            self._answered_at = None
+
+    @property
+    def pause_s(self) -> float | None:
+        """The expected pause after the next answer; None if unknown."""
+        return max(self._pauses_s) if len(self._pauses_s) == self._pauses_s.maxlen else None
+
+    def due_in_s(self, moment: float) -> float | None:
+        """How long the next pass is still expected after the last answer; None if it is not expected."""
+        if self._answered_at is None or (pause_s := self.pause_s) is None:
+            return None
+        return _left(self._answered_at, pause_s, moment)
+
+    def due_beside_s(self, first: Rhythm, moment: float) -> float | None:
+        """How long the next pass is expected because `first`, whose passes came with this model's, is here again."""
+        if len(first._came_at) < 3 or len(self._came_at) < 2:
+            return None
+        again, *before = reversed(first._came_at)
+        lags_s = [own - other for own, other in zip(reversed(self._came_at), before, strict=False)]
+        if max(map(abs, lags_s)) > MAX_HOLD_S:
+            return None
+        return _left(again, max(0.0, *lags_s), moment)
+
+
+def _left(since: float, usual_s: float, moment: float) -> float | None:
+    left = since + 1.5 * usual_s + LATE_S - moment
+    return left if left > 0.0 else None
+
+
+class BatchingWindow:
+    """Decides for one engine's passes."""
+
+    def __init__(self) -> None:
+        self._steps_s: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._held_since: float | None = None
+
+    def ran(self, passes_s: float) -> None:
+        """Passes ran, so none are held."""
+        self._steps_s.append(passes_s)
+        self._held_since = None
+
+    def most_s(self) -> float:
+        """The longest time for which passes are held."""
+        return min(MAX_HOLD_S, MAX_HOLD_SHARE * min(self._steps_s, default=0.0))
+
+    def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
+        """How long to hold ready passes if nothing arrives; 0 to run them. `beside_s`: until when passes are expected
+        that came together with the first ready one; waiting pays only if all of them come in time. `quick_s`: until
+        when passes are expected right after their answers; these may be unrelated to the ready ones, which wait half as
+        long for them.
+        """
+        since = moment if self._held_since is None else self._held_since
+        left = self.most_s() - (moment - since)
+        worth = [due_s for due_s in quick_s if 2 * due_s <= left]
+        if beside_s and max(beside_s) <= left:
+            worth += beside_s
+        if not worth:
+            return 0.0
+        self._held_since = since
+        return max(worth)
+
+
 IDLE_LANE_S = 600.0
-"""Lanes of runs that are idle for longer are dropped."""
+"""After this time a run's rhythm is outdated."""
 
 
 class Lane:
@@ -46,6 +145,7 @@ class Lane:
         self.held_until = 0.0
         """Monotonic time until which none of its requests are planned."""
         self.waiting: dict[int, Pending] = {}
+        self.rhythm = Rhythm()
         self._refused: set[int] = set()
         self._gap: tuple[int, float] | None = None  # the first seq_id after a gap, and since when it waits
 
@@ -55,6 +155,8 @@ class Lane:
             if request.seq_id >= self.next_seq_id:
                 self._refused.add(request.seq_id)
         else:
+            if request.seq_id == self.next_seq_id and request.kind in PASS_KINDS:
+                self.rhythm.came(request.created_at)
             self.waiting[request.seq_id] = request
         self._skip_refused()
 
@@ -65,6 +167,7 @@ class Lane:
         self._skip_refused()
         if not self.waiting:
             self.idle_since = time.monotonic()
+            self.rhythm.answered(time.time())
         return self.next_seq_id - 1
 
     def _skip_refused(self) -> None:
@@ -75,6 +178,28 @@ class Lane:
     @property
     def is_held(self) -> bool:
         return self.held_until > 0.0 and time.monotonic() < self.held_until
+
+    def pass_due_in_s(self, moment: float) -> float | None:
+        """How long its next pass is expected after its last answer; None if it is not expected, or has arrived."""
+        if not self.waiting:
+            return self.rhythm.due_in_s(moment)
+        if not self._ends_with_step:
+            return None
+        return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
+
+    def pass_due_beside_s(self, first: Lane, moment: float) -> float | None:
+        """How long its next pass is expected because that of `first` has arrived; None as above."""
+        if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
+            return None
+        return self.rhythm.due_beside_s(first.rhythm, moment)
+
+    @property
+    def _ends_with_step(self) -> bool:
+        """Whether an optimizer step can run, and a pass or nothing follows it."""
+        head, behind = (self.waiting.get(self.next_seq_id + ahead) for ahead in (0, 1))
+        if head is None or head.kind != "optim_step":
+            return False
+        return behind.kind in PASS_KINDS if behind else len(self.waiting) == 1
 
     @property
     def has_gap(self) -> bool:
@@ -145,6 +270,22 @@ class Queues:
             for lane in self.lanes.values()
             if lane.waiting and not lane.is_held
         ]
+
+    def passes_due(self, ready: Sequence[Pending]) -> tuple[list[float], list[float]]:
+        """How long passes of other models are expected: those that came together with the first ready one before, and
+        those that come right after their answers. Only passes of one tenant wait for each other.
+        """
+        tenants = {request.tenant_id for request in ready}
+        if len(tenants) > 1:
+            return [], []
+        moment = time.time()
+        first = self.lanes[min(ready, key=lambda request: request.created_at).model_id or ""]
+        lanes = [
+            lane for lane in self.lanes.values() if lane is not first and lane.tenant_id in tenants and not lane.is_held
+        ]
+        beside = (lane.pass_due_beside_s(first, moment) for lane in lanes)
+        quick = (lane.pass_due_in_s(moment) for lane in lanes)
+        return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]
 
     def passes_wait(self) -> bool:
         """Whether a pass could be in the next step."""
