@@ -27,7 +27,8 @@ GIBIBYTE = 2**30
 class Degrees:
     """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `tensor`
     ranks hold different heads and columns of each layer. With `shard_base` each layer is also sharded over the data and
-    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks.
+    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks. Of
+    all these ranks, each `experts` adjacent ones spread the routed experts over themselves.
 
     Rank (d * context + c) * tensor + t has data index d, context index c and tensor index t, so ranks of one tensor
     group, which communicate most, are adjacent.
@@ -37,6 +38,7 @@ class Degrees:
     tensor: int = 1
     shard_base: bool = False
     context: int = 1
+    experts: int = 1
 
     @property
     def devices(self) -> int:
@@ -50,7 +52,12 @@ class Degrees:
     @property
     def sharded(self) -> bool:
         """Whether a rank holds only part of the base model, so that all ranks take part in every forward."""
-        return self.tensor > 1 or self.shard_base
+        return self.tensor > 1 or self.shard_base or self.experts > 1
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks run every forward together, with or without rows."""
+        return self.shard_base or self.experts > 1
 
     def tensor_group(self, group_index: int) -> list[int]:
         """The ranks that compute the same rows together."""
@@ -60,6 +67,10 @@ class Degrees:
         """The ranks that compute different rows of the same sequences, with the same heads and columns."""
         first = data_index * self.context
         return [(first + index) * self.tensor + tensor_index for index in range(self.context)]
+
+    def expert_group(self, index: int) -> list[int]:
+        """Adjacent ranks that hold all routed experts together."""
+        return list(range(index * self.experts, (index + 1) * self.experts))
 
     def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns."""
