@@ -100,8 +100,8 @@ within a machine of 8 and 50 GB/s between machines, each used to 70 %. With data
 exchanged: at most 2 % of a step of Llama-3.1-8B. The ranks of an engine run on one machine so far, so the
 lines with more than 8 devices are arithmetic; engines on different machines exchange nothing.
 
-| model | devices | plan | sums | logits | layers | gradients | seconds | exchanges |
-|---|---|---|---|---|---|---|---|---|
+| model | devices | plan | sums | logits | experts | layers | gradients | seconds | exchanges |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 AFTER = """
@@ -137,7 +137,7 @@ def _exchanges() -> Iterator[str]:
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
         sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
-        sizes = (sent.tensor, sent.logits, sent.base, sent.gradients)
+        sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
         share = f"{1 - step.compute / step.total:.0%}"
         cells = [name, str(devices), _in_short(plan)]
         if plan.fits:
@@ -152,6 +152,8 @@ def _in_short(plan: Plan) -> str:
     parts = [f"DP {degrees.data}" if degrees.tensor == 1 else f"DP {degrees.data} x TP {degrees.tensor}"]
     if degrees.devices == 1:
         parts = ["fits"]
+    if degrees.experts > 1:
+        parts.append(f"EP {degrees.experts}")
     if degrees.shard_base:
         parts.append("sharded")
     if plan.mode != "kept":

@@ -60,7 +60,9 @@ class Ranks:
             self._context = groups[self.data_index, self.tensor_index]
         self.expert_index = rank % degrees.experts
         if degrees.experts > 1:
-            blocks = [_group(degrees.expert_group(index), timeout) for index in range(degrees.devices // degrees.experts)]
+            blocks = [
+                _group(degrees.expert_group(index), timeout) for index in range(degrees.devices // degrees.experts)
+            ]
             self._experts = blocks[rank // degrees.experts]
 
     @property
