@@ -369,9 +369,9 @@ def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor
 def test_a_plan_is_printed_as_text_and_json() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
-    assert ("frozen base model", "9.3 GiB") in list(rows(plan))
+    assert ("frozen base model", "29.9 GiB") in list(rows(plan))
     told = json.loads(json.dumps(as_json(plan)))
-    assert (told["data_parallel"], told["shard_base"], told["fits"]) == (8, True, True)
+    assert (told["data_parallel"], told["expert_parallel"], told["shard_base"], told["fits"]) == (8, 2, False, True)
     assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
 
 
@@ -390,6 +390,14 @@ def test_a_known_model_is_planned_without_its_files_and_ends_with_a_command(name
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == f"tinsmith serve --model {name} --quantize int8 --data-parallel 2"
     assert "H100 SXM: about" in done.output and "A100 80 GB: about" in done.output and "L4" not in done.output
+
+
+def test_the_command_of_a_mixture_spreads_its_experts() -> None:
+    done = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", "--expert-parallel", "4")
+    assert done.exit_code == 0, done.output
+    assert "Without given degrees the plan is" in done.output and "experts over 2" in done.output
+    command = done.output.splitlines()[-1]
+    assert command == "tinsmith serve --model Qwen3-30B-A3B --data-parallel 8 --expert-parallel 4"
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Ranks:
         x = x.contiguous()
         found = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
         with self._naming("an exchange"):
-            dist.all_to_all_single(found, x, received, sent, group=self._experts)
+            dist.all_to_all_single(found, x, output_split_sizes=received, input_split_sizes=sent, group=self._experts)
         return found
 
     def sum_tensor(self, x: torch.Tensor) -> torch.Tensor:
