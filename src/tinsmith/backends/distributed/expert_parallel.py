@@ -183,14 +183,20 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
+    """Saves a tensor, because a layer that runs again in backward does so when the first saved tensor is wanted, up to
+    the last one: these are then the same on every rank, also on one that received no rows and saved none for them.
+    """
+
     @staticmethod
     def forward(ctx, out_MD: Tensor, rows: ExchangedRows) -> Tensor:
         ctx.rows = rows
+        ctx.save_for_backward(out_MD.new_empty(0))
         return rows.combine(rows.to_rows(out_MD))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_nD: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _ = ctx.saved_tensors
         return ctx.rows.to_experts(ctx.rows.by_rank(grad_nD)), None
 
 
