@@ -177,6 +177,23 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
     agree_on(oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
 
 
+def test_an_engine_spreads_experts_by_its_settings(
+    mixture: ModelShape, group: Group, mixture_oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "Group", lambda *_given, **_options: group)
+    given = Settings(device="cpu", dtype="float32", data_parallel=2, expert_parallel=2)
+    settings = engine_main.choose_degrees(given, mixture, "engine")
+    engine_main.check_fit(settings, mixture)
+    backend = engine_main.open_backend(settings, mixture, "here", engine_main._options(settings))
+    atexit.unregister(group.close)
+    assert isinstance(backend, ShardedBackend) and backend.own.ranks.degrees == DEGREES["ep2"]
+    create(mixture_oracle)
+    create(backend)
+    agree_on(mixture_oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
+    with pytest.raises(SettingsError, match="expert parallel 4 does not divide the 2 devices"):
+        engine_main.check_fit(given.model_copy(update={"expert_parallel": 4}), mixture)
+
+
 def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
     """No rank waits for another if one has no sequences, or if ranks have adapters of different layers."""
     rng = np.random.default_rng(1)

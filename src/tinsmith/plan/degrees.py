@@ -213,9 +213,10 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
     spread = degrees.experts
     if spread == 1:
         if model.has_experts and degrees.tensor > 1:
+            common = math.gcd(degrees.devices, model.experts)
+            how = f"spread them, too: expert parallel {common}" if common > 1 else "shard the base"
             return (
-                f"tensor parallel {degrees.tensor}: {model.model_type} has routed experts, which cannot be split; "
-                f"spread them, too: expert parallel {math.gcd(degrees.devices, model.experts)}"
+                f"tensor parallel {degrees.tensor}: {model.model_type} has routed experts, which cannot be split; {how}"
             )
         return None
     if not model.has_experts:

@@ -1,5 +1,5 @@
-"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, or a shard of each layer that
-is gathered from the other ranks when the layer runs.
+"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, its part of the routed
+experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
 
 A sharded model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
 gradients of some probe tokens with random adapters. It is sharded on the host too, so a device never holds more than

@@ -8,8 +8,8 @@ each of three cases: a number belongs to one rank (B of a column, A of a row); a
 column, B of a row); or all ranks compute the same (an unsharded linear), and then only the first rank's counts.
 
 transformers' plan for the family says which linears are sharded. Families without a plan, heads and widths that the
-degree does not divide, and experts are refused. A linear with an unsupported style stays whole on every rank: that
-costs memory and is exact.
+degree does not divide, and experts that are not spread (`expert_parallel`) are refused. A linear with an unsupported
+style stays whole on every rank: that costs memory and is exact.
 
 Shapes: T rows, I inputs, O outputs of the whole linear.
 """
