@@ -134,7 +134,7 @@ class Settings(BaseSettings):
     """Number of devices that split the tokens of each training sequence."""
 
     expert_parallel: int = Field(default=0, ge=0)
-    """Number of devices, among those of the three above, over which the routed experts of each layer are spread."""
+    """Number of these devices over which routed experts are spread."""
 
     shard_base: bool = False
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""

@@ -77,16 +77,16 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 
 ## What is preferred
 
-Data parallel alone; then, for a mixture, its experts over as few devices as will do, so that no token has to gather
-them; then tensor parallel within a machine (up to 8 devices) in data-parallel groups, with experts spread; then a
-sharded base; then both; then each of these with the lowest context-parallel degree that fits. Keeping activations is
-preferred to recomputing them, and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
+Data parallel alone; then, for a mixture, its experts over as few devices as will do; then tensor parallel within a
+machine (up to 8 devices) in data-parallel groups; then a sharded base; then both; then each of these with the lowest
+context-parallel degree that fits. Keeping activations is preferred to recomputing them, and that to training and
+sampling in turns with the memory ([memory](howto/memory.md)).
 
 ## Well-known models
 
 Rank 32 on every linear, one adapter, sequences of up to 8,192 tokens, bfloat16, devices of 80 GB. Parameters (in
 billions) are those that `transformers` builds; *active* means for each token of a mixture. The last columns are plans:
-DP 4 x TP 2 is four groups of two devices, EP 8 experts over each 8 devices; *again* means recomputed activations,
+DP 4 x TP 2 is four groups of two devices, EP 8 experts over 8; *again* means recomputed activations,
 *turns* that training and sampling alternate.
 
 | model | parameters | active | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
@@ -98,7 +98,7 @@ EXCHANGES = """
 
 GB that a device sends in a step of 8,192 tokens for each tensor group, and the step's time on H100s, with 450 GB/s
 within a machine of 8 and 50 GB/s between machines, each used to 70 %. With data parallelism alone only gradients are
-exchanged: at most 2 % of a step of Llama-3.1-8B. Tokens are assumed to choose experts evenly. The ranks of an engine
+exchanged: at most 2 % of a step of Llama-3.1-8B. Tokens choose experts evenly. The ranks of an engine
 run on one machine so far, so the lines with more than 8 devices are arithmetic; engines on different machines exchange
 nothing.
 
