@@ -179,6 +179,17 @@ def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelSh
 
 @pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"]], ids=["dp4", "dp2-tp2", "cp4"])
 def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
+    near_in_bfloat16(ranks, shape, degrees)
+
+
+@on_two
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_spread_experts_in_bfloat16_are_as_near_as_their_rounding(ranks: Group, tmp_path: Path, name: str) -> None:
+    shape = families.make(tmp_path, next(family for family in FAMILIES if family.model_type == name))
+    near_in_bfloat16(ranks, shape, Degrees(2, experts=2))
+
+
+def near_in_bfloat16(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees, dtype="bfloat16")
