@@ -51,8 +51,26 @@ FOUR = {
     "fsdp-cp4": Degrees(shard_base=True, context=4),
 }
 
+SPREAD = {
+    "ep4": Degrees(4, experts=4),
+    "ep2-dp2": Degrees(4, experts=2),
+    "ep4-fsdp4": Degrees(4, shard_base=True, experts=4),
+    "ep2-fsdp4": Degrees(4, shard_base=True, experts=2),
+    "ep4-cp2-dp2": Degrees(2, context=2, experts=4),
+    "ep2-cp4": Degrees(context=4, experts=2),
+    "ep4-tp2": Degrees(2, 2, experts=4),
+    "ep2-tp2": Degrees(2, 2, experts=2),
+    "ep4-cp2-tp2": Degrees(1, 2, context=2, experts=4),
+    "ep4-fsdp2-tp2": Degrees(2, 2, shard_base=True, experts=4),
+}
+"""On four ranks."""
+
 NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
 """Families for which transformers has no tensor-parallel plan; they are refused with tensor_parallel."""
+
+SPREAD_AND_CUT = {"qwen3_moe", "deepseek_v3", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "ernie4_5_moe",
+                  "minimax_m2", "dots1", "flex_olmo", "cohere2_moe", "solar_open", "exaone_moe"}  # fmt: skip
+"""Mixtures that run with tensor parallelism where their experts are spread; the others are refused."""
 
 
 def refuse(reason: str) -> None:
@@ -86,6 +104,27 @@ def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degre
     many = ranked.load(shape, ranks, degrees)
     ranked.train_alike(one, many, 10)
     ranked.sample_alike(one, many)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("degrees", SPREAD.values(), ids=SPREAD)
+def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degrees: Degrees) -> None:
+    shape = families.make(tmp_path / "model", next(family for family in FAMILIES if family.model_type == name))
+    if degrees.tensor > 1 and name == "gpt_oss":
+        with pytest.raises(SettingsError, match="transformers has no plan for 'gpt_oss'"):
+            ranked.load(shape, ranks, degrees)
+        return
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, degrees, recompute="on" if degrees.experts == 2 else "off")
+    ranked.train_alike(one, many, 3)
+    ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(9), 1, [1])])  # three ranks have no rows
+    ranked.sample_alike(one, many)
+    many.capture("m0", optimizer=True).write(tmp_path / "many")
+    one.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
+    one.capture("m0", optimizer=True).write(tmp_path / "one")
+    for path in (tmp_path / "many").iterdir():
+        assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes(), path.name
 
 
 LONG = 4096
@@ -140,6 +179,17 @@ def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelSh
 
 @pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"]], ids=["dp4", "dp2-tp2", "cp4"])
 def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
+    near_in_bfloat16(ranks, shape, degrees)
+
+
+@on_two
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_spread_experts_in_bfloat16_are_as_near_as_their_rounding(ranks: Group, tmp_path: Path, name: str) -> None:
+    shape = families.make(tmp_path, next(family for family in FAMILIES if family.model_type == name))
+    near_in_bfloat16(ranks, shape, Degrees(2, experts=2))
+
+
+def near_in_bfloat16(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees, dtype="bfloat16")
@@ -155,14 +205,27 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: 
 
 
 @on_two
-@pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"], TWO["cp2"]], ids=["tp2", "fsdp2", "cp2"])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [
+        pytest.param(family, degrees, id=f"{family.model_type}-{name}")
+        for family in FAMILIES
+        for name, degrees in {**TWO, "ep2": Degrees(2, experts=2), "ep2-tp2": Degrees(1, 2, experts=2)}.items()
+        if name != "dp2" and (family.experts or degrees.experts == 1)
+    ],
+)
 def test_every_family_is_divided_exactly_or_refused(
     ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
 ) -> None:
     shape = families.make(tmp_path, family)
-    if degrees.tensor > 1 and (family.experts or family.states or family.model_type in NO_PLAN):
+    if (
+        degrees.tensor > 1
+        and (family.experts or family.states or family.model_type in NO_PLAN)
+        and not (degrees.experts > 1 and family.model_type in SPREAD_AND_CUT)
+    ):
+        spread_out = degrees.experts > 1
         reason = "experts of .* cannot be split" if family.experts else "tensor_parallel is 2, and"
+        reason = "tensor_parallel is 2, and|cannot be sharded" if spread_out else reason
         with pytest.raises(SettingsError, match=reason):
             ranked.load(shape, ranks, degrees)
         return

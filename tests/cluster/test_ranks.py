@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from support import tiny_models, traced_losses
+from support import families, tiny_models, traced_losses
 from support.ranked import (
     SPECS,
     agree_on,
@@ -36,11 +37,13 @@ from support.ranked import (
 )
 from tinsmith.backends import distributed, run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_degrees
+from tinsmith.backends.distributed.sampler import RankSampler
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload
+from tinsmith.plan.memory import base_bytes
 from tinsmith.plan.speed import StepShare, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -49,7 +52,8 @@ pytestmark = pytest.mark.smoke
 
 torch.set_num_threads(1)
 
-DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True), "cp2": Degrees(context=2)}
+DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True), "cp2": Degrees(context=2),
+           "ep2": Degrees(2, experts=2)}  # fmt: skip
 
 
 class Lost:
@@ -85,17 +89,30 @@ def oracle(shape: ModelShape) -> TorchBackend:
     return TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    family = next(family for family in families.FAMILIES if family.model_type == "qwen3_moe")
+    return families.make(tmp_path_factory.mktemp("mixture"), family)
+
+
+@pytest.fixture(scope="module")
+def mixture_oracle(mixture: ModelShape) -> TorchBackend:
+    return TorchBackend(mixture, device="cpu", max_tokens_per_microbatch=64)
+
+
 @pytest.fixture(scope="module", params=DEGREES)
-def many(request: pytest.FixtureRequest, shape: ModelShape, group: Group) -> ShardedBackend:
-    return load(shape, group, DEGREES[request.param], offload="on")  # of a CPU, too
+def many(request: pytest.FixtureRequest, shape: ModelShape, mixture: ModelShape, group: Group) -> ShardedBackend:
+    degrees = DEGREES[request.param]
+    return load(mixture if degrees.experts > 1 else shape, group, degrees, offload="on")  # of a CPU, too
 
 
 @pytest.fixture
-def one(oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
+def one(oracle: TorchBackend, mixture_oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
     """Both begin with fresh adapters."""
-    create(oracle)
+    one = mixture_oracle if many.own.ranks.degrees.experts > 1 else oracle
+    create(one)
     create(many)
-    return oracle
+    return one
 
 
 def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
@@ -123,10 +140,11 @@ def test_numbers_of_a_broken_adapter_stay_its_own(one: TorchBackend, many: Shard
         assert theirs is not None and ours is not None and relative(ours, theirs) < 1e-4
 
 
-def test_the_plan_counts_the_bytes_that_a_step_sends(
-    many: ShardedBackend, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values."""
+def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values. Of an
+    exchange with experts, a rank's own tokens count, on their way there or back: how many of others it gets is chance.
+    """
+    own_pairs = 2 * 24
     sent: list[float] = []
 
     def count(name: str, num_bytes: Callable[..., float]) -> None:
@@ -142,7 +160,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
 
     count("all_reduce", lambda x, ranks: summed(x.nbytes, ranks))
     count("all_gather", lambda parts, _, ranks: gathered(sum(part.nbytes for part in parts), ranks))
-    count("all_to_all_single", lambda received, _, ranks: gathered(received.nbytes, ranks))
+    count("all_to_all_single", lambda x, y, ranks: gathered((x if len(x) == own_pairs else y).nbytes, ranks))
     count("all_gather_single", lambda output, _, ranks: gathered(output.nbytes, ranks))  # FSDP's
     many.create_model("counted", LoraSpec(4))
     tokens = np.arange(24, dtype=np.int32)
@@ -154,7 +172,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
     degrees = many.own.ranks.degrees
     wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
     work = StepShare(rows=48 // degrees.groups, recompute=False)
-    expected = traffic(read_directory(Path(shape.path)), wanted, degrees, work)
+    expected = traffic(read_directory(Path(many.own._base.shape.path)), wanted, degrees, work)
     assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
 
 
@@ -178,6 +196,23 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
     create(oracle)
     create(backend)
     agree_on(oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
+
+
+def test_an_engine_spreads_experts_by_its_settings(
+    mixture: ModelShape, group: Group, mixture_oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "Group", lambda *_given, **_options: group)
+    given = Settings(device="cpu", dtype="float32", data_parallel=2, expert_parallel=2)
+    settings = engine_main.choose_degrees(given, mixture, "engine")
+    engine_main.check_fit(settings, mixture)
+    backend = engine_main.open_backend(settings, mixture, "here", engine_main._options(settings))
+    atexit.unregister(group.close)
+    assert isinstance(backend, ShardedBackend) and backend.own.ranks.degrees == DEGREES["ep2"]
+    create(mixture_oracle)
+    create(backend)
+    agree_on(mixture_oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
+    with pytest.raises(SettingsError, match="expert parallel 4 does not divide the 2 devices"):
+        engine_main.check_fit(given.model_copy(update={"expert_parallel": 4}), mixture)
 
 
 def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
@@ -372,6 +407,8 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, Degrees(1, 2), {}, "3 key and value heads"),
         ("qwen3", {"intermediate_size": 97}, Degrees(1, 2), {}, "width 97"),
         ("gpt_oss", {}, Degrees(1, 2), {}, "experts of GptOssForCausalLM cannot be split"),
+        ("gpt_oss", {"num_local_experts": 3}, Degrees(2, experts=2), {}, "has 3 experts, which 2 does not divide"),
+        ("qwen3", {}, Degrees(2, experts=2), {}, "expert_parallel is 2, and tiny/qwen3 has no routed experts"),
         ("qwen3_5", {}, Degrees(context=2), {}, "context_parallel is 2, and layers of Qwen3_5ForCausalLM"),
         ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be sharded"),
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
@@ -398,12 +435,61 @@ def test_indivisible_degrees_are_refused_by_name(
         (("1", "x", "off"), "tensor_parallel is 'x'"),
         (("1", "2", "off", "0"), "context_parallel is '0'"),
         (("1", "2", "on"), "shard_base shards"),
+        (("2", "1", "off", "1", "4"), "expert_parallel is 4, which does not divide the 2 ranks"),
         (("2", "1", "yes"), "shard_base is 'yes'"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(given: tuple[str, ...], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         read_degrees(*given)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tokens_that_all_choose_the_experts_of_one_rank(tmp_path: Path, group: Group, choices: int) -> None:
+    """With one choice all choose one expert. Other experts of that rank, or all of the other one, get no rows."""
+    shape = tiny_models.make(tmp_path, "gpt_oss", num_experts_per_tok=choices)
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = load_file(file)
+    for name in [name for name in weights if name.endswith("router.bias")]:
+        weights[name] = torch.tensor([0.0, 0.0, 1e3, 5e2])
+    save_file(weights, file, {"format": "pt"})
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    create(one)
+    many = load(shape, group, DEGREES["ep2"])
+    train_alike(one, many, 2)
+    sample_alike(one, many)
+
+
+def test_a_rank_holds_only_its_own_experts(mixture: ModelShape, group: Group) -> None:
+    base = load(mixture, group, DEGREES["ep2"]).own._base
+    stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in base.frozen_tensors()}
+    model = read_directory(Path(mixture.path))
+    planned, whole = (base_bytes(model, dtype="float32", quantize="off", experts=experts) for experts in (2, 1))
+    assert sum(store.nbytes() for store in stores.values()) == pytest.approx(planned, rel=0.1)
+    assert base.num_bytes == pytest.approx(planned, rel=0.1) and planned < 0.85 * whole
+
+
+def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(
+    mixture: ModelShape, mixture_oracle: TorchBackend, group: Group
+) -> None:
+    one, many = mixture_oracle, load(mixture, group, DEGREES["ep2"])
+    create(one)
+    train_alike(one, many, 1)
+    for backend in (one, many):
+        publish(backend)
+        for sample in samples():
+            backend.sampler.submit(sample)
+        backend.sampler.step()
+        step(backend)
+        backend.drop_version("v0")
+        backend.publish("m0", "v1")
+    found = finish(many)
+    for request_id, result in finish(one).items():
+        for left, right in zip(result.sequences, found[request_id].sequences, strict=True):
+            assert right.tokens_T.tolist() == left.tokens_T.tolist()
+    many._call("drop_version", "v1")
+    sampler = many.own.sampler
+    assert isinstance(sampler, RankSampler) and not sampler._held
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
@@ -439,7 +525,7 @@ def test_ranks_that_sleep_go_on_bit_for_bit(many: ShardedBackend) -> None:
                     frozen = many.own._frozen
                     assert frozen is not None and frozen.num_bytes == 0
                     many.wake_up()
-                    assert frozen.num_bytes > 2**16
+                    assert frozen.num_bytes > 2**15
             step(many)
         for model in range(len(SPECS)):
             many._call("digest", f"m{model}")

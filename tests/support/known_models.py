@@ -64,8 +64,8 @@ spot for a CPU.
 
 - **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears for decoding.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
-  `--shard-base` keeps a part of each layer and one whole layer. Experts can be sharded but not divided, and a
-  quantised base neither.
+  `--shard-base` keeps a part of each layer and one whole layer. `--expert-parallel` divides routed experts. A
+  quantised base cannot be divided.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
 - **activations**: of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
@@ -77,16 +77,17 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 
 ## What is preferred
 
-Data parallel alone; then tensor parallel within a machine (up to 8 devices) in data-parallel groups; then a sharded
-base; then both; then each of these with the lowest context-parallel degree that fits. Keeping activations is preferred
-to recomputing them, and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
+Data parallel alone; then, for a mixture, its experts over as few devices as will do; then tensor parallel within a
+machine (up to 8 devices) in data-parallel groups; then a sharded base; then both; then each of these with the lowest
+context-parallel degree that fits. Keeping activations is preferred to recomputing them, and that to training and
+sampling in turns with the memory ([memory](howto/memory.md)).
 
 ## Well-known models
 
 Rank 32 on every linear, one adapter, sequences of up to 8,192 tokens, bfloat16, devices of 80 GB. Parameters (in
 billions) are those that `transformers` builds; *active* means for each token of a mixture. The last columns are plans:
-DP 4 x TP 2 is four groups of two devices; *again* means recomputed activations, *turns* that training and sampling
-alternate.
+DP 4 x TP 2 is four groups of two devices, EP 8 experts over 8; *again* means recomputed activations,
+*turns* that training and sampling alternate.
 
 | model | parameters | active | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
 |---|---|---|---|---|---|---|---|
@@ -97,11 +98,12 @@ EXCHANGES = """
 
 GB that a device sends in a step of 8,192 tokens for each tensor group, and the step's time on H100s, with 450 GB/s
 within a machine of 8 and 50 GB/s between machines, each used to 70 %. With data parallelism alone only gradients are
-exchanged: at most 2 % of a step of Llama-3.1-8B. The ranks of an engine run on one machine so far, so the
-lines with more than 8 devices are arithmetic; engines on different machines exchange nothing.
+exchanged: at most 2 % of a step of Llama-3.1-8B. Tokens choose experts evenly. The ranks of an engine
+run on one machine so far, so the lines with more than 8 devices are arithmetic; engines on different machines exchange
+nothing.
 
-| model | devices | plan | sums | logits | layers | gradients | seconds | exchanges |
-|---|---|---|---|---|---|---|---|---|
+| model | devices | plan | sums | logits | experts | layers | gradients | seconds | exchanges |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 AFTER = """
@@ -137,7 +139,7 @@ def _exchanges() -> Iterator[str]:
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
         sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
-        sizes = (sent.tensor, sent.logits, sent.base, sent.gradients)
+        sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
         share = f"{1 - step.compute / step.total:.0%}"
         cells = [name, str(devices), _in_short(plan)]
         if plan.fits:
@@ -152,6 +154,8 @@ def _in_short(plan: Plan) -> str:
     parts = [f"DP {degrees.data}" if degrees.tensor == 1 else f"DP {degrees.data} x TP {degrees.tensor}"]
     if degrees.devices == 1:
         parts = ["fits"]
+    if degrees.experts > 1:
+        parts.append(f"EP {degrees.experts}")
     if degrees.shard_base:
         parts.append("sharded")
     if plan.mode != "kept":

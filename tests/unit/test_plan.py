@@ -276,11 +276,40 @@ def test_key_heads_count_too() -> None:
     assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
 
 
-def test_experts_are_sharded_whole_and_quantised_weights_are_not_split() -> None:
+def test_experts_are_spread_over_as_few_devices_as_will_do() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
-    assert plan.degrees == Degrees(8, 1, shard_base=True) and "routed experts" in " ".join(plan.words)
-    with pytest.raises(SettingsError, match="routed experts, which cannot be split; shard the base"):
-        check(plan.model, plan.wanted, Degrees(1, 8))
+    assert plan.degrees == Degrees(8, experts=2) and not evaluate(plan.model, plan.wanted, Degrees(8)).fits
+    assert "Each of 2 devices has 64 of the 128 experts" in " ".join(plan.words)
+    large = choose(known("Qwen3-235B-A22B"), Workload(64, GPU))
+    assert large.fits and large.degrees.experts == 64 and not large.degrees.shard_base
+    # On an odd number of devices, layers are gathered with their experts.
+    assert choose(plan.model, Workload(3, GPU)).degrees == Degrees(3, 1, shard_base=True)
+
+
+def test_spread_experts_are_counted_once_for_all_devices() -> None:
+    model = known("Qwen3-235B-A22B")
+    one, of_eight = (memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=degree) for degree in (1, 8))
+    routed = 2 * sum(linear.numbers for linear in model.linears if linear.copies > 1)
+    assert one - of_eight == routed - routed // 8
+    both = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, shards=8)
+    assert routed // 8 < both < of_eight
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "words"),
+    [
+        ("Qwen3-30B-A3B", Degrees(1, 8), "routed experts, which cannot be split; spread them, too: expert parallel 8"),
+        ("Qwen3-30B-A3B", Degrees(6, experts=3), "expert parallel 3 does not divide the model's 128 experts"),
+        ("Qwen3-30B-A3B", Degrees(2, experts=4), "expert parallel 4 does not divide the 2 devices"),
+        ("Llama-3.1-8B", Degrees(2, experts=2), "expert parallel 2: llama has no routed experts"),
+    ],
+)
+def test_experts_that_cannot_be_spread_so_are_refused_with_the_reason(name: str, degrees: Degrees, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        check(known(name), Workload(8, GPU), degrees)
+
+
+def test_quantised_weights_are_not_split() -> None:
     with pytest.raises(SettingsError, match="quantised"):
         check(known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
 
@@ -340,9 +369,9 @@ def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor
 def test_a_plan_is_printed_as_text_and_json() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
-    assert ("frozen base model", "9.3 GiB") in list(rows(plan))
+    assert ("frozen base model", "29.9 GiB") in list(rows(plan))
     told = json.loads(json.dumps(as_json(plan)))
-    assert (told["data_parallel"], told["shard_base"], told["fits"]) == (8, True, True)
+    assert (told["data_parallel"], told["expert_parallel"], told["shard_base"], told["fits"]) == (8, 2, False, True)
     assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
 
 
@@ -361,6 +390,14 @@ def test_a_known_model_is_planned_without_its_files_and_ends_with_a_command(name
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-1] == f"tinsmith serve --model {name} --quantize int8 --data-parallel 2"
     assert "H100 SXM: about" in done.output and "A100 80 GB: about" in done.output and "L4" not in done.output
+
+
+def test_the_command_of_a_mixture_spreads_its_experts() -> None:
+    done = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", "--expert-parallel", "4")
+    assert done.exit_code == 0, done.output
+    assert "Without given degrees the plan is" in done.output and "experts over 2" in done.output
+    command = done.output.splitlines()[-1]
+    assert command == "tinsmith serve --model Qwen3-30B-A3B --data-parallel 8 --expert-parallel 4"
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ model's files exist, `size_of_files` gives their actual bytes, which the count i
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections import Counter
@@ -163,13 +164,21 @@ class Architecture:
         )
 
     @property
+    def experts(self) -> int:
+        """The number of routed experts that every mixture of the model has a multiple of; 1 without mixtures."""
+        counts = [linear.copies for linear in self.linears if linear.copies > 1]
+        return math.gcd(*counts) if counts else 1
+
+    @property
     def has_experts(self) -> bool:
         return any(linear.copies > 1 for linear in self.linears)
 
-    def layer_numbers(self) -> int:
+    def layer_numbers(self, *, with_experts: bool = True) -> int:
         """The largest layer, which sharding over data ranks gathers while it is computed."""
         per_layer: dict[int, int] = {}
         for linear in self.linears:
+            if linear.copies > 1 and not with_experts:
+                continue
             per_layer[linear.layers] = per_layer.get(linear.layers, 0) + linear.numbers // linear.layers
         every = per_layer.pop(self.layers, 0)
         return every + max(per_layer.values(), default=0)

@@ -1,14 +1,18 @@
 """How to split a base model over devices: the degrees of parallelism, chosen or checked, with reasons.
 
 Data parallel first: every device holds everything, and only gradients of adapters are exchanged. If the base does not
-fit, tensor parallel within the devices of one machine, which keeps training and sampling fast. Then a sharded base,
-whose layers are gathered for every micro-batch and every decoded token; then both. If a sequence's activations do not
-fit in any of these ways, context parallel with each of them, in as few parts as possible. If nothing fits, the plan
-says what would be needed, supported here or not. A user's choice is accepted, or refused with the reason.
+fit, tensor parallel within the devices of one machine, which keeps training and sampling fast; for a mixture, experts
+spread over as few devices as will do, which exchange tokens instead of weights. Then a sharded base, whose layers (the
+rest of them where experts are spread) are gathered for every micro-batch and every decoded token; then both. If a
+sequence's activations do not fit in any of these ways, context parallel with each of them, in as few parts as possible.
+If nothing fits, the plan says what would be needed, supported here or not. A user's choice is accepted, or refused with
+the reason.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +31,8 @@ GIBIBYTE = 2**30
 class Degrees:
     """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `tensor`
     ranks hold different heads and columns of each layer. With `shard_base` each layer is also sharded over the data and
-    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks.
+    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks. Of
+    all these ranks, each `experts` adjacent ones spread the routed experts over themselves.
 
     Rank (d * context + c) * tensor + t has data index d, context index c and tensor index t, so ranks of one tensor
     group, which communicate most, are adjacent.
@@ -37,6 +42,7 @@ class Degrees:
     tensor: int = 1
     shard_base: bool = False
     context: int = 1
+    experts: int = 1
 
     @property
     def devices(self) -> int:
@@ -50,7 +56,12 @@ class Degrees:
     @property
     def sharded(self) -> bool:
         """Whether a rank holds only part of the base model, so that all ranks take part in every forward."""
-        return self.tensor > 1 or self.shard_base
+        return self.tensor > 1 or self.shard_base or self.experts > 1
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks run every forward together, with or without rows."""
+        return self.shard_base or self.experts > 1
 
     def tensor_group(self, group_index: int) -> list[int]:
         """The ranks that compute the same rows together."""
@@ -60,6 +71,10 @@ class Degrees:
         """The ranks that compute different rows of the same sequences, with the same heads and columns."""
         first = data_index * self.context
         return [(first + index) * self.tensor + tensor_index for index in range(self.context)]
+
+    def expert_group(self, index: int) -> list[int]:
+        """Adjacent ranks that hold all routed experts together."""
+        return list(range(index * self.experts, (index + 1) * self.experts))
 
     def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns."""
@@ -144,7 +159,9 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
     dtype, context = wanted.dtype, wanted.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
-    base = memory.base_bytes(model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards)
+    base = memory.base_bytes(
+        model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards, experts=degrees.experts
+    )
     base += memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda) // degrees.tensor
     kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor)
     numbers = memory.adapter_numbers(model, wanted.rank)
@@ -164,10 +181,11 @@ def problem_of(
     model: Architecture, degrees: Degrees, devices: int | None = None, *, quantize: str = "off"
 ) -> str | None:
     """Why the model cannot be split this way, regardless of memory; None if it can."""
-    if min(degrees.data, degrees.context, degrees.tensor) < 1:
+    if min(degrees.data, degrees.context, degrees.tensor, degrees.experts) < 1:
         return f"{described(degrees)}: each must be at least 1"
     if devices is not None and degrees.devices > devices:
-        return f"{described(replace(degrees, shard_base=False))} needs {degrees.devices} devices; there are {devices}"
+        layout = described(replace(degrees, shard_base=False, experts=1))
+        return f"{layout} needs {degrees.devices} devices; there are {devices}"
     if degrees.shard_base and degrees.groups == 1:
         return (
             "a base is sharded over data and context ranks, and there is one: raise data parallel, or do not shard it"
@@ -179,13 +197,37 @@ def problem_of(
     parts = degrees.tensor
     if quantize != "off" and (parts > 1 or degrees.shard_base):
         return f"a quantised base ({quantize}) supports neither tensor parallelism nor sharding"
-    if model.has_experts and parts > 1:
-        return f"tensor parallel {parts}: {model.model_type} has routed experts, which cannot be split; shard the base"
+    if problem := _problem_of_experts(model, degrees):
+        return problem
     if model.state_numbers and parts > 1:
         return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which cannot be split"
+    if parts > 1 and not any(linear.along and linear.copies == 1 for linear in model.linears):
+        return f"tensor parallel {parts}: transformers has no plan for {model.model_type}"
     for number, what in _cut(model):
         if number % parts:
             return f"tensor parallel {parts} does not divide the model's {number} {what}"
+    return None
+
+
+def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
+    spread = degrees.experts
+    if spread == 1:
+        if model.has_experts and degrees.tensor > 1:
+            common = math.gcd(degrees.devices, model.experts)
+            how = f"spread them, too: expert parallel {common}" if common > 1 else "shard the base"
+            return (
+                f"tensor parallel {degrees.tensor}: {model.model_type} has routed experts, which cannot be split; {how}"
+            )
+        return None
+    if not model.has_experts:
+        return f"expert parallel {spread}: {model.model_type} has no routed experts"
+    if model.experts % spread:
+        return f"expert parallel {spread} does not divide the model's {model.experts} experts"
+    if degrees.devices % spread:
+        return (
+            f"expert parallel {spread} does not divide the {degrees.devices} devices of "
+            f"{described(replace(degrees, experts=1))}: raise data parallel"
+        )
     return None
 
 
@@ -194,7 +236,7 @@ def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
     yield model.heads, "attention heads"
     yield model.key_heads, "key and value heads"
     for linear in model.linears:
-        if linear.group == "mlp" and linear.along == "inputs":
+        if linear.group == "mlp" and linear.along == "inputs" and linear.copies == 1:
             yield linear.inputs, f"columns of {linear.name}"
 
 
@@ -212,9 +254,20 @@ def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> l
         for context in range(1, model.heads // tensor + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
                 data = devices // (tensor * context)
-                found += [Degrees(data, tensor, shard, context) for shard in (False, True)]
-    found.sort(key=lambda one: (one.context, one.shard_base, one.tensor))
+                found += [
+                    Degrees(data, tensor, shard, context, experts)
+                    for shard, experts in itertools.product((False, True), _spreads(model, devices))
+                ]
+    # Layers with all experts are gathered last of all.
+    found.sort(key=lambda one: (one.context, one.shard_base + (one.shard_base and one.experts == 1), one.tensor,
+                                one.experts))  # fmt: skip
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
+
+
+def _spreads(model: Architecture, devices: int) -> list[int]:
+    """Degrees of expert parallelism that divide devices and experts."""
+    common = math.gcd(devices, model.experts)
+    return [degree for degree in range(1, common + 1) if common % degree == 0]
 
 
 def _candidates(model: Architecture, wanted: Workload) -> list[Degrees]:
@@ -263,7 +316,8 @@ def _advice(model: Architecture, wanted: Workload) -> str:
 def described(degrees: Degrees) -> str:
     context = f" x context parallel {degrees.context}" if degrees.context != 1 else ""
     shard = ", base sharded" if degrees.shard_base else ""
-    return f"data parallel {degrees.data}{context} x tensor parallel {degrees.tensor}{shard}"
+    experts = f", experts over {degrees.experts}" if degrees.experts != 1 else ""
+    return f"data parallel {degrees.data}{context} x tensor parallel {degrees.tensor}{experts}{shard}"
 
 
 def gib(num_bytes: float) -> str:
@@ -306,12 +360,20 @@ def _reasons(plan: Plan) -> Iterator[str]:
     yield f"The whole base takes {gib(alone.needs.base)}: a device of {room} then {how}."
     if degrees.tensor > 1:
         yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {gib(plan.needs.base)}."
-    if degrees.shard_base:
-        cannot = [t for t in range(2, DEVICES_OF_A_MACHINE + 1) if problem_of(model, Degrees(1, t))]
-        why = f" ({problem_of(model, Degrees(1, cannot[0]))})" if cannot and degrees.tensor == 1 else ""
+    if degrees.experts > 1:
         yield (
-            f"The base is sharded over {degrees.groups} ranks: layers are gathered for every micro-batch and "
-            f"every decoded token, which is slow to sample{why}."
+            f"Each of {degrees.experts} devices has {model.experts // degrees.experts} of the {model.experts} experts "
+            f"of a layer, so it holds {gib(plan.needs.base)}; tokens go to their experts and back, also in sampling, "
+            "where no layer is gathered for them."
+        )
+    if degrees.shard_base:
+        problems = [problem_of(model, Degrees(1, t)) for t in range(2, DEVICES_OF_A_MACHINE + 1)]
+        problem = next(filter(None, problems), None) if degrees.tensor == degrees.experts == 1 else None
+        why = f" ({problem})" if problem else ""
+        rest = "other " if degrees.experts > 1 else ""
+        yield (
+            f"The base is sharded over {degrees.groups} ranks: {rest}layers are gathered for every micro-batch "
+            f"and every decoded token, which is slow to sample{why}."
         )
     elif degrees.groups > 1:
         yield f"{degrees.groups} such groups train a share of each step's sequences each."

@@ -115,8 +115,9 @@ def tower_bytes(numbers: float, tokens: int, *, dtype: str) -> int:
 
 
 def _kept_by(linear: Linear, tensor: int) -> float:
-    inputs = linear.inputs / (tensor if linear.along == "inputs" else 1)
-    outputs = linear.outputs / (tensor if linear.along == "outputs" else 1)
+    # Tensor ranks send different rows to experts, and cut other linears.
+    inputs = linear.inputs / (tensor if linear.along == "inputs" or linear.copies > 1 else 1)
+    outputs = linear.outputs / (tensor if linear.along == "outputs" or linear.copies > 1 else 1)
     return KEPT_PER_LINEAR * (inputs + outputs) * linear.layers * linear.active
 
 
@@ -129,9 +130,12 @@ def _kept_by_fused(model: Architecture, tensor: int) -> float:
     return model.layers * (4 * model.hidden + (3 * queries + 3 * keys + 1.5 * wide) / tensor)
 
 
-def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1) -> int:
-    """Frozen weights on one of `tensor` devices; with `shards`, a layer is complete only while it is computed.
-    Embeddings, norms, routers and vision towers are on every device.
+def base_bytes(
+    model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1, experts: int = 1
+) -> int:
+    """Frozen weights on one of `tensor` devices; with `shards`, a layer is complete only while it is computed. With
+    `experts`, a device has only so many parts of the routed ones, which are then neither cut nor sharded. Embeddings,
+    norms, routers and vision towers are on every device.
     """
     number_bytes = NUMBER_BYTES[dtype]
     if quantize != "off" and model.has_experts:
@@ -139,11 +143,14 @@ def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 
             f"quantize is {quantize!r}, but {model.model_type} has routed experts, which cannot be quantised"
         )
     linear_bytes = QUANTISED_BYTES.get(quantize, number_bytes)
-    cut = sum(linear.numbers for linear in model.linears if linear.along) * linear_bytes / tensor
-    replicated = sum(linear.numbers for linear in model.linears if not linear.along) * linear_bytes
+    linears = [linear for linear in model.linears if experts == 1 or linear.copies == 1]
+    cut = sum(linear.numbers for linear in linears if linear.along) * linear_bytes / tensor
+    replicated = sum(linear.numbers for linear in linears if not linear.along) * linear_bytes
+    spread = sum(linear.numbers for linear in model.linears if experts > 1 and linear.copies > 1) * linear_bytes
     ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
-    gathered = model.layer_numbers() * linear_bytes / tensor if shards > 1 else 0
-    return int((cut + replicated) / shards + gathered + ends * number_bytes)
+    layer = model.layer_numbers(with_experts=experts == 1)
+    gathered = layer * linear_bytes / tensor if shards > 1 else 0
+    return int((cut + replicated) / shards + gathered + spread / experts + ends * number_bytes)
 
 
 def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:

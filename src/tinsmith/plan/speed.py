@@ -59,8 +59,8 @@ class StepShare:
 
 class Traffic(NamedTuple):
     """Bytes that a device sends in a step, with collectives in a ring: `tensor` and `logits` within its tensor group,
-    `context` within its context group, `base` gathers layers over data and context ranks, and `gradients` sums those of
-    adapters over all devices.
+    `context` within its context group, `experts` to the ranks of the experts and back if the router spreads tokens
+    evenly, `base` gathers layers over data and context ranks, and `gradients` sums those of adapters over all devices.
     """
 
     tensor: float = 0.0
@@ -68,6 +68,7 @@ class Traffic(NamedTuple):
     context: float = 0.0
     base: float = 0.0
     gradients: float = 0.0
+    experts: float = 0.0
 
 
 def gathered(num_bytes: float, ranks: int) -> float:
@@ -91,13 +92,15 @@ def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepS
         context=_context(model, wanted, degrees, work),
         base=_base(model, wanted, degrees, work),
         gradients=summed(gradients, degrees.devices) + logprobs,
+        experts=_experts(model, wanted, degrees, work),
     )
 
 
 def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
-    outputs = sum(linear.layers * linear.outputs for linear in model.linears if linear.along == "inputs")
-    readers = {(one.name.rpartition(".")[0], one.layers) for one in model.linears if one.along == "outputs"}
+    linears = [linear for linear in model.linears if linear.copies == 1]
+    outputs = sum(linear.layers * linear.outputs for linear in linears if linear.along == "inputs")
+    readers = {(one.name.rpartition(".")[0], one.layers) for one in linears if one.along == "outputs"}
     inputs = sum(layers for _, layers in readers) * model.hidden
     if not degrees.shard_base:
         inputs -= model.hidden  # the embeddings require no gradient
@@ -130,12 +133,27 @@ def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: Step
     return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
 
 
+def _experts(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+    """Each row and its router's weight to each of its experts, and the result back; the same in backward. Tensor ranks
+    send their share of the rows, and gather results and gradients.
+    """
+    if degrees.experts == 1:
+        return 0.0
+    down = [linear for linear in model.linears if linear.copies > 1 and linear.name.endswith("w2")]
+    rows, times = -(-work.rows // degrees.tensor), 2 + work.recompute
+    pairs = times * rows * sum(one.layers * one.active * (2 * one.outputs + 1) for one in down)
+    shared = rows * degrees.tensor * sum(one.layers * (times * one.outputs + one.active) for one in down)
+    number_bytes = memory.NUMBER_BYTES[wanted.dtype]
+    return gathered(number_bytes * pairs, degrees.experts) + gathered(number_bytes * shared, degrees.tensor)
+
+
 def _base(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Each layer, gathered for the forward and for the backward of every micro-batch."""
     if not degrees.shard_base:
         return 0.0
-    split = sum(linear.numbers for linear in model.linears if linear.along)
-    numbers = split / degrees.tensor + sum(linear.numbers for linear in model.linears if not linear.along)
+    linears = [linear for linear in model.linears if degrees.experts == 1 or linear.copies == 1]
+    split = sum(linear.numbers for linear in linears if linear.along)
+    numbers = split / degrees.tensor + sum(linear.numbers for linear in linears if not linear.along)
     numbers += model.other_numbers
     return 2 * work.micro_batches * gathered(memory.NUMBER_BYTES[wanted.dtype] * numbers, degrees.groups)
 
@@ -148,10 +166,11 @@ class StepTime(NamedTuple):
     context: float
     base: float
     gradients: float
+    experts: float
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.tensor + self.context, self.base) + self.gradients
+        return max(self.compute + self.tensor + self.context + self.experts, self.base) + self.gradients
 
 
 def step_time(plan: Plan, device: Device, work: StepShare) -> StepTime:
@@ -165,6 +184,7 @@ def step_time(plan: Plan, device: Device, work: StepShare) -> StepTime:
         context=_seconds(sent.context, device, degrees.context * degrees.tensor),
         base=_seconds(sent.base, device, degrees.devices),
         gradients=_seconds(sent.gradients, device, degrees.devices),
+        experts=_seconds(sent.experts, device, degrees.experts),
     )
 
 

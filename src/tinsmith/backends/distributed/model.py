@@ -1,5 +1,5 @@
-"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, or a shard of each layer that
-is gathered from the other ranks when the layer runs.
+"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, its part of the routed
+experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
 
 A sharded model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
 gradients of some probe tokens with random adapters. It is sharded on the host too, so a device never holds more than
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
+from tinsmith.backends.distributed.expert_parallel import SpreadExperts, TokenExchange, parts, spread
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
@@ -99,6 +100,8 @@ class ShardedBase(BaseModel):
     _ranks: Ranks | None = None
     _expected: list[Tensor]
     sharding: Sharding | None = None
+    exchange: TokenExchange | None = None
+    """With expert parallelism."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,8 +117,9 @@ class ShardedBase(BaseModel):
         owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in self.targets.values())
         return [
             *(target for targets in owned for target in targets),
-            *(target for module in self.experts for target in module.targets),
-        ]
+            *(target for own in self.experts
+              for target in (own.full_targets if isinstance(own, SpreadExperts) else own.targets)),
+        ]  # fmt: skip
 
     def hidden(
         self,
@@ -161,9 +165,14 @@ class ShardedBase(BaseModel):
         if not ranks.degrees.sharded:
             self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
             super()._check_training()
+        if ranks.degrees.experts > 1:
+            self.exchange = TokenExchange(ranks)
+            self.experts[:] = spread(self.experts, self._decoder, self._context, self.exchange, self.shape.name)
         if ranks.degrees.tensor > 1:
             self._shard_linears(ranks)
-            self.sharding = Sharding(self.targets, ranks)
+        if ranks.degrees.tensor > 1 or ranks.degrees.experts > 1:
+            owned = {target.name: part for target, part in parts(self.experts)}
+            self.sharding = Sharding(self.targets, ranks, owned)
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
@@ -198,10 +207,10 @@ class ShardedBase(BaseModel):
 
     def _shard_linears(self, ranks: Ranks) -> None:
         degree, decoder = ranks.degrees.tensor, self._decoder
-        if self.experts:
+        if self.experts and self.exchange is None:
             raise SettingsError(
-                f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} cannot be split; use "
-                "data_parallel with shard_base, which keeps a part of them on each device"
+                f"tensor_parallel is {degree}, and the experts of {type(self.model).__name__} cannot be split; set "
+                f"expert_parallel to {degree} too, which spreads them over the devices"
             )
         if self.mixers:
             raise SettingsError(
@@ -240,11 +249,12 @@ class ShardedBase(BaseModel):
         # FSDP warns about in-place changes to a layer's output; there are none here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh = ranks.replica_mesh
+        spread_out = {parameter for own in self.experts if self.exchange for parameter in own.parameters()}
         for layer in layers:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, ignored_params=spread_out)
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         outside = {parameter for parameter in self._decoder.parameters() if id(parameter) not in inside}
-        fully_shard(self._decoder, mesh=mesh, ignored_params=outside)
+        fully_shard(self._decoder, mesh=mesh, ignored_params=outside | spread_out)
         # A layer's weights are gathered for backward when its output's gradient arrives, which must happen on all ranks
         # alike, with any adapters or none.
         self.model.get_input_embeddings().register_forward_hook(_ask_for_gradient)
@@ -268,6 +278,8 @@ class ShardedBase(BaseModel):
         if ranks is not None and ranks.degrees.context > 1:
             own = RowShare.of(own, ranks)
             plan = ContextParallel(own, ranks)
+        if self.exchange is not None:
+            self.exchange.adapters = adapters
         grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).numpy()
         try:
             buffers += [adapter.open_gradients() for adapter in adapters]
@@ -288,7 +300,12 @@ class ShardedBase(BaseModel):
                 adapter.gradients = None
         gradients = [full_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
         if ranks is not None:
-            gradients = [ranks.sum_context(ranks.sum_tensor(gradient_P)) for gradient_P in gradients]
+            # With experts spread, a rank's gradient is of all data ranks' rows, which are the same here.
+            both = self.exchange is not None
+            gradients = [
+                ranks.sum_all(each).div_(ranks.degrees.data) if both else ranks.sum_context(ranks.sum_tensor(each))
+                for each in gradients
+            ]
         if ranks is not None and isinstance(own, RowShare):
             return [*(own.joined(x, ranks) for x in (states_TD, logits_TV)), *gradients]
         return [states_TD, logits_TV, *gradients]

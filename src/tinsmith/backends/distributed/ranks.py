@@ -58,6 +58,12 @@ class Ranks:
             places = [(d, t) for d in range(degrees.data) for t in range(degrees.tensor)]
             groups = {place: _group(degrees.context_group(*place), timeout) for place in places}
             self._context = groups[self.data_index, self.tensor_index]
+        self.expert_index = rank % degrees.experts
+        if degrees.experts > 1:
+            blocks = [
+                _group(degrees.expert_group(index), timeout) for index in range(degrees.devices // degrees.experts)
+            ]
+            self._experts = blocks[rank // degrees.experts]
 
     @property
     def replica_mesh(self) -> DeviceMesh:
@@ -78,6 +84,17 @@ class Ranks:
         with self._naming("an exchange"):
             dist.all_to_all_single(received, x_CnW, group=self._context)
         return received
+
+    def exchange_experts(self, x: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
+                         ) -> torch.Tensor:  # fmt: skip
+        """`sent` rows go to each expert rank, in order; returns the `received` rows of each. Without numbers, equal
+        parts.
+        """
+        x = x.contiguous()
+        found = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
+        with self._naming("an exchange"):
+            dist.all_to_all_single(found, x, output_split_sizes=received, input_split_sizes=sent, group=self._experts)
+        return found
 
     def sum_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """Sums bfloat16 in float32 where that is cheap, on a CPU."""
@@ -110,7 +127,9 @@ class Ranks:
         return self._broadcast(x, group, self._context)
 
     def any_of_forward(self, flag: bool) -> bool:
-        """Whether the flag is set on any of the tensor and context ranks, which run each forward together."""
+        """Whether the flag is set on any of the ranks that run each forward together."""
+        if self.degrees.experts > 1:
+            return bool(self.sum_all(torch.tensor(float(flag), device=self.device)))
         return bool(self.sum_context(self.sum_tensor(torch.tensor(float(flag), device=self.device))))
 
     def gather(self, value: object) -> list[object]:

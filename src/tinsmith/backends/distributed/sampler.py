@@ -2,7 +2,8 @@
 
 `RankSampler` is one rank's `LocalSampler`. Ranks of a tensor group hold different heads of the same KV cache and must
 run identical steps: they get the same requests in the same order, caches of one size, and the tokens drawn by the first
-of them. Where layers are sharded over groups, a rank without rows takes part in every forward.
+of them. Where layers are sharded or experts spread over groups, a rank without rows takes part in every forward, and
+holds the adapters of all ranks' requests.
 
 `GroupSampler` is what the engine sees, on rank 0. Every request runs on one group; requests with a common prefix go to
 the one that has it cached, unless that has much more work than another.
@@ -55,14 +56,27 @@ class RankSampler(LocalSampler):
         super().__init__(base, versions, options=replace(options, kv_cache_bytes=budget))
         self._ranks = ranks
         self._ran = False
+        self._held: dict[str, Adapter] = {}
         # A rank that repeated a collective step would be alone in it.
-        self._can_retry = ranks.degrees.tensor == 1 and not ranks.degrees.shard_base
+        self._can_retry = not ranks.degrees.sharded
+
+    def hold(self, request_id: str, version_id: str | None) -> None:
+        """Keep the adapter of a request of any rank: its rows come to this rank's experts."""
+        if (adapter := self._capture(version_id).adapter) is not None:
+            self._held[request_id] = adapter
+
+    def release(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
+        if not self._ranks.degrees.in_step:
+            return super().step(scopes)
+        assert isinstance(self._base, ShardedBase)
+        if self._base.exchange is not None:
+            self._base.exchange.adapters = list({id(adapter): adapter for adapter in self._held.values()}.values())
         finished = super().step(scopes)
-        if self._ranks.degrees.shard_base and not self._ran:
-            assert isinstance(self._base, ShardedBase)
+        if not self._ran:
             self._base.idle(train=False)
         return finished
 
@@ -120,7 +134,13 @@ class GroupSampler:
 
     def submit(self, sample: Sample) -> None:
         group_index = self._group_of(sample)
-        self._call("submit", sample, ranks=self._degrees.tensor_group(group_index))
+        if self._degrees.experts > 1:
+            self._call("hold", sample.request_id, sample.version_id)
+        try:
+            self._call("submit", sample, ranks=self._degrees.tensor_group(group_index))
+        except UserError:
+            self._release(sample.request_id)
+            raise
         answer = ANSWER_TOKENS if sample.params.max_tokens is None else sample.params.max_tokens
         place = _Place(group_index, len(sample.prompt_T) + answer * sample.num_samples)
         self._places[sample.request_id] = place
@@ -137,9 +157,9 @@ class GroupSampler:
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         if not self._places:
             return []
-        # Where layers are sharded, all ranks step, with or without work.
+        # Where layers are sharded or experts spread, all ranks step, with or without work.
         busy = {place.group_index for place in self._places.values()}
-        chosen = range(self._degrees.groups) if self._degrees.shard_base else sorted(busy)
+        chosen = range(self._degrees.groups) if self._degrees.in_step else sorted(busy)
         groups = [self._degrees.tensor_group(index) for index in chosen]
         only = None if scopes is None else sorted(scopes)
         answers = self._call("step", only, ranks=[rank for group in groups for rank in group])
@@ -181,3 +201,8 @@ class GroupSampler:
     def _forget(self, request_id: str) -> None:
         if (place := self._places.pop(request_id, None)) is not None:
             self._loads[place.group_index] -= place.num_tokens
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        if self._degrees.experts > 1:
+            self._call("release", request_id)

@@ -8,8 +8,8 @@ each of three cases: a number belongs to one rank (B of a column, A of a row); a
 column, B of a row); or all ranks compute the same (an unsharded linear), and then only the first rank's counts.
 
 transformers' plan for the family says which linears are sharded. Families without a plan, heads and widths that the
-degree does not divide, and experts are refused. A linear with an unsupported style stays whole on every rank: that
-costs memory and is exact.
+degree does not divide, and experts that are not spread (`expert_parallel`) are refused. A linear with an unsupported
+style stays whole on every rank: that costs memory and is exact.
 
 Shapes: T rows, I inputs, O outputs of the whole linear.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import structlog
@@ -159,15 +159,19 @@ class _Piece:
 
     name: str
     matrix: int  # 0: A, 1: B
-    place: tuple[slice, slice] | None  # None: it is the whole matrix
+    place: tuple[slice, ...] | None  # None: it is the whole matrix
     counted: bool
 
 
 class Sharding:
     """Maps layouts to this rank's shard of them."""
 
-    def __init__(self, linears: Mapping[str, MultiLoRALinear], ranks: Ranks) -> None:
+    def __init__(
+        self, linears: Mapping[str, MultiLoRALinear], ranks: Ranks, experts: Mapping[str, slice] | None = None
+    ) -> None:
+        """`experts`: by target, which experts this rank has."""
         self._sharded = {name: own for name, own in linears.items() if isinstance(own, ShardedLinear)}
+        self._experts = experts or {}
         self._first = ranks.tensor_index == 0
 
     def layout(self, full: Layout) -> Layout:
@@ -177,6 +181,10 @@ class Sharding:
         found = []
         for target in layout.targets:
             for matrix in (0, 1):
+                if target.experts is not None and (part := self._experts.get(target.name)) is not None:
+                    place = None if target.experts.common == "AB"[matrix] else (part,)
+                    found.append(_Piece(target.name, matrix, place, True))
+                    continue
                 own = self._sharded.get(target.name)
                 place = None
                 if own is not None and (own.kind == ROW) == (matrix == 0):
@@ -185,6 +193,8 @@ class Sharding:
         return found
 
     def _target(self, target: Target) -> Target:
+        if target.experts is not None and (part := self._experts.get(target.name)) is not None:
+            return replace(target, experts=replace(target.experts, num_experts=_length(part)))
         own = self._sharded.get(target.name)
         return target if own is None else own.target
 

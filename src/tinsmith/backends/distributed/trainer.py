@@ -87,11 +87,13 @@ class RankedTrainer(Trainer):
         *,
         train: bool,
     ) -> _Shortage | None:
+        if isinstance(self._base, ShardedBase) and self._base.exchange is not None:
+            self._base.exchange.adapters = _adapters(checked)
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
                     self._store_logprobs(batch, self._run_one(batch, specs, train=train), checked)
-                elif self._ranks.degrees.shard_base:
+                elif self._ranks.degrees.in_step:
                     assert isinstance(self._base, ShardedBase)
                     self._base.idle(train=train)
         except MemoryError as error:
@@ -251,6 +253,12 @@ def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter
         and entry.trained is not None
         and any(example.has_weight for example in entry.examples)
     }
+
+
+def _adapters(checked: Sequence[CheckedPass | UserError]) -> list[Adapter]:
+    """Every adapter of a step, in one order on all ranks."""
+    examples = (example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples)
+    return list({id(example.adapter): example.adapter for example in examples}.values())
 
 
 def _pass_of(example: Example, checked: Sequence[CheckedPass | UserError]) -> CheckedPass:

@@ -88,19 +88,19 @@ class _Groups(NamedTuple):
             add_product_(out_ECO[expert], x_NC[first:end].t(), y_NO[first:end], scale)
 
 
-class _Order(NamedTuple):
+class PairOrder(NamedTuple):
     """A permutation that sorts pairs."""
 
     pair_N: Tensor  # the unsorted pair (row * k + choice) of each sorted one
     place_N: Tensor  # the sorted index of each unsorted pair
 
     @classmethod
-    def by(cls, key_N: Tensor) -> _Order:
+    def by(cls, key_N: Tensor) -> PairOrder:
         pair_N = torch.argsort(key_N, stable=True)
         numbers_N = torch.arange(len(pair_N), device=pair_N.device)
         return cls(pair_N, torch.empty_like(pair_N).index_copy_(0, pair_N, numbers_N))
 
-    def to(self, other: _Order) -> Tensor | None:
+    def to(self, other: PairOrder) -> Tensor | None:
         """For each pair of the other order, its index in this one. None: the orders are the same."""
         return None if self is other else self.place_N.index_select(0, other.pair_N)
 
@@ -128,10 +128,10 @@ class _Dispatch(NamedTuple):
     """How rows become pairs: sorted by expert for the base model, by segment and then by expert for adapters."""
 
     num_choices: int
-    experts: _Order
+    experts: PairOrder
     expert_N: Tensor
     groups: _Groups
-    segments: _Order
+    segments: PairOrder
     to_experts: Tensor | None
     to_segments: Tensor | None
     parts: list[_Part]
@@ -188,6 +188,11 @@ class MultiLoRAExperts(nn.Module):
         self._context = context
 
     @property
+    def module(self) -> nn.Module:
+        """The model's own module."""
+        return self._experts[0]
+
+    @property
     def outer_proj(self) -> Tensor:
         """The matrix that reads the hidden states: gate and up, or only up."""
         return cast(Tensor, self.gate_up_proj if self.has_gate else self.up_proj)
@@ -217,15 +222,19 @@ class MultiLoRAExperts(nn.Module):
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         routing = self._context.routing
         if routing is None:
-            return self._experts[0](hidden_TD, *choices)
+            return self.module(hidden_TD, *choices)
         index_Tk, weights_Tk = choices
         self._choices = index_Tk.shape[1]
+        return self.routed(hidden_TD, index_Tk, weights_Tk, routing)
+
+    def routed(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, routing: Routing) -> Tensor:
+        """[T, D]: the weighted sum of each row's experts, with the adapters of this routing."""
         assert hidden_TD.shape == (routing.num_rows, self.hidden_features)
         names = {target.name for target in self.targets}
         adapters = [s.adapter if s.adapter and not names.isdisjoint(s.adapter.compute) else None
                     for s in routing.segments]  # fmt: skip
         call = _Call(self, _dispatch(index_Tk, routing, adapters, self.num_experts, grouped=self._is_grouped(adapters)))
-        own = self._experts[0]
+        own = self.module
         if self.has_gate:
             apply_gate = getattr(own, "_apply_gate", None) or partial(_default_apply_gate, own)
         else:
@@ -363,7 +372,7 @@ class _Call:
         return self._dispatch.groups.products(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
 
 
-def _sorted(weights_Tk: Tensor, order: _Order) -> Tensor:
+def _sorted(weights_Tk: Tensor, order: PairOrder) -> Tensor:
     """[N, 1]: the router's weight of each pair."""
     return weights_Tk.reshape(-1, 1).index_select(0, order.pair_N)
 
@@ -404,13 +413,13 @@ def _dispatch(
     """Sort the pairs. Reads group sizes from the device unless the grouped kernel is used."""
     device, num_choices = index_Tk.device, index_Tk.shape[1]
     expert_N, numbers_E = index_Tk.reshape(-1), torch.arange(num_experts, device=device)
-    experts = segments = _Order.by(expert_N)
+    experts = segments = PairOrder.by(expert_N)
     ends = [_ends(expert_N, experts, numbers_E)]
     if len(routing.segments) > 1:
         sizes = [num_choices * (stop - start) for start, stop, _ in routing.segments]
         segment_N = upload(np.repeat(np.arange(len(sizes)), sizes), device)
         key_N, numbers_K = expert_N + num_experts * segment_N, torch.arange(num_experts * len(sizes), device=device)
-        segments = _Order.by(key_N)
+        segments = PairOrder.by(key_N)
         ends.append(_ends(key_N, segments, numbers_K))
     on_host = [None] * len(ends) if grouped else read(*ends)
     parts = []
@@ -434,6 +443,6 @@ def _groups(ends_E: Tensor, on_host_E: npt.NDArray[np.int32] | None, first: int)
     return _Groups(ends_E, [(expert, start, stop) for expert, (start, stop) in enumerate(spans) if stop > start])
 
 
-def _ends(key_N: Tensor, order: _Order, numbers_K: Tensor) -> Tensor:
+def _ends(key_N: Tensor, order: PairOrder, numbers_K: Tensor) -> Tensor:
     """[K] int32: where the pairs of each key end."""
     return torch.searchsorted(key_N.index_select(0, order.pair_N), numbers_K, right=True, out_int32=True)
