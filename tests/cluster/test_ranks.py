@@ -49,7 +49,13 @@ pytestmark = pytest.mark.smoke
 
 torch.set_num_threads(1)
 
-DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True), "cp2": Degrees(context=2)}
+DEGREES = {
+    "dp2": Degrees(2),
+    "tp2": Degrees(1, 2),
+    "fsdp2": Degrees(2, 1, shard_base=True),
+    "cp2": Degrees(context=2),
+    "pp2": Degrees(pipeline=2),
+}
 
 
 class Lost:

@@ -25,45 +25,58 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `tensor`
-    ranks hold different heads and columns of each layer. With `shard_base` each layer is also sharded over the data and
-    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks.
+    """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `pipeline`
+    ranks hold different layers (they are its stages), `tensor` ranks different heads and columns of each layer. With
+    `shard_base` each layer is also sharded over the data and context ranks. A sampled sequence is on the stages of one
+    pipeline, so in sampling context ranks are further data ranks.
 
-    Rank (d * context + c) * tensor + t has data index d, context index c and tensor index t, so ranks of one tensor
-    group, which communicate most, are adjacent.
+    Rank ((d * context + c) * pipeline + p) * tensor + t has data index d, context index c, stage p and tensor index t,
+    so ranks of one tensor group, which communicate most, are adjacent.
     """
 
     data: int = 1
     tensor: int = 1
     shard_base: bool = False
     context: int = 1
+    pipeline: int = 1
 
     @property
     def devices(self) -> int:
-        return self.groups * self.tensor
+        return self.groups * self.group_size
 
     @property
     def groups(self) -> int:
-        """The number of tensor groups."""
+        """The number of groups that hold one base model each."""
         return self.data * self.context
+
+    @property
+    def group_size(self) -> int:
+        return self.pipeline * self.tensor
 
     @property
     def sharded(self) -> bool:
         """Whether a rank holds only part of the base model, so that all ranks take part in every forward."""
-        return self.tensor > 1 or self.shard_base
+        return self.group_size > 1 or self.shard_base
 
-    def tensor_group(self, group_index: int) -> list[int]:
-        """The ranks that compute the same rows together."""
-        return [group_index * self.tensor + index for index in range(self.tensor)]
+    def sampling_group(self, group_index: int) -> list[int]:
+        """The ranks that compute the same rows, stage after stage."""
+        return [group_index * self.group_size + index for index in range(self.group_size)]
 
-    def context_group(self, data_index: int, tensor_index: int) -> list[int]:
-        """The ranks that compute different rows of the same sequences, with the same heads and columns."""
+    def tensor_group(self, group_index: int, stage: int = 0) -> list[int]:
+        """The ranks that compute the same rows in the same layers together."""
+        first = stage * self.tensor
+        return self.sampling_group(group_index)[first : first + self.tensor]
+
+    def context_group(self, data_index: int, place: int) -> list[int]:
+        """The ranks that compute different rows of the same sequences, with the same layers, heads and columns: those
+        at a place of their groups.
+        """
         first = data_index * self.context
-        return [(first + index) * self.tensor + tensor_index for index in range(self.context)]
+        return [(first + index) * self.group_size + place for index in range(self.context)]
 
     def replica_group(self, tensor_index: int) -> list[int]:
-        """The ranks that hold the same heads and columns."""
-        return [index * self.tensor + tensor_index for index in range(self.groups)]
+        """The ranks that hold the same heads and columns, of all stages."""
+        return list(range(tensor_index, self.devices, self.tensor))
 
 
 @dataclass(frozen=True, slots=True)

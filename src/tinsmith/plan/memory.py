@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from tinsmith.errors import SettingsError
@@ -144,6 +145,30 @@ def base_bytes(model: Architecture, *, dtype: str, quantize: str, tensor: int = 
     ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
     gathered = model.layer_numbers() * linear_bytes / tensor if shards > 1 else 0
     return int((cut + replicated) / shards + gathered + ends * number_bytes)
+
+
+@lru_cache(maxsize=1024)
+def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, so that the largest stage is as small as possible. The first layer's
+    size includes the embeddings, the last layer's the unembedding.
+    """
+    totals = list(accumulate(sizes, initial=0))
+    bound = totals[-1] / stages + max(sizes)  # cutting greedily at the mean stays below it
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage in range(stages):
+        found = {}
+        for stop in range(stage + 1, len(sizes) - (stages - 1 - stage) + 1):
+            ways = []
+            for start in range(stop - 1, -1, -1):
+                if (size := totals[stop] - totals[start]) > bound:
+                    break
+                if start in best:
+                    largest, squares, counts = best[start]
+                    ways.append((max(largest, size), squares + size**2, (*counts, stop - start)))
+            if ways:
+                found[stop] = min(ways)
+        best = found
+    return best[len(sizes)][2]
 
 
 def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:

@@ -2,6 +2,7 @@
 
 Rank 0 is the engine's own process; `processes` starts the others and sends them commands. `ranks` has their
 collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
+`pipeline_parallel` runs a micro-batch through stages of layers;
 `trainer` and `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine
 calls.
 """
@@ -23,27 +24,36 @@ def load(
     data_parallel: str = "1",
     tensor_parallel: str = "1",
     context_parallel: str = "1",
+    pipeline_parallel: str = "1",
     shard_base: str = "off",
     rank_timeout_s: str = "600",
     device: str = "auto",
     **options: str,
 ) -> ShardedBackend:
     """Start one rank per device. Raises SettingsError if that is impossible."""
-    degrees = read_degrees(data_parallel, tensor_parallel, shard_base, context_parallel)
+    degrees = read_degrees(data_parallel, tensor_parallel, shard_base, context_parallel, pipeline_parallel)
     group = Group(degrees.devices, device=device, timeout_s=float(rank_timeout_s))
     atexit.register(group.close)
     return ShardedBackend(shape, degrees, group, **options)
 
 
-def read_degrees(data_parallel: str, tensor_parallel: str, shard_base: str, context_parallel: str = "1") -> Degrees:
+def read_degrees(
+    data_parallel: str, tensor_parallel: str, shard_base: str, context_parallel: str = "1", pipeline_parallel: str = "1"
+) -> Degrees:
     """Parse the backend's options. Raises SettingsError on invalid values."""
     data, tensor = positive("data_parallel", data_parallel), positive("tensor_parallel", tensor_parallel)
-    degrees = Degrees(data, tensor, shard_base == "on", positive("context_parallel", context_parallel))
+    context, pipeline = positive("context_parallel", context_parallel), positive("pipeline_parallel", pipeline_parallel)
+    degrees = Degrees(data, tensor, shard_base == "on", context, pipeline)
     if shard_base not in ("on", "off"):
         raise SettingsError(f"backend option shard_base is {shard_base!r}; choose 'on' or 'off'")
     if degrees.shard_base and degrees.groups == 1:
         raise SettingsError(
             "shard_base shards the base model over the ranks of data_parallel and context_parallel, which are 1; set "
             "one to 2 or more"
+        )
+    if degrees.shard_base and degrees.pipeline > 1:
+        raise SettingsError(
+            "shard_base and pipeline_parallel both divide the base model's layers; leave one of them out, or divide each "
+            "layer of a stage with tensor_parallel"
         )
     return degrees

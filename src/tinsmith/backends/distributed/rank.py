@@ -52,6 +52,8 @@ class RankBackend(TorchBackend):
                 "data_parallel, context_parallel and tensor_parallel at 1"
             )
         super().__init__(shape, **options)
+        if isinstance(self._base, ShardedBase):
+            self._module_names = self._base.module_names
 
     def agree(self) -> None:
         """With all ranks: check that the shards make up the whole model, and agree on the memory budget."""
