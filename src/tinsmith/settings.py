@@ -124,7 +124,7 @@ class Settings(BaseSettings):
     """Quantization of the base model's linear layers: `off`, `int8` or `nf4`. Needs `tinsmith[quantize]`."""
 
     data_parallel: int = Field(default=0, ge=0)
-    """Number of devices that split the sequences of a step. Without this and the next three, an engine that has several
+    """Number of devices that split the sequences of a step. Without this and the next four, an engine that has several
     GPUs to itself chooses by their free memory (docs/howto/several-devices.md)."""
 
     tensor_parallel: int = Field(default=0, ge=0)
@@ -132,6 +132,9 @@ class Settings(BaseSettings):
 
     context_parallel: int = Field(default=0, ge=0)
     """Number of devices that split the tokens of each training sequence."""
+
+    pipeline_parallel: int = Field(default=0, ge=0)
+    """Number of devices that split the layers, as stages of a pipeline."""
 
     shard_base: bool = False
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
@@ -336,8 +339,8 @@ class Settings(BaseSettings):
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        several = max(self.data_parallel, self.tensor_parallel, self.context_parallel) > 1 or self.shard_base
-        return "sharded" if self.backend == "torch" and several else self.backend
+        degrees = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        return "sharded" if self.backend == "torch" and (max(degrees) > 1 or self.shard_base) else self.backend
 
     @property
     def resolved_data_dir(self) -> Path:

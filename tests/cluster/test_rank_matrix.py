@@ -37,6 +37,7 @@ TWO = {
     "tp2": Degrees(1, 2),
     "fsdp2": Degrees(2, 1, shard_base=True),
     "cp2": Degrees(context=2),
+    "pp2": Degrees(pipeline=2),
 }
 
 FOUR = {
@@ -49,10 +50,23 @@ FOUR = {
     "cp2-tp2": Degrees(1, 2, context=2),
     "fsdp2-cp2": Degrees(2, shard_base=True, context=2),
     "fsdp-cp4": Degrees(shard_base=True, context=4),
+    "pp4": Degrees(pipeline=4),
+    "pp2-tp2": Degrees(1, 2, pipeline=2),
+    "dp2-pp2": Degrees(2, pipeline=2),
+    "cp2-pp2": Degrees(context=2, pipeline=2),
 }
 
 NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
 """Families for which transformers has no tensor-parallel plan; they are refused with tensor_parallel."""
+
+
+UNDIVIDED = {
+    "gemma4_text": "has embeddings for each layer; use tensor_parallel or shard_base",
+    "glm_moe_dsa": "pass on more than a row of hidden states per token",
+}
+"""Families whose layers cannot be stages."""
+
+SHARDED = ("tp2", "fsdp2", "cp2", "pp2")
 
 
 def refuse(reason: str) -> None:
@@ -76,7 +90,7 @@ with_its_own = pytest.mark.parametrize("ranks", [0], indirect=True, scope="modul
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
+    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=5)
 
 
 @pytest.mark.parametrize("degrees", FOUR.values(), ids=FOUR)
@@ -86,6 +100,24 @@ def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degre
     many = ranked.load(shape, ranks, degrees)
     ranked.train_alike(one, many, 10)
     ranked.sample_alike(one, many)
+
+
+@pytest.mark.parametrize("degrees", [FOUR["pp4"], FOUR["pp2-tp2"]], ids=["pp4", "pp2-tp2"])
+def test_a_checkpoint_of_stages_has_the_same_bytes(
+    ranks: Group, shape: ModelShape, tmp_path: Path, degrees: Degrees
+) -> None:
+    """With recomputed activations; saved with the optimizer's state, and loaded by the stages again."""
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, degrees, recompute="on")
+    ranked.train_alike(one, many, 2)
+    many.capture("m1", optimizer=True).write(tmp_path / "many")
+    one.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
+    one.capture("m1", optimizer=True).write(tmp_path / "one")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
+    many.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
+    ranked.train_alike(one, many, 1, seed=1)
 
 
 LONG = 4096
@@ -138,7 +170,9 @@ def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelSh
     ranked.train_alike(one, many, 2)
 
 
-@pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"]], ids=["dp4", "dp2-tp2", "cp4"])
+@pytest.mark.parametrize(
+    "degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"], FOUR["pp4"]], ids=["dp4", "dp2-tp2", "cp4", "pp4"]
+)
 def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
     ranked.create(one)
@@ -155,7 +189,7 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: 
 
 
 @on_two
-@pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"], TWO["cp2"]], ids=["tp2", "fsdp2", "cp2"])
+@pytest.mark.parametrize("degrees", [TWO[name] for name in SHARDED], ids=SHARDED)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_every_family_is_divided_exactly_or_refused(
     ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
@@ -168,6 +202,10 @@ def test_every_family_is_divided_exactly_or_refused(
         return
     if degrees.context > 1 and family.states:
         with pytest.raises(SettingsError, match="context_parallel is 2, and layers of"):
+            ranked.load(shape, ranks, degrees)
+        return
+    if degrees.pipeline > 1 and family.model_type in UNDIVIDED:
+        with pytest.raises(SettingsError, match=UNDIVIDED[family.model_type]):
             ranked.load(shape, ranks, degrees)
         return
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
@@ -205,9 +243,10 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
         group.close()
 
 
-@pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL"])
+@pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL", "PIPELINE_PARALLEL"])
 def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Path, degree: str) -> None:
-    settings = {degree: "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+    shards = str(degree != "PIPELINE_PARALLEL").lower()
+    settings = {degree: "2", "SHARD_BASE": shards, "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     with serving(tmp_path, settings=settings) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client("tinsmith/nano", rank=8).result()

@@ -48,7 +48,16 @@ errors = Console(stderr=True, emoji=False)
 MODEL_HELP = "A base model to serve; repeat it. Default: tinsmith/nano."
 SERVE_OPTIONS = {
     "Base models": ("models", "backend", "vision", "deterministic"),
-    "Devices": ("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "shard_base"),
+    "Devices": (
+        "device",
+        "dtype",
+        "quantize",
+        "data_parallel",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "shard_base",
+    ),
     "Sampling": (
         *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),
         "kv_cache_bytes",
@@ -171,6 +180,9 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     context_parallel: Annotated[
         int | None, typer.Option(help="Devices that share each sequence in training. Default: chosen.")
     ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(help="Stages of layers, each on a device. Default: chosen.")
+    ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -180,7 +192,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
 
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
-        asked = replace(asked, context_parallel=context_parallel)
+        asked = replace(asked, context_parallel=context_parallel, pipeline_parallel=pipeline_parallel)
         _show_plan(asked, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine

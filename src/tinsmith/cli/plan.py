@@ -57,6 +57,7 @@ class PlanRequest:
     data_parallel: int | None = None
     shard_base: bool = False
     context_parallel: int | None = None
+    pipeline_parallel: int | None = None
 
 
 def plan_of(request: PlanRequest) -> Plan:
@@ -67,14 +68,12 @@ def plan_of(request: PlanRequest) -> Plan:
         model = read_directory(directory)
         _compare(model, directory)
     wanted = _wanted(request, model)
-    given = (request.tensor_parallel, request.data_parallel, request.context_parallel)
-    if given == (None, None, None) and not request.shard_base:
+    given = (request.tensor_parallel, request.context_parallel, request.pipeline_parallel)
+    if {*given, request.data_parallel} == {None} and not request.shard_base:
         return choose(model, wanted)
-    tensor, context = (
-        1 if degree is None else degree for degree in (request.tensor_parallel, request.context_parallel)
-    )
-    data = request.data_parallel or max(1, wanted.devices // max(1, tensor * context))
-    return check(model, wanted, Degrees(data, tensor, request.shard_base, context))
+    tensor, context, pipeline = (1 if degree is None else degree for degree in given)
+    data = request.data_parallel or max(1, wanted.devices // max(1, tensor * context * pipeline))
+    return check(model, wanted, Degrees(data, tensor, request.shard_base, context, pipeline))
 
 
 _VARIANT = re.compile(r"-(instruct|it|pt|hf|base)(-|$).*|\s*\(text\)$", re.IGNORECASE)
@@ -258,7 +257,8 @@ def command(request: PlanRequest, plan: Plan) -> str:
     if plan.wanted.quantize != "off":
         flags.append(f"--quantize {plan.wanted.quantize}")
     degrees = plan.degrees
-    for flag, degree in (("data", degrees.data), ("tensor", degrees.tensor), ("context", degrees.context)):
+    named = {"data": degrees.data, "tensor": degrees.tensor, "context": degrees.context, "pipeline": degrees.pipeline}
+    for flag, degree in named.items():
         flags += [f"--{flag}-parallel {degree}"] if degree > 1 else []
     return " ".join(["tinsmith serve", *flags, *(["--shard-base"] if degrees.shard_base else [])])
 
@@ -308,7 +308,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
 
 def _exchanges(step: StepTime) -> str:
     """The shares of a step that exchanges between devices take, if they take any."""
-    parts = {"tensor": step.tensor, "context": step.context, "gradients": step.gradients}
+    parts = {"tensor": step.tensor, "context": step.context, "stages": step.stages, "gradients": step.gradients}
     shares = [f"{name} {seconds / step.total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * step.total]
     if step.base > step.total - step.gradients - 1e-9:
         shares.append("gathered layers take longer than all computation")
@@ -367,6 +367,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "data_parallel": plan.degrees.data,
         "tensor_parallel": plan.degrees.tensor,
         "context_parallel": plan.degrees.context,
+        "pipeline_parallel": plan.degrees.pipeline,
         "shard_base": plan.degrees.shard_base,
         "plan": described(plan.degrees),
         "fits": plan.fits,

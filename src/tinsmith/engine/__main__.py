@@ -120,6 +120,8 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
 
 
+DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "pipeline_parallel")
+
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
@@ -128,7 +130,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     """The settings with the degrees of parallelism that the plan chooses for the free memory of the GPUs, unless some
     are given, or the engine has not several GPUs to itself. The log has the choice and its reasons.
     """
-    if settings.data_parallel or settings.tensor_parallel or settings.context_parallel or settings.shard_base:
+    if settings.shard_base or any(getattr(settings, name) for name in DEGREES):
         return settings
     if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) < 2:
         return settings
@@ -146,8 +148,8 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     layout = described(plan.degrees)
     log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
     degrees = plan.degrees
-    chosen = {"data_parallel": degrees.data, "tensor_parallel": degrees.tensor, "context_parallel": degrees.context}
-    return settings.model_copy(update=chosen | {"shard_base": degrees.shard_base})
+    chosen = zip(DEGREES, (degrees.data, degrees.tensor, degrees.context, degrees.pipeline), strict=True)
+    return settings.model_copy(update=dict(chosen) | {"shard_base": degrees.shard_base})
 
 
 def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
@@ -190,8 +192,8 @@ def _architecture(shape: ModelShape) -> Architecture:
 
 
 def _given_degrees(settings: Settings) -> Degrees:
-    data, tensor, context = settings.data_parallel or 1, settings.tensor_parallel or 1, settings.context_parallel or 1
-    return Degrees(data, tensor, settings.shard_base, context)
+    data, tensor, context, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
+    return Degrees(data, tensor, settings.shard_base, context, pipeline)
 
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:
@@ -278,7 +280,7 @@ def open_version_holder(settings: Settings, shape: ModelShape, place: str, optio
 
 def _check_full(settings: Settings) -> None:
     if settings.backend == "full":
-        usual = dict.fromkeys(("data_parallel", "tensor_parallel", "context_parallel"), (0, 1))
+        usual = dict.fromkeys(DEGREES, (0, 1))
         for name, values in ({"sampler": ("local",), "shard_base": (False,)} | usual).items():
             if (value := getattr(settings, name)) not in values:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
@@ -481,9 +483,7 @@ def _options(settings: Settings) -> dict[str, str]:
 
 def _degrees(settings: Settings) -> dict[str, str]:
     return {
-        "data_parallel": str(settings.data_parallel or 1),
-        "tensor_parallel": str(settings.tensor_parallel or 1),
-        "context_parallel": str(settings.context_parallel or 1),
+        **{name: str(getattr(settings, name) or 1) for name in DEGREES},
         "shard_base": "on" if settings.shard_base else "off",
         "rank_timeout_s": str(settings.rank_timeout_s),
     }

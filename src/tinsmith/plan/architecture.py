@@ -133,6 +133,12 @@ class Architecture:
     tower_numbers: float = 0.0
     """Numbers that the tower holds at once per token of an image."""
 
+    layer_sizes: tuple[int, ...] = ()
+    """Numbers of each layer, in order; empty if the model does not mark its layers."""
+
+    undivided: str = ""
+    """Why layers cannot be on different devices; empty if they can."""
+
     stored: str = ""
     """The dtype that config.json names for the files' weights; empty if it names none."""
 
@@ -238,7 +244,26 @@ def _read(text: str) -> Architecture:
         attending=attending,
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
+        layer_sizes=_layer_sizes(decoder),
+        undivided=undivided(config),
     )
+
+
+def undivided(config: PreTrainedConfig) -> str:
+    """Why a model's layers need more than the rows of the layer before; empty if they do not."""
+    if getattr(config, "num_kv_shared_layers", None):
+        return "has layers that attend to keys and values of earlier ones"
+    if getattr(config, "hidden_size_per_layer_input", None):
+        return "has embeddings for each layer"
+    return ""
+
+
+def _layer_sizes(decoder: nn.Module) -> tuple[int, ...]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    lists = [list(module.children()) for module in decoder.modules() if type(module).__name__ == "ModuleList"]
+    marked = (each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each))
+    return tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in next(marked, ()))
 
 
 def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:

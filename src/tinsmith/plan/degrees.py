@@ -3,8 +3,9 @@
 Data parallel first: every device holds everything, and only gradients of adapters are exchanged. If the base does not
 fit, tensor parallel within the devices of one machine, which keeps training and sampling fast. Then a sharded base,
 whose layers are gathered for every micro-batch and every decoded token; then both. If a sequence's activations do not
-fit in any of these ways, context parallel with each of them, in as few parts as possible. If nothing fits, the plan
-says what would be needed, supported here or not. A user's choice is accepted, or refused with the reason.
+fit in any of these ways, context parallel with each of them, in as few parts as possible. If nothing fits then,
+pipeline parallel, in as few stages as possible. If nothing fits at all, the plan says what would be needed. A user's
+choice is accepted, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -157,9 +158,14 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
     dtype, context = wanted.dtype, wanted.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
-    base = memory.base_bytes(model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards)
-    base += memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda) // degrees.tensor
-    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor)
+    stages = degrees.pipeline
+    base = memory.base_bytes(
+        model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards, stages=stages
+    )
+    packed = memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda)
+    base += 0 if stages > 1 else packed // degrees.tensor
+    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor, stages=stages)
+    cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
     numbers = memory.adapter_numbers(model, wanted.rank)
     image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
@@ -167,8 +173,7 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
         adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
         activations=max(image, kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], rows), recompute=False)),
         least_activations=max(image, kept.num_bytes(rows, recompute=True)),
-        keys_and_values=context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor)
-        + memory.state_bytes(model),
+        keys_and_values=cached * max(memory.stages_of(model, stages)) // model.layers,
         reserved=memory.reserved_bytes(wanted.memory_bytes, cuda=wanted.cuda),
     )
 
@@ -177,7 +182,7 @@ def problem_of(
     model: Architecture, degrees: Degrees, devices: int | None = None, *, quantize: str = "off"
 ) -> str | None:
     """Why the model cannot be split this way, regardless of memory; None if it can."""
-    if min(degrees.data, degrees.context, degrees.tensor) < 1:
+    if min(degrees.data, degrees.context, degrees.pipeline, degrees.tensor) < 1:
         return f"{described(degrees)}: each must be at least 1"
     if devices is not None and degrees.devices > devices:
         return f"{described(replace(degrees, shard_base=False))} needs {degrees.devices} devices; there are {devices}"
@@ -185,13 +190,15 @@ def problem_of(
         return (
             "a base is sharded over data and context ranks, and there is one: raise data parallel, or do not shard it"
         )
+    if degrees.pipeline > 1 and (problem := _problem_of_stages(model, degrees)):
+        return f"pipeline parallel {degrees.pipeline}: {problem}"
     if model.state_numbers and degrees.context > 1:
         return (
             f"context parallel {degrees.context}: {model.model_type} has layers that keep a state, which is not split"
         )
     parts = degrees.tensor
-    if quantize != "off" and (parts > 1 or degrees.shard_base):
-        return f"a quantised base ({quantize}) supports neither tensor parallelism nor sharding"
+    if quantize != "off" and degrees.sharded:
+        return f"a quantised base ({quantize}) supports neither tensor nor pipeline parallelism nor sharding"
     if model.has_experts and parts > 1:
         return f"tensor parallel {parts}: {model.model_type} has routed experts, which cannot be split; shard the base"
     if model.state_numbers and parts > 1:
@@ -200,6 +207,16 @@ def problem_of(
         if number % parts:
             return f"tensor parallel {parts} does not divide the model's {number} {what}"
     return None
+
+
+def _problem_of_stages(model: Architecture, degrees: Degrees) -> str:
+    if degrees.shard_base:
+        return "a stage's layers are whole or split by tensor parallelism; do not shard the base"
+    if model.undivided:
+        return f"{model.model_type} {model.undivided}; use tensor parallelism or shard the base"
+    if len(model.layer_sizes) != model.layers:
+        return f"{model.model_type} does not mark which of its modules are layers"
+    return f"the model has {model.layers} layers" if model.layers < degrees.pipeline else ""
 
 
 def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
@@ -224,9 +241,11 @@ def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> l
     for tensor in range(1, min(devices, DEVICES_OF_A_MACHINE) + 1):
         for context in range(1, model.heads // tensor + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
-                data = devices // (tensor * context)
-                found += [Degrees(data, tensor, shard, context) for shard in (False, True)]
-    found.sort(key=lambda one: (one.context, one.shard_base, one.tensor))
+                groups = devices // (tensor * context)
+                found += [Degrees(groups, tensor, shard, context) for shard in (False, True)]
+                stages = range(2, min(groups, model.layers) + 1)
+                found += [Degrees(groups // p, tensor, False, context, p) for p in stages if groups % p == 0]
+    found.sort(key=lambda one: (one.pipeline, one.context, one.shard_base, one.tensor))
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
 
 
@@ -241,13 +260,13 @@ def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
 
 
 def choose(model: Architecture, wanted: Workload) -> Plan:
-    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. A
-    higher context-parallel degree counts only if no plan with a lower one fits.
+    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. More
+    stages, then a higher context-parallel degree, count only if no plan with fewer fits.
     """
     plans = [evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted)]
     fitting = [plan for plan in plans if plan.fits]
-    fewest = min((plan.degrees.context for plan in fitting), default=1)
-    fitting = [plan for plan in fitting if plan.degrees.context == fewest]
+    fewest = min(((plan.degrees.pipeline, plan.degrees.context) for plan in fitting), default=(1, 1))
+    fitting = [plan for plan in fitting if (plan.degrees.pipeline, plan.degrees.context) == fewest]
     fitting.sort(key=lambda plan: plan.mode == "in turns")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
     return _worded(best, chosen=True)
@@ -275,8 +294,9 @@ def _advice(model: Architecture, wanted: Workload) -> str:
 
 def described(degrees: Degrees) -> str:
     context = f" x context parallel {degrees.context}" if degrees.context != 1 else ""
+    stages = f" x pipeline parallel {degrees.pipeline}" if degrees.pipeline != 1 else ""
     shard = ", base sharded" if degrees.shard_base else ""
-    return f"data parallel {degrees.data}{context} x tensor parallel {degrees.tensor}{shard}"
+    return f"data parallel {degrees.data}{context}{stages} x tensor parallel {degrees.tensor}{shard}"
 
 
 def gib(num_bytes: float) -> str:
@@ -306,7 +326,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
         rows = -(-wanted.context_of(model) // degrees.context)
         yield (
             f"Context parallel {degrees.context} splits the activations of a sequence of {wanted.context_of(model)} "
-            f"tokens: a device trains {rows} of them. Each tensor group samples by itself."
+            f"tokens: a device trains {rows} of them. Each group samples by itself."
         )
     if not degrees.sharded:
         yield (
@@ -317,6 +337,13 @@ def _reasons(plan: Plan) -> Iterator[str]:
     room = gib(alone.wanted.memory_bytes)
     how = "has no room for the rest" if not alone.fits else "has room for training and sampling in turns only"
     yield f"The whole base takes {gib(alone.needs.base)}: a device of {room} then {how}."
+    if degrees.pipeline > 1:
+        most = max(memory.stages_of(model, degrees.pipeline))
+        yield (
+            f"Pipeline parallel {degrees.pipeline}: a device holds at most {most} of {model.layers} layers "
+            f"({gib(plan.needs.base)}). Stages wait for each other at the ends of a step, and a sampled token goes "
+            "through one after another."
+        )
     if degrees.tensor > 1:
         yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {gib(plan.needs.base)}."
     if degrees.shard_base:
@@ -346,10 +373,7 @@ def _what_would_help(plan: Plan) -> Iterator[str]:
             "are; choose a shorter context."
         )
         return
-    yield (
-        "Spreading layers over devices (pipeline parallel) is not supported here; use devices with more memory, "
-        "quantize, or choose a smaller model."
-    )
+    yield "It fits on no number of such devices; use devices with more memory, quantize, or choose a smaller model."
 
 
 def _enough(model: Architecture, wanted: Workload) -> Plan | None:

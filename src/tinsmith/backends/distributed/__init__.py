@@ -2,9 +2,8 @@
 
 Rank 0 is the engine's own process; `processes` starts the others and sends them commands. `ranks` has their
 collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
-`pipeline_parallel` runs a micro-batch through stages of layers;
-`trainer` and `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine
-calls.
+`pipeline_parallel` runs micro-batches through stages of layers; `trainer` and `sampler` extend the torch backend to all
+ranks; `rank` lists the commands; `backend` is what the engine calls.
 """
 
 import atexit
@@ -53,7 +52,7 @@ def read_degrees(
         )
     if degrees.shard_base and degrees.pipeline > 1:
         raise SettingsError(
-            "shard_base and pipeline_parallel both divide the base model's layers; leave one of them out, or divide each "
-            "layer of a stage with tensor_parallel"
+            "shard_base is on and pipeline_parallel is over 1; use one of them, or divide the layers of a stage with "
+            "tensor_parallel"
         )
     return degrees

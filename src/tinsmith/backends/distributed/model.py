@@ -94,8 +94,8 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
         return base
     if quantize != "off" and ranks.degrees.sharded:
         raise SettingsError(
-            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel and pipeline_parallel at 1 and shard_base off, or "
-            "set quantize to 'off'"
+            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel and pipeline_parallel at 1 "
+            "and shard_base off, or set quantize to 'off'"
         )
     device = "cpu" if ranks.degrees.sharded else str(ranks.device)
     base = ShardedBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -205,6 +205,8 @@ class ShardedBase(BaseModel):
     def compare(self) -> None:
         """Raises SettingsError on every rank if the shards do not reproduce the whole model on one of them."""
         assert self._ranks is not None
+        if self.stage is not None:
+            self._check_stages(self._ranks)
         try:
             found = self._probe(self._ranks)
         except (SettingsError, RanksLostError, MemoryError, torch.OutOfMemoryError):
@@ -251,6 +253,16 @@ class ShardedBase(BaseModel):
         self.targets = {name: own for name, own in self.targets.items() if own in kept}
         self.experts = [module for module in self.experts if module in kept]
         self.mixers = [mixer for mixer in self.mixers if mixer.layer in own]
+
+    def _check_stages(self, ranks: Ranks) -> None:
+        """Run each stage by itself: if one fails in an exchange, the others would wait for it."""
+        token_T, problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
+        try:
+            self.hidden(token_T, token_T, AttentionProbe(), Routing([Segment(0, 1, None)]))
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            problem = f"{type(error).__name__}: {error}"
+        if found := next((each for each in ranks.gather(problem) if each is not None), None):
+            raise SettingsError(f"{self.shape.name} ({self.shape.arch}) cannot be split into stages: {found}")
 
     def _own_names(self) -> frozenset[str]:
         """The targets in this rank's layers."""

@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.errors import SettingsError
+from tinsmith.plan.architecture import undivided
 from tinsmith.plan.memory import split_layers
 
 
@@ -167,10 +168,8 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
     reason = None
     if (layers := cast(int, config.num_hidden_layers)) < stages:
         reason = f"has {layers} layers; set it to {layers} or less"
-    elif getattr(config, "num_kv_shared_layers", None):
-        reason = "has layers that attend to keys and values of earlier ones; use tensor_parallel or shard_base"
-    elif getattr(config, "hidden_size_per_layer_input", None):
-        reason = "has embeddings for each layer, which are on the first stage; use tensor_parallel or shard_base"
+    elif why := undivided(config):
+        reason = f"{why}; use tensor_parallel or shard_base"
     if reason is not None:
         raise SettingsError(f"pipeline_parallel is {stages}, and {name} {reason}")
 
@@ -192,10 +191,10 @@ def boundaries_of(layers: Sequence[nn.Module], run: Callable[[], object], num_ro
     found: list[_Boundary] = []
 
     def note(layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        rows = output if isinstance(output, Tensor) else output[0]
-        if rows.dim() != 3 or rows.shape[:2] != (1, num_rows):
+        rows, *others = (output,) if isinstance(output, Tensor) else output
+        if rows.dim() != 3 or rows.shape[:2] != (1, num_rows) or any(other is not None for other in others):
             raise SettingsError(
-                f"pipeline_parallel is set, and layers of {name} pass on more than one row of hidden states per token; "
+                f"pipeline_parallel is set, and layers of {name} pass on more than a row of hidden states per token; "
                 "use tensor_parallel or shard_base"
             )
         found.append(_Boundary(rows.dtype, rows.shape[2], None if isinstance(output, Tensor) else len(output)))

@@ -49,7 +49,7 @@ class RankBackend(TorchBackend):
         if options.get("deterministic") == "on":
             raise SettingsError(
                 "deterministic is 'on', and the bits of a sum over ranks depend on how many there are; leave "
-                "data_parallel, context_parallel and tensor_parallel at 1"
+                "data_parallel, context_parallel, pipeline_parallel and tensor_parallel at 1"
             )
         super().__init__(shape, **options)
         if isinstance(self._base, ShardedBase):

@@ -1,7 +1,7 @@
 """Sampling by ranks: requests are distributed to sampling groups, whose ranks decode together.
 
-`RankSampler` is one rank's `LocalSampler`. Ranks of a sampling group hold different layers or heads of the same KV cache
-and must run identical steps: they get the same requests in the same order, caches of equally many blocks, and the
+`RankSampler` is one rank's `LocalSampler`. Ranks of a sampling group hold different layers or heads of the same KV
+cache and must run identical steps: they get the same requests in the same order, caches of equally many blocks, and the
 tokens drawn by the first rank of the last stage. Only that stage has logits. Where layers are sharded over groups, a
 rank without rows takes part in every forward.
 

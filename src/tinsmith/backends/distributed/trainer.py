@@ -31,13 +31,11 @@ from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
+from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE
 from tinsmith.types import F32
 
 EMPTY = MicroBatch(())
 DONE = object()
-
-MICRO_BATCHES_PER_STAGE = 2
-"""Micro-batches of a step for each stage, where its sequences allow: stages wait (P-1)/(M+P-1) of the time."""
 
 LEAST_TOKENS = {False: 32, True: 256}
 """Without and with CUDA: smaller micro-batches take as long, because every weight is read for each."""
@@ -189,7 +187,9 @@ class RankedTrainer(Trainer):
         return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
 
     def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Exchange log probabilities between data ranks, context ranks and stages, as a sum with zeros for other ranks' rows."""
+        """Exchange log probabilities between data ranks, context ranks and stages, as a sum with zeros for the rows of
+        others.
+        """
         if self._ranks.degrees.devices == self._ranks.degrees.tensor:
             return
         examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
