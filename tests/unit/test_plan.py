@@ -320,11 +320,8 @@ def test_layers_that_cannot_be_stages_are_named(model: dict[str, Any], degrees: 
 def test_stages_wait_for_each_other() -> None:
     """(P - 1) / (M + P - 1) of a step, with at least two micro-batches a stage."""
     model = known("Llama-3.1-8B")
-    device, work = DEVICES[1], StepShare(8192)
-    alone, split = (
-        step_time(evaluate(model, Workload(4, GPU), degrees), device, work)
-        for degrees in (Degrees(), Degrees(pipeline=4))
-    )
+    plans = [evaluate(model, Workload(4, GPU), degrees) for degrees in (Degrees(), Degrees(pipeline=4))]
+    alone, split = (step_time(plan, DEVICES[1], StepShare(8192)) for plan in plans)
     assert split.waiting == pytest.approx(3 / 11) and alone.waiting == 0
     assert split.compute == pytest.approx(alone.compute / 4) and split.total > split.compute / (1 - 3 / 11)
     assert split.stages > 0 == alone.stages
