@@ -33,6 +33,7 @@ FLAGS = {
         "--data-parallel",
         "--tensor-parallel",
         "--context-parallel",
+        "--pipeline-parallel",
         "--shard-base",
         "--backend",
         "--vision",
@@ -45,7 +46,8 @@ FLAGS = {
     "demo": {"--data-dir", "--stay", "--json"},
     "doctor": {
         *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
-        *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--shard-base", "--json"),
+        *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--pipeline-parallel"),
+        *("--shard-base", "--json"),
     },
     "bench": {"--url", "--model", "--key", "--dialect", "--runs", "--rank", "--timeout", "--json"},
     "batch submit": {
