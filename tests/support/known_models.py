@@ -65,13 +65,11 @@ spot for a CPU.
 - **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears for decoding.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
   `--shard-base` keeps a part of each layer and one whole layer. Experts can be sharded but not divided, and a
-  quantised base neither. Pipeline parallelism divides layers into stages of about equal size, with embeddings in the
-  first and the unembedding in the last; the largest counts.
+  quantised base neither. Of stages, the first has the embeddings and the last the unembedding; the largest counts.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
 - **activations**: of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
-  recomputed by layer. Context parallelism divides a longer sequence. A stage keeps those of as many micro-batches as
-  there are stages from it on.
+  recomputed by layer. Context parallelism divides a longer sequence. Stages keep several micro-batches'.
 - **KV cache**: of one context; more sequences use what is left.
 - **the process**: 4 % of the device and 1.5 GiB (0.5 GiB on a CPU).
 
@@ -80,8 +78,8 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 ## What is preferred
 
 Data parallel alone; then tensor parallel within a machine (up to 8 devices) in data-parallel groups; then a sharded
-base; then both; then each of these with the lowest context-parallel degree that fits; then with the fewest stages of a
-pipeline, where a layer is too large to be gathered. Keeping activations is preferred
+base; then both; then each of these with the lowest context-parallel degree that fits; then with the fewest
+stages. Keeping activations is preferred
 to recomputing them, and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
 
 ## Well-known models
@@ -152,7 +150,8 @@ def _in_short(plan: Plan) -> str:
     if not plan.fits:
         return f"lacks {plan.missing_bytes / GIBIBYTE:,.0f} GiB"
     degrees = plan.degrees
-    parts = [f"DP {degrees.data}" if degrees.tensor == 1 else f"DP {degrees.data} x TP {degrees.tensor}"]
+    ways = {"DP": degrees.data, "CP": degrees.context, "PP": degrees.pipeline, "TP": degrees.tensor}
+    parts = [" x ".join(f"{way} {degree}" for way, degree in ways.items() if way == "DP" or degree > 1)]
     if degrees.devices == 1:
         parts = ["fits"]
     if degrees.shard_base:

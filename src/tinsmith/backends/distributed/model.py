@@ -31,9 +31,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.pipeline_parallel import (
-    Rows,
     Schedule,
     Stage,
+    StageRows,
     boundaries_of,
     check_stages,
     empty,
@@ -367,7 +367,7 @@ class ShardedBase(BaseModel):
         try:
             buffers += [adapter.open_gradients() for adapter in adapters]
             if self.stage is not None:
-                run_to_end(Schedule(self.stage, [Rows(len(own.tokens_T), True)], forward, head).run())
+                run_to_end(Schedule(self.stage, [StageRows(len(own.tokens_T), True)], forward, head).run())
             else:
                 hidden_TD = forward(0)
                 hidden_TD.backward(head(0, hidden_TD.detach()))

@@ -218,7 +218,7 @@ def own_layers(layers: Sequence[nn.Module], embedding: int, unembedding: int, ra
     return range(first, first + counts[ranks.stage])
 
 
-class Rows(NamedTuple):
+class StageRows(NamedTuple):
     """A micro-batch as a schedule sees it: this rank's rows of it, 0 if it is empty, and whether it has a backward."""
 
     num_rows: int
@@ -233,7 +233,7 @@ class Schedule:
     def __init__(
         self,
         stage: Stage,
-        batches: Sequence[Rows],
+        batches: Sequence[StageRows],
         forward: Callable[[int], Tensor],
         head: Callable[[int, Tensor], Tensor | None],
     ) -> None:

@@ -126,7 +126,7 @@ class Ranks:
         """
         group, peer = self._neighbour(forward)
         with self._naming("a message"):
-            work = dist.isend(x, peer, group=group)
+            work = dist.isend(x, dst=peer, group=group)
         assert work is not None
         return work
 
@@ -134,7 +134,7 @@ class Ranks:
         """Fill the tensor with the next message in this direction."""
         group, _ = self._neighbour(forward)
         with self._naming("a message"):
-            dist.recv(x, self._neighbour(not forward)[1], group=group)
+            dist.recv(x, src=self._neighbour(not forward)[1], group=group)
         return x
 
     def finish(self, work: dist.Work) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.model import ShardedBase
-from tinsmith.backends.distributed.pipeline_parallel import Rows, Schedule
+from tinsmith.backends.distributed.pipeline_parallel import Schedule, StageRows
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import full_gradient
 from tinsmith.backends.torch.adapters import Adapter
@@ -157,7 +157,7 @@ class RankedTrainer(Trainer):
             self._store_logprobs(share.whole, _whole(share, read(logprob_P)[0]), checked)
             return grad_TD
 
-        rows = [Rows(len(share.tokens_T) if share.examples else 0, train) for share, train in shares]
+        rows = [StageRows(len(share.tokens_T) if share.examples else 0, train) for share, train in shares]
         steps = Schedule(self._base.stage, rows, forward, head).run()
         try:
             while True:
