@@ -107,7 +107,7 @@ class Ranks:
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The first tensor rank's value, on all of them."""
-        return self._broadcast(x, self.degrees.tensor_group(self.group_index), self._tensor)
+        return self._broadcast(x, self.degrees.tensor_group(self.group_index, self.stage), self._tensor)
 
     def broadcast_context(self, x: torch.Tensor) -> torch.Tensor:
         """The first context rank's value, on all of them."""
@@ -116,9 +116,8 @@ class Ranks:
 
     def broadcast_sampling(self, x: torch.Tensor) -> torch.Tensor:
         """The value of the last stage's first rank, on all ranks that sample together."""
-        return self._broadcast(
-            x, self.degrees.tensor_group(self.group_index, self.degrees.pipeline - 1), self._sampling
-        )
+        group, first = self.degrees.sampling_group(self.group_index), (self.degrees.pipeline - 1) * self.degrees.tensor
+        return self._broadcast(x, group[first:] + group[:first], self._sampling)
 
     def send(self, x: torch.Tensor, *, forward: bool) -> dist.Work:
         """Begin to send to the same rank of the next stage, or of the one before. The tensor must not change until the
@@ -164,7 +163,8 @@ class Ranks:
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def _broadcast(self, x: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-        if group.size() == 1:
+        """The first rank's value."""
+        if len(ranks) == 1:
             return x
         shared = x.contiguous()
         with self._naming("a broadcast"):
