@@ -485,7 +485,8 @@ def test_ranks_that_sleep_go_on_bit_for_bit(many: ShardedBackend) -> None:
                     frozen = many.own._frozen
                     assert frozen is not None and frozen.num_bytes == 0
                     many.wake_up()
-                    assert frozen.num_bytes > 2**16
+                    # A stage keeps weights as they are in the file, which a CPU maps.
+                    assert frozen.num_bytes > (0 if many.own.ranks.degrees.pipeline > 1 else 2**16)
             step(many)
         for model in range(len(SPECS)):
             many._call("digest", f"m{model}")
