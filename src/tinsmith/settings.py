@@ -136,6 +136,9 @@ class Settings(BaseSettings):
     expert_parallel: int = Field(default=0, ge=0)
     """Number of these devices over which routed experts are spread."""
 
+    pipeline_parallel: int = Field(default=0, ge=0)
+    """Number of devices that split the layers, as stages of a pipeline."""
+
     shard_base: bool = False
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
 
@@ -339,8 +342,8 @@ class Settings(BaseSettings):
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        several = max(self.data_parallel, self.tensor_parallel, self.context_parallel, self.expert_parallel) > 1
-        several = several or self.shard_base
+        degrees = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        several = max(*degrees, self.expert_parallel) > 1 or self.shard_base
         return "sharded" if self.backend == "torch" and several else self.backend
 
     @property

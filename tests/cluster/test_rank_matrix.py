@@ -37,6 +37,7 @@ TWO = {
     "tp2": Degrees(1, 2),
     "fsdp2": Degrees(2, 1, shard_base=True),
     "cp2": Degrees(context=2),
+    "pp2": Degrees(pipeline=2),
 }
 
 FOUR = {
@@ -49,6 +50,10 @@ FOUR = {
     "cp2-tp2": Degrees(1, 2, context=2),
     "fsdp2-cp2": Degrees(2, shard_base=True, context=2),
     "fsdp-cp4": Degrees(shard_base=True, context=4),
+    "pp4": Degrees(pipeline=4),
+    "pp2-tp2": Degrees(1, 2, pipeline=2),
+    "dp2-pp2": Degrees(2, pipeline=2),
+    "cp2-pp2": Degrees(context=2, pipeline=2),
 }
 
 SPREAD = {
@@ -71,6 +76,16 @@ NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
 SPREAD_AND_CUT = {"qwen3_moe", "deepseek_v3", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "ernie4_5_moe",
                   "minimax_m2", "dots1", "flex_olmo", "cohere2_moe", "solar_open", "exaone_moe"}  # fmt: skip
 """Mixtures that run with tensor parallelism where their experts are spread; the others are refused."""
+
+
+UNDIVIDED = {
+    "gemma4_text": "has embeddings for each layer; use tensor_parallel or shard_base",
+    "glm_moe_dsa": "pass on more than a row of hidden states per token",
+}
+"""Families whose layers cannot be stages."""
+
+DIVIDED = {name: TWO[name] for name in ("tp2", "fsdp2", "cp2", "pp2")}
+DIVIDED |= {"ep2": Degrees(2, experts=2), "ep2-tp2": Degrees(1, 2, experts=2)}
 
 
 def refuse(reason: str) -> None:
@@ -97,8 +112,15 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    """Of four stages, two have two layers and two have one."""
+    return tiny_models.make(tmp_path_factory.mktemp("deep"), "llama", num_hidden_layers=6)
+
+
 @pytest.mark.parametrize("degrees", FOUR.values(), ids=FOUR)
-def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
+def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, deep: ModelShape, degrees: Degrees) -> None:
+    shape = deep if degrees.pipeline > 1 else shape
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees)
@@ -125,6 +147,24 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
     one.capture("m0", optimizer=True).write(tmp_path / "one")
     for path in (tmp_path / "many").iterdir():
         assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("degrees", [FOUR["pp4"], FOUR["pp2-tp2"]], ids=["pp4", "pp2-tp2"])
+def test_a_checkpoint_of_stages_has_the_same_bytes(
+    ranks: Group, deep: ModelShape, tmp_path: Path, degrees: Degrees
+) -> None:
+    """With recomputed activations; saved with the optimizer's state, and loaded by the stages again."""
+    one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(deep, ranks, degrees, recompute="on")
+    ranked.train_alike(one, many, 2)
+    many.capture("m1", optimizer=True).write(tmp_path / "many")
+    one.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
+    one.capture("m1", optimizer=True).write(tmp_path / "one")
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
+    many.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
+    ranked.train_alike(one, many, 1, seed=1)
 
 
 LONG = 4096
@@ -177,9 +217,11 @@ def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelSh
     ranked.train_alike(one, many, 2)
 
 
-@pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"], FOUR["cp4"]], ids=["dp4", "dp2-tp2", "cp4"])
-def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
-    near_in_bfloat16(ranks, shape, degrees)
+@pytest.mark.parametrize("name", ["dp4", "dp2-tp2", "cp4", "pp4"])
+def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(
+    ranks: Group, shape: ModelShape, deep: ModelShape, name: str
+) -> None:
+    near_in_bfloat16(ranks, deep if FOUR[name].pipeline > 1 else shape, FOUR[name])
 
 
 @on_two
@@ -210,8 +252,8 @@ def near_in_bfloat16(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     [
         pytest.param(family, degrees, id=f"{family.model_type}-{name}")
         for family in FAMILIES
-        for name, degrees in {**TWO, "ep2": Degrees(2, experts=2), "ep2-tp2": Degrees(1, 2, experts=2)}.items()
-        if name != "dp2" and (family.experts or degrees.experts == 1)
+        for name, degrees in DIVIDED.items()
+        if family.experts or degrees.experts == 1
     ],
 )
 def test_every_family_is_divided_exactly_or_refused(
@@ -233,10 +275,15 @@ def test_every_family_is_divided_exactly_or_refused(
         with pytest.raises(SettingsError, match="context_parallel is 2, and layers of"):
             ranked.load(shape, ranks, degrees)
         return
+    if degrees.pipeline > 1 and family.model_type in UNDIVIDED:
+        with pytest.raises(SettingsError, match=UNDIVIDED[family.model_type]):
+            ranked.load(shape, ranks, degrees)
+        return
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees)
-    ranked.train_alike(one, many, 3)
+    # AdamW turns the rounding of one of its experts' smallest gradients into whole steps, with any degrees.
+    ranked.train_alike(one, many, 1 if family.model_type == "lfm2_moe" else 3)
     ranked.sample_alike(one, many)
 
 
@@ -268,9 +315,10 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
         group.close()
 
 
-@pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL"])
+@pytest.mark.parametrize("degree", ["DATA_PARALLEL", "CONTEXT_PARALLEL", "PIPELINE_PARALLEL"])
 def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Path, degree: str) -> None:
-    settings = {degree: "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+    shards = str(degree != "PIPELINE_PARALLEL").lower()
+    settings = {degree: "2", "SHARD_BASE": shards, "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     with serving(tmp_path, settings=settings) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client("tinsmith/nano", rank=8).result()

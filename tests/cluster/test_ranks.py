@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from support import families, tiny_models, traced_losses
@@ -37,12 +39,14 @@ from support.ranked import (
 )
 from tinsmith.backends import distributed, run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_degrees
+from tinsmith.backends.distributed.rank import execute
 from tinsmith.backends.distributed.sampler import RankSampler
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
+from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory
-from tinsmith.plan.degrees import Workload
+from tinsmith.plan.degrees import Workload, needs_of
 from tinsmith.plan.memory import base_bytes
 from tinsmith.plan.speed import StepShare, gathered, summed, traffic
 from tinsmith.settings import Settings
@@ -52,8 +56,14 @@ pytestmark = pytest.mark.smoke
 
 torch.set_num_threads(1)
 
-DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True), "cp2": Degrees(context=2),
-           "ep2": Degrees(2, experts=2)}  # fmt: skip
+DEGREES = {
+    "dp2": Degrees(2),
+    "tp2": Degrees(1, 2),
+    "fsdp2": Degrees(2, 1, shard_base=True),
+    "cp2": Degrees(context=2),
+    "ep2": Degrees(2, experts=2),
+    "pp2": Degrees(pipeline=2),
+}
 
 
 class Lost:
@@ -158,6 +168,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monke
 
         monkeypatch.setattr(dist, name, counted)
 
+    count("isend", lambda x, _ranks: x.nbytes)
     count("all_reduce", lambda x, ranks: summed(x.nbytes, ranks))
     count("all_gather", lambda parts, _, ranks: gathered(sum(part.nbytes for part in parts), ranks))
     count("all_to_all_single", lambda x, y, ranks: gathered((x if len(x) == own_pairs else y).nbytes, ranks))
@@ -390,6 +401,58 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
     assert isinstance(outcomes[1], PassResult)
 
 
+def test_memory_that_runs_out_in_a_stage_ends_the_ranks(
+    group: Group, shape: ModelShape, lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stage waits in the middle of a step, so the step cannot be repeated."""
+    backend = load(shape, group, DEGREES["pp2"])
+
+    def run(*_args: object, **_options: object) -> None:
+        raise MemoryError("no room on rank 0")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(own(backend)._trainer, "_hidden", run)
+        outcome = execute(group.own, "begin_passes", [[pass_of(np.random.default_rng(0), 0, [5])]])
+        assert outcome.kind == "done"
+        with pytest.raises(RanksLostError, match=r"rank 0 ran out of memory in its stage: .*no room"):
+            execute(group.own, "run_micro_batch", [])
+    assert not lost.reasons
+
+
+def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> None:
+    """No weight of the other stage's layers stays, nor a copy of its adapters to multiply with; tied embeddings are on
+    both.
+    """
+    for arch in ("llama", "qwen3"):
+        shape = tiny_models.make(tmp_path / arch, arch, num_hidden_layers=4, hidden_size=128)
+        backend = load(shape, group, DEGREES["pp2"], dtype="float32")
+        model = read_directory(Path(shape.path))
+        wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
+        held = own(backend).memory_use()["base"]
+        assert held == pytest.approx(needs_of(model, wanted, DEGREES["pp2"]).base, rel=0.1)
+        assert held < 0.6 * memory.base_bytes(model, dtype="float32", quantize="off")
+        adapter = own(backend)._models["m0"].adapter
+        assert adapter.compute_P.nbytes < 0.75 * adapter.flat_P.nbytes
+
+
+def test_ragged_micro_batches_of_any_number_go_through_stages(
+    group: Group, shape: ModelShape, oracle: TorchBackend
+) -> None:
+    many = load(shape, group, DEGREES["pp2"])
+    lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+
+    @settings(max_examples=12, deadline=None)
+    @given(st.lists(lengths, min_size=1, max_size=4), lengths)
+    def run(trained: list[list[int]], scored: list[int]) -> None:
+        for backend in (oracle, many):
+            create(backend)
+        rng = np.random.default_rng(len(scored))
+        passes = [pass_of(rng, model, own_lengths) for model, own_lengths in enumerate(trained)]
+        agree_on(oracle, many, [*passes, pass_of(rng, 0, scored, forward_only=True)])
+
+    run()
+
+
 def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -> None:
     backend = load(shape, group, DEGREES["dp2"])
     for sample in samples():
@@ -412,6 +475,8 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("qwen3_5", {}, Degrees(context=2), {}, "context_parallel is 2, and layers of Qwen3_5ForCausalLM"),
         ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be sharded"),
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
+        ("qwen3", {"num_hidden_layers": 1}, Degrees(pipeline=2), {}, "Qwen3ForCausalLM has 1 layers; set it to 1"),
+        ("qwen3", {}, Degrees(pipeline=2), {"quantize": "int8"}, "codes cannot be sharded"),
     ],
 )
 def test_indivisible_degrees_are_refused_by_name(
@@ -437,6 +502,8 @@ def test_indivisible_degrees_are_refused_by_name(
         (("1", "2", "on"), "shard_base shards"),
         (("2", "1", "off", "1", "4"), "expert_parallel is 4, which does not divide the 2 ranks"),
         (("2", "1", "yes"), "shard_base is 'yes'"),
+        (("1", "1", "off", "1", "0"), "pipeline_parallel is '0'"),
+        (("2", "1", "on", "1", "2"), "shard_base is on and pipeline_parallel is over 1"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(given: tuple[str, ...], reason: str) -> None:
@@ -525,7 +592,8 @@ def test_ranks_that_sleep_go_on_bit_for_bit(many: ShardedBackend) -> None:
                     frozen = many.own._frozen
                     assert frozen is not None and frozen.num_bytes == 0
                     many.wake_up()
-                    assert frozen.num_bytes > 2**15
+                    # A stage keeps weights as they are in the file, which a CPU maps.
+                    assert frozen.num_bytes > (0 if many.own.ranks.degrees.pipeline > 1 else 2**15)
             step(many)
         for model in range(len(SPECS)):
             many._call("digest", f"m{model}")

@@ -34,6 +34,7 @@ FLAGS = {
         "--tensor-parallel",
         "--context-parallel",
         "--expert-parallel",
+        "--pipeline-parallel",
         "--shard-base",
         "--backend",
         "--vision",
@@ -47,6 +48,7 @@ FLAGS = {
     "doctor": {
         *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
         *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--expert-parallel"),
+        "--pipeline-parallel",
         *("--shard-base", "--json"),
     },
     "bench": {"--url", "--model", "--key", "--dialect", "--runs", "--rank", "--timeout", "--json"},

@@ -64,12 +64,12 @@ spot for a CPU.
 
 - **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears for decoding.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
-  `--shard-base` keeps a part of each layer and one whole layer. `--expert-parallel` divides routed experts. A
-  quantised base cannot be divided.
+  `--shard-base` keeps a part of each layer and one whole layer. `--expert-parallel` divides routed experts. Of stages,
+  the first has the embeddings and the last the unembedding; the largest counts. A quantised base cannot be divided.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
 - **activations**: of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
-  recomputed by layer. Context parallelism divides a longer sequence.
+  recomputed by layer. Context parallelism divides a longer sequence. Stages keep several micro-batches'.
 - **KV cache**: of one context; more sequences use what is left.
 - **the process**: 4 % of the device and 1.5 GiB (0.5 GiB on a CPU).
 
@@ -79,8 +79,8 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 
 Data parallel alone; then, for a mixture, its experts over as few devices as will do; then tensor parallel within a
 machine (up to 8 devices) in data-parallel groups; then a sharded base; then both; then each of these with the lowest
-context-parallel degree that fits. Keeping activations is preferred to recomputing them, and that to training and
-sampling in turns with the memory ([memory](howto/memory.md)).
+context-parallel degree that fits; then with the fewest stages. Keeping activations is preferred to recomputing them,
+and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
 
 ## Well-known models
 
@@ -151,7 +151,8 @@ def _in_short(plan: Plan) -> str:
     if not plan.fits:
         return f"lacks {plan.missing_bytes / GIBIBYTE:,.0f} GiB"
     degrees = plan.degrees
-    parts = [f"DP {degrees.data}" if degrees.tensor == 1 else f"DP {degrees.data} x TP {degrees.tensor}"]
+    ways = {"DP": degrees.data, "CP": degrees.context, "PP": degrees.pipeline, "TP": degrees.tensor}
+    parts = [" x ".join(f"{way} {degree}" for way, degree in ways.items() if way == "DP" or degree > 1)]
     if degrees.devices == 1:
         parts = ["fits"]
     if degrees.experts > 1:

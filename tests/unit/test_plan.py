@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +229,13 @@ def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> Non
     assert needs_of(plan.model, split.wanted, whole).keys_and_values == split.needs.keys_and_values
 
 
+def test_ranks_of_a_stage_and_of_a_sampling_group_are_adjacent() -> None:
+    degrees = Degrees(2, 2, pipeline=3)
+    assert degrees.devices == 12 and degrees.sampling_group(1) == [6, 7, 8, 9, 10, 11]
+    assert degrees.tensor_group(1, 2) == [10, 11] and degrees.replica_group(1) == [1, 3, 5, 7, 9, 11]
+    assert Degrees(1, 2, context=2, pipeline=3).context_group(0, 5) == [5, 11]
+
+
 def test_every_rank_is_in_one_group_of_each_kind() -> None:
     degrees = Degrees(2, 3, context=4)
     tensor = [degrees.tensor_group(index) for index in range(degrees.groups)]
@@ -252,8 +262,69 @@ def test_layers_that_keep_a_state_are_not_split_by_tokens() -> None:
 
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:
-    plan = choose(known("DeepSeek-V3"), Workload(8, GPU))
-    assert "pipeline parallel" in plan.words[-1] and "not supported here" in plan.words[-1]
+    """Gathering one of its large layers takes more than a stage; stages count only where nothing without them fits."""
+    model, wanted = known("gpt-oss-120b"), Workload(4, GPU, rank=8)
+    plan = choose(model, wanted)
+    assert plan.fits and plan.degrees == Degrees(pipeline=4)
+    assert "a device holds at most 9 of 36 layers" in " ".join(plan.words)
+    without = [one for one in candidates(model, 4) if one.pipeline == 1]
+    assert without and not any(evaluate(model, wanted, one).fits for one in without)
+    assert choose(model, replace(wanted, devices=8)).degrees.pipeline == 1
+    assert "on no number of such devices" in choose(known("DeepSeek-V3"), Workload(8, GPU)).words[-1]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7).flatmap(
+        lambda sizes: st.tuples(st.just(tuple(sizes)), st.integers(1, len(sizes)))
+    )
+)
+def test_the_largest_stage_is_as_small_as_possible(case: tuple[tuple[int, ...], int]) -> None:
+    sizes, stages = case
+    counts = memory.split_layers(sizes, stages)
+    assert len(counts) == stages and sum(counts) == len(sizes) and min(counts) >= 1
+
+    def largest(cuts: Sequence[int]) -> int:
+        return max(sum(sizes[a:b]) for a, b in pairwise([0, *cuts, len(sizes)]))
+
+    best = min(largest(cuts) for cuts in itertools.combinations(range(1, len(sizes)), stages - 1))
+    assert largest(list(itertools.accumulate(counts))[:-1]) == best
+
+
+def test_the_largest_stage_counts() -> None:
+    """A stage has whole layers, the first also the embeddings and the last the unembedding; activations are kept for as
+    many micro-batches as there are stages from it on.
+    """
+    model, wanted = known("Llama-3.1-70B"), Workload(4, GPU)
+    counts = memory.stages_of(model, 4)
+    assert counts == (19, 21, 21, 19)  # the ends are about two layers each
+    whole, split = needs_of(model, wanted, Degrees()), needs_of(model, wanted, Degrees(pipeline=4))
+    assert split.base == pytest.approx(21 * model.layer_sizes[0] * 2, rel=0.01)
+    assert split.keys_and_values == pytest.approx(whole.keys_and_values * 21 / 80, rel=0.01)
+    assert split.activations == pytest.approx(whole.activations * 76 / 80, rel=0.05)
+    assert split.adapters == whole.adapters
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "reason"),
+    [
+        ({}, Degrees(pipeline=33), "pipeline parallel 33: the model has 32 layers"),
+        ({}, Degrees(2, 1, shard_base=True, pipeline=2), "do not shard the base"),
+        ({"undivided": "has embeddings for each layer"}, Degrees(pipeline=2), "llama has embeddings for each layer"),
+        ({"layer_sizes": ()}, Degrees(pipeline=2), "does not mark which of its modules are layers"),
+    ],
+)
+def test_layers_that_cannot_be_stages_are_named(model: dict[str, Any], degrees: Degrees, reason: str) -> None:
+    assert reason in str(problem_of(replace(known("Llama-3.1-8B"), **model), degrees))
+
+
+def test_stages_wait_for_each_other() -> None:
+    """(P - 1) / (M + P - 1) of a step, with at least two micro-batches a stage."""
+    model = known("Llama-3.1-8B")
+    plans = [evaluate(model, Workload(4, GPU), degrees) for degrees in (Degrees(), Degrees(pipeline=4))]
+    alone, split = (step_time(plan, DEVICES[1], StepShare(8192)) for plan in plans)
+    assert split.waiting == pytest.approx(3 / 11) and alone.waiting == 0
+    assert split.compute == pytest.approx(alone.compute / 4) and split.total > split.compute / (1 - 3 / 11)
+    assert split.stages > 0 == alone.stages
 
 
 @pytest.mark.parametrize(

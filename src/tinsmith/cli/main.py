@@ -50,6 +50,7 @@ SERVE_OPTIONS = {
     "Base models": ("models", "backend", "vision", "deterministic"),
     "Devices": (
         *("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "expert_parallel"),
+        "pipeline_parallel",
         "shard_base",
     ),
     "Sampling": (
@@ -177,6 +178,9 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     expert_parallel: Annotated[
         int | None, typer.Option(help="Devices that share the experts. Default: chosen.")
     ] = None,
+    pipeline_parallel: Annotated[
+        int | None, typer.Option(help="Stages of layers, each on a device. Default: chosen.")
+    ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -187,6 +191,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
         asked = replace(asked, context_parallel=context_parallel, expert_parallel=expert_parallel)
+        asked = replace(asked, pipeline_parallel=pipeline_parallel)
         _show_plan(asked, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine

@@ -58,6 +58,7 @@ class PlanRequest:
     shard_base: bool = False
     context_parallel: int | None = None
     expert_parallel: int | None = None
+    pipeline_parallel: int | None = None
 
 
 def plan_of(request: PlanRequest) -> Plan:
@@ -68,12 +69,12 @@ def plan_of(request: PlanRequest) -> Plan:
         model = read_directory(directory)
         _compare(model, directory)
     wanted = _wanted(request, model)
-    given = (request.tensor_parallel, request.data_parallel, request.context_parallel, request.expert_parallel)
-    if given == (None,) * 4 and not request.shard_base:
+    given = (request.tensor_parallel, request.context_parallel, request.expert_parallel, request.pipeline_parallel)
+    if {*given, request.data_parallel} == {None} and not request.shard_base:
         return choose(model, wanted)
-    tensor, _, context, experts = (1 if degree is None else degree for degree in given)
-    data = request.data_parallel or max(1, wanted.devices // max(1, tensor * context))
-    return check(model, wanted, Degrees(data, tensor, request.shard_base, context, experts))
+    tensor, context, experts, pipeline = (1 if degree is None else degree for degree in given)
+    data = request.data_parallel or max(1, wanted.devices // max(1, tensor * context * pipeline))
+    return check(model, wanted, Degrees(data, tensor, request.shard_base, context, experts, pipeline))
 
 
 _VARIANT = re.compile(r"-(instruct|it|pt|hf|base)(-|$).*|\s*\(text\)$", re.IGNORECASE)
@@ -257,8 +258,8 @@ def command(request: PlanRequest, plan: Plan) -> str:
     if plan.wanted.quantize != "off":
         flags.append(f"--quantize {plan.wanted.quantize}")
     degrees = plan.degrees
-    given = {"data": degrees.data, "tensor": degrees.tensor, "context": degrees.context, "expert": degrees.experts}
-    for flag, degree in given.items():
+    named = {"data": degrees.data, "tensor": degrees.tensor, "context": degrees.context, "expert": degrees.experts}
+    for flag, degree in {**named, "pipeline": degrees.pipeline}.items():
         flags += [f"--{flag}-parallel {degree}"] if degree > 1 else []
     return " ".join(["tinsmith serve", *flags, *(["--shard-base"] if degrees.shard_base else [])])
 
@@ -308,7 +309,8 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
 
 def _exchanges(step: StepTime) -> str:
     """The shares of a step that exchanges between devices take, if they take any."""
-    parts = {"tensor": step.tensor, "context": step.context, "experts": step.experts, "gradients": step.gradients}
+    parts = {"tensor": step.tensor, "context": step.context, "experts": step.experts, "stages": step.stages}
+    parts["gradients"] = step.gradients
     shares = [f"{name} {seconds / step.total:.0%}" for name, seconds in parts.items() if seconds >= 0.005 * step.total]
     if step.base > step.total - step.gradients - 1e-9:
         shares.append("gathered layers take longer than all computation")
@@ -368,6 +370,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "tensor_parallel": plan.degrees.tensor,
         "context_parallel": plan.degrees.context,
         "expert_parallel": plan.degrees.experts,
+        "pipeline_parallel": plan.degrees.pipeline,
         "shard_base": plan.degrees.shard_base,
         "plan": described(plan.degrees),
         "fits": plan.fits,

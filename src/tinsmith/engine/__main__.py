@@ -120,7 +120,7 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
 
 
-DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel")
+DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
@@ -148,7 +148,8 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     layout = described(plan.degrees)
     log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
     degrees = plan.degrees
-    chosen = zip(DEGREES, (degrees.data, degrees.tensor, degrees.context, degrees.experts), strict=True)
+    found = (degrees.data, degrees.tensor, degrees.context, degrees.experts, degrees.pipeline)
+    chosen = zip(DEGREES, found, strict=True)
     return settings.model_copy(update=dict(chosen) | {"shard_base": degrees.shard_base})
 
 
@@ -192,8 +193,8 @@ def _architecture(shape: ModelShape) -> Architecture:
 
 
 def _given_degrees(settings: Settings) -> Degrees:
-    data, tensor, context, experts = (getattr(settings, name) or 1 for name in DEGREES)
-    return Degrees(data, tensor, settings.shard_base, context, experts)
+    data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
+    return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
 
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:

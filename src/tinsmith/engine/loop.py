@@ -2,9 +2,9 @@
 
 One thread, one loop. Each iteration reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend,
 settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
-bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a packed step
-the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests that end the
-process. Only the engine settles futures.
+bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a
+packed step the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests
+that end the process. Only the engine settles futures.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ class Sampling:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
-        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises IterationFailedError:
-        errors here are not the training step's fault, and finished samples are not lost.
+        """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises
+        IterationFailedError: errors here are not the training step's fault, and finished samples are not lost.
         """
         deadline = time.monotonic() + share_s
         try:
@@ -326,8 +326,8 @@ class Sampling:
         return waiting
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Submit a request to the sampler. `seen` caches the sampling sessions of this iteration. A database error changes
-        nothing.
+        """Submit a request to the sampler. `seen` caches the sampling sessions of this iteration. A database error
+        changes nothing.
         """
         self._running[request.request_id] = _RunningSample(request)
         self.timings.began([request])

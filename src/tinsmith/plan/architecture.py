@@ -137,6 +137,12 @@ class Architecture:
     tower_numbers: float = 0.0
     """Numbers that the tower holds at once per token of an image."""
 
+    layer_sizes: tuple[int, ...] = ()
+    """Numbers of each layer, in order; empty if the model does not mark its layers."""
+
+    undivided: str = ""
+    """Why layers cannot be on different devices; empty if they can."""
+
     stored: str = ""
     """The dtype that config.json names for the files' weights; empty if it names none."""
 
@@ -251,13 +257,15 @@ def _read(text: str) -> Architecture:
         attending=attending,
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
+        layer_sizes=_layer_sizes(decoder),
+        undivided=undivided(config),
     )
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its unembedding. transformers does not find that of Llama 4."""
-    found = cast("nn.Module", model.get_decoder())
-    return cast("nn.Module", model.model) if found is model else found
+    found = model.get_decoder()
+    return cast("PreTrainedModel", model.model if found is model else found)
 
 
 def mark_experts(model: PreTrainedModel) -> None:
@@ -269,6 +277,23 @@ def mark_experts(model: PreTrainedModel) -> None:
             form = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
             for name, value in {**form, "is_transposed": True, "is_swapped_by_peft": True}.items():
                 setattr(module, name, value)
+
+
+def undivided(config: PreTrainedConfig) -> str:
+    """Why a model's layers need more than the rows of the layer before; empty if they do not."""
+    if getattr(config, "num_kv_shared_layers", None):
+        return "has layers that attend to keys and values of earlier ones"
+    if getattr(config, "hidden_size_per_layer_input", None):
+        return "has embeddings for each layer"
+    return ""
+
+
+def _layer_sizes(decoder: nn.Module) -> tuple[int, ...]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    lists = [list(module.children()) for module in decoder.modules() if type(module).__name__ == "ModuleList"]
+    marked = (each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each))
+    return tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in next(marked, ()))
 
 
 def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:

@@ -5,8 +5,8 @@ fit, tensor parallel within the devices of one machine, which keeps training and
 spread over as few devices as will do, which exchange tokens instead of weights. Then a sharded base, whose layers (the
 rest of them where experts are spread) are gathered for every micro-batch and every decoded token; then both. If a
 sequence's activations do not fit in any of these ways, context parallel with each of them, in as few parts as possible.
-If nothing fits, the plan says what would be needed, supported here or not. A user's choice is accepted, or refused with
-the reason.
+If nothing fits then, pipeline parallel, in as few stages as possible. If nothing fits at all, the plan says what would
+be needed. A user's choice is accepted, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `tensor`
-    ranks hold different heads and columns of each layer. With `shard_base` each layer is also sharded over the data and
-    context ranks. A sampled sequence is on one tensor group, so in sampling context ranks are further data ranks. Of
-    all these ranks, each `experts` adjacent ones spread the routed experts over themselves.
+    """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `pipeline`
+    ranks hold different layers (they are its stages), `tensor` ranks different heads and columns of each layer. With
+    `shard_base` each layer is also sharded over the data and context ranks. A sampled sequence is on the stages of one
+    pipeline, so in sampling context ranks are further data ranks. Of all these ranks, each `experts` adjacent ones
+    spread the routed experts over themselves.
 
-    Rank (d * context + c) * tensor + t has data index d, context index c and tensor index t, so ranks of one tensor
-    group, which communicate most, are adjacent.
+    Rank ((d * context + c) * pipeline + p) * tensor + t has data index d, context index c, stage p and tensor index t,
+    so ranks of one tensor group, which communicate most, are adjacent.
     """
 
     data: int = 1
@@ -43,42 +44,54 @@ class Degrees:
     shard_base: bool = False
     context: int = 1
     experts: int = 1
+    pipeline: int = 1
 
     @property
     def devices(self) -> int:
-        return self.groups * self.tensor
+        return self.groups * self.group_size
 
     @property
     def groups(self) -> int:
-        """The number of tensor groups."""
+        """The number of groups that hold one base model each."""
         return self.data * self.context
+
+    @property
+    def group_size(self) -> int:
+        return self.pipeline * self.tensor
 
     @property
     def sharded(self) -> bool:
         """Whether a rank holds only part of the base model, so that all ranks take part in every forward."""
-        return self.tensor > 1 or self.shard_base or self.experts > 1
+        return self.group_size > 1 or self.shard_base or self.experts > 1
 
     @property
     def in_step(self) -> bool:
         """Whether all ranks run every forward together, with or without rows."""
         return self.shard_base or self.experts > 1
 
-    def tensor_group(self, group_index: int) -> list[int]:
-        """The ranks that compute the same rows together."""
-        return [group_index * self.tensor + index for index in range(self.tensor)]
+    def sampling_group(self, group_index: int) -> list[int]:
+        """The ranks that compute the same rows, stage after stage."""
+        return [group_index * self.group_size + index for index in range(self.group_size)]
 
-    def context_group(self, data_index: int, tensor_index: int) -> list[int]:
-        """The ranks that compute different rows of the same sequences, with the same heads and columns."""
+    def tensor_group(self, group_index: int, stage: int = 0) -> list[int]:
+        """The ranks that compute the same rows in the same layers together."""
+        first = stage * self.tensor
+        return self.sampling_group(group_index)[first : first + self.tensor]
+
+    def context_group(self, data_index: int, place: int) -> list[int]:
+        """The ranks that compute different rows of the same sequences, with the same layers, heads and columns: those
+        at a place of their groups.
+        """
         first = data_index * self.context
-        return [(first + index) * self.tensor + tensor_index for index in range(self.context)]
+        return [(first + index) * self.group_size + place for index in range(self.context)]
 
     def expert_group(self, index: int) -> list[int]:
         """Adjacent ranks that hold all routed experts together."""
         return list(range(index * self.experts, (index + 1) * self.experts))
 
     def replica_group(self, tensor_index: int) -> list[int]:
-        """The ranks that hold the same heads and columns."""
-        return [index * self.tensor + tensor_index for index in range(self.groups)]
+        """The ranks that hold the same heads and columns, of all stages."""
+        return list(range(tensor_index, self.devices, self.tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +172,15 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
     dtype, context = wanted.dtype, wanted.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
+    stages = degrees.pipeline
     base = memory.base_bytes(
-        model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards, experts=degrees.experts
-    )
-    base += memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda) // degrees.tensor
-    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor)
+        model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards, experts=degrees.experts,
+        stages=stages,
+    )  # fmt: skip
+    packed = memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda)
+    base += 0 if stages > 1 else packed // degrees.tensor
+    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor, stages=stages)
+    cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
     numbers = memory.adapter_numbers(model, wanted.rank)
     image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
@@ -171,8 +188,7 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
         adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
         activations=max(image, kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], rows), recompute=False)),
         least_activations=max(image, kept.num_bytes(rows, recompute=True)),
-        keys_and_values=context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor)
-        + memory.state_bytes(model),
+        keys_and_values=cached * max(memory.stages_of(model, stages)) // model.layers,
         reserved=memory.reserved_bytes(wanted.memory_bytes, cuda=wanted.cuda),
     )
 
@@ -181,7 +197,7 @@ def problem_of(
     model: Architecture, degrees: Degrees, devices: int | None = None, *, quantize: str = "off"
 ) -> str | None:
     """Why the model cannot be split this way, regardless of memory; None if it can."""
-    if min(degrees.data, degrees.context, degrees.tensor, degrees.experts) < 1:
+    if min(degrees.data, degrees.context, degrees.pipeline, degrees.tensor, degrees.experts) < 1:
         return f"{described(degrees)}: each must be at least 1"
     if devices is not None and degrees.devices > devices:
         layout = described(replace(degrees, shard_base=False, experts=1))
@@ -190,13 +206,15 @@ def problem_of(
         return (
             "a base is sharded over data and context ranks, and there is one: raise data parallel, or do not shard it"
         )
+    if degrees.pipeline > 1 and (problem := _problem_of_stages(model, degrees)):
+        return f"pipeline parallel {degrees.pipeline}: {problem}"
     if model.state_numbers and degrees.context > 1:
         return (
             f"context parallel {degrees.context}: {model.model_type} has layers that keep a state, which is not split"
         )
     parts = degrees.tensor
-    if quantize != "off" and (parts > 1 or degrees.shard_base):
-        return f"a quantised base ({quantize}) supports neither tensor parallelism nor sharding"
+    if quantize != "off" and degrees.sharded:
+        return f"a quantised base ({quantize}) cannot be divided; use data or context parallelism"
     if problem := _problem_of_experts(model, degrees):
         return problem
     if model.state_numbers and parts > 1:
@@ -219,6 +237,8 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
                 f"tensor parallel {degrees.tensor}: {model.model_type} has routed experts, which cannot be split; {how}"
             )
         return None
+    if degrees.pipeline > 1:
+        return f"expert parallel {spread} x pipeline parallel {degrees.pipeline}: a stage has whole layers; use one"
     if not model.has_experts:
         return f"expert parallel {spread}: {model.model_type} has no routed experts"
     if model.experts % spread:
@@ -229,6 +249,16 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
             f"{described(replace(degrees, experts=1))}: raise data parallel"
         )
     return None
+
+
+def _problem_of_stages(model: Architecture, degrees: Degrees) -> str:
+    if degrees.shard_base:
+        return "a stage's layers are whole or split by tensor parallelism; do not shard the base"
+    if model.undivided:
+        return f"{model.model_type} {model.undivided}; use tensor parallelism or shard the base"
+    if len(model.layer_sizes) != model.layers:
+        return f"{model.model_type} does not mark which of its modules are layers"
+    return f"the model has {model.layers} layers" if model.layers < degrees.pipeline else ""
 
 
 def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
@@ -253,14 +283,16 @@ def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> l
     for tensor in range(1, min(devices, DEVICES_OF_A_MACHINE) + 1):
         for context in range(1, model.heads // tensor + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
-                data = devices // (tensor * context)
+                groups = devices // (tensor * context)
                 found += [
-                    Degrees(data, tensor, shard, context, experts)
+                    Degrees(groups, tensor, shard, context, experts)
                     for shard, experts in itertools.product((False, True), _spreads(model, devices))
                 ]
+                stages = [p for p in range(2, min(groups, model.layers) + 1) if groups % p == 0]
+                found += [Degrees(groups // p, tensor, False, context, pipeline=p) for p in stages]
     # Layers with all experts are gathered last of all.
-    found.sort(key=lambda one: (one.context, one.shard_base + (one.shard_base and one.experts == 1), one.tensor,
-                                one.experts))  # fmt: skip
+    found.sort(key=lambda one: (one.pipeline, one.context, one.shard_base + (one.shard_base and one.experts == 1),
+                                one.tensor, one.experts))  # fmt: skip
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
 
 
@@ -281,13 +313,13 @@ def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
 
 
 def choose(model: Architecture, wanted: Workload) -> Plan:
-    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. A
-    higher context-parallel degree counts only if no plan with a lower one fits.
+    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. More
+    stages, then a higher context-parallel degree, count only if no plan with fewer fits.
     """
     plans = [evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted)]
     fitting = [plan for plan in plans if plan.fits]
-    fewest = min((plan.degrees.context for plan in fitting), default=1)
-    fitting = [plan for plan in fitting if plan.degrees.context == fewest]
+    fewest = min(((plan.degrees.pipeline, plan.degrees.context) for plan in fitting), default=(1, 1))
+    fitting = [plan for plan in fitting if (plan.degrees.pipeline, plan.degrees.context) == fewest]
     fitting.sort(key=lambda plan: plan.mode == "in turns")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
     return _worded(best, chosen=True)
@@ -315,9 +347,10 @@ def _advice(model: Architecture, wanted: Workload) -> str:
 
 def described(degrees: Degrees) -> str:
     context = f" x context parallel {degrees.context}" if degrees.context != 1 else ""
+    stages = f" x pipeline parallel {degrees.pipeline}" if degrees.pipeline != 1 else ""
     shard = ", base sharded" if degrees.shard_base else ""
     experts = f", experts over {degrees.experts}" if degrees.experts != 1 else ""
-    return f"data parallel {degrees.data}{context} x tensor parallel {degrees.tensor}{experts}{shard}"
+    return f"data parallel {degrees.data}{context}{stages} x tensor parallel {degrees.tensor}{experts}{shard}"
 
 
 def gib(num_bytes: float) -> str:
@@ -347,7 +380,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
         rows = -(-wanted.context_of(model) // degrees.context)
         yield (
             f"Context parallel {degrees.context} splits the activations of a sequence of {wanted.context_of(model)} "
-            f"tokens: a device trains {rows} of them. Each tensor group samples by itself."
+            f"tokens: a device trains {rows} of them. Each group samples by itself."
         )
     if not degrees.sharded:
         yield (
@@ -358,6 +391,13 @@ def _reasons(plan: Plan) -> Iterator[str]:
     room = gib(alone.wanted.memory_bytes)
     how = "has no room for the rest" if not alone.fits else "has room for training and sampling in turns only"
     yield f"The whole base takes {gib(alone.needs.base)}: a device of {room} then {how}."
+    if degrees.pipeline > 1:
+        most = max(memory.stages_of(model, degrees.pipeline))
+        yield (
+            f"Pipeline parallel {degrees.pipeline}: a device holds at most {most} of {model.layers} layers "
+            f"({gib(plan.needs.base)}). Stages wait for each other at the ends of a step, and a sampled token goes "
+            "through one after another."
+        )
     if degrees.tensor > 1:
         yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {gib(plan.needs.base)}."
     if degrees.experts > 1:
@@ -395,10 +435,7 @@ def _what_would_help(plan: Plan) -> Iterator[str]:
             "are; choose a shorter context."
         )
         return
-    yield (
-        "Spreading layers over devices (pipeline parallel) is not supported here; use devices with more memory, "
-        "quantize, or choose a smaller model."
-    )
+    yield "It fits on no number of such devices; use devices with more memory, quantize, or choose a smaller model."
 
 
 def _enough(model: Architecture, wanted: Workload) -> Plan | None:

@@ -8,9 +8,10 @@ these figures (tests/unit/test_plan.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from tinsmith.errors import SettingsError
@@ -22,6 +23,9 @@ QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 
 MICRO_BATCH = {False: 1024, True: 8192}
 """Tokens of a micro-batch on a CPU and with CUDA; a longer sequence gets its own."""
+
+MICRO_BATCHES_PER_STAGE = 2
+"""Micro-batches of a step for each stage of a pipeline, where its sequences allow: P stages wait (P-1)/(3P-1) of it."""
 
 LOGITS = {False: 2**22, True: 2**26}
 """Logits that exist at once, on a CPU and with CUDA."""
@@ -94,16 +98,19 @@ def logits_bytes(vocab: int, *, cuda: bool, tensor: int = 1) -> float:
     return 4.0 * LOGIT_COPIES * rows * (vocab / tensor if vocab % tensor == 0 else vocab)
 
 
-def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1) -> Activations:
-    """With tensor parallelism a device keeps its share of the inputs or outputs of split linears."""
+def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1, stages: int = 1) -> Activations:
+    """With tensor parallelism a device keeps its share of the inputs or outputs of split linears. A stage keeps its
+    layers' for as many micro-batches as there are stages from it on; those of the stage that keeps most are counted.
+    """
     kept = sum(_kept_by(linear, tensor) for linear in model.linears)
     if model.has_fused_layers:
         kept = _kept_by_fused(model, tensor)
     kept += model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
+    layers = max((stages - stage) * count for stage, count in enumerate(stages_of(model, stages)))
     return Activations(
-        kept=kept,
+        kept=kept * layers / model.layers,
         layer=kept / model.layers,
-        inputs=model.layers * model.hidden,
+        inputs=layers * model.hidden,
         number_bytes=NUMBER_BYTES[dtype],
         logits_bytes=logits_bytes(model.vocab, cuda=cuda, tensor=tensor),
     )
@@ -130,12 +137,30 @@ def _kept_by_fused(model: Architecture, tensor: int) -> float:
     return model.layers * (4 * model.hidden + (3 * queries + 3 * keys + 1.5 * wide) / tensor)
 
 
+def stages_of(model: Architecture, stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage."""
+    if stages == 1:
+        return (model.layers,)
+    first, *others = model.layer_sizes
+    sizes = [first + model.embedding_numbers, *others]
+    sizes[-1] += model.embedding_numbers
+    return split_layers(tuple(sizes), stages)
+
+
 def base_bytes(
-    model: Architecture, *, dtype: str, quantize: str, tensor: int = 1, shards: int = 1, experts: int = 1
+    model: Architecture,
+    *,
+    dtype: str,
+    quantize: str,
+    tensor: int = 1,
+    shards: int = 1,
+    experts: int = 1,
+    stages: int = 1,
 ) -> int:
-    """Frozen weights on one of `tensor` devices; with `shards`, a layer is complete only while it is computed. With
-    `experts`, a device has only so many parts of the routed ones, which are then neither cut nor sharded. Embeddings,
-    norms, routers and vision towers are on every device.
+    """Frozen weights on one of `tensor` devices of the largest stage; with `shards`, a layer is complete only while it
+    is computed. With `experts`, a device has only so many parts of the routed ones, which are then neither cut nor
+    sharded. Embeddings, norms, routers and vision towers are on every device; of several stages, the first has the
+    embeddings and the last the unembedding.
     """
     number_bytes = NUMBER_BYTES[dtype]
     if quantize != "off" and model.has_experts:
@@ -150,7 +175,42 @@ def base_bytes(
     ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
     layer = model.layer_numbers(with_experts=experts == 1)
     gathered = layer * linear_bytes / tensor if shards > 1 else 0
+    if stages > 1:
+        inside = (cut + replicated + spread + model.other_numbers * number_bytes) / sum(model.layer_sizes)
+        return int(max(_stage_bytes(model, stages, inside, model.embedding_numbers * number_bytes)))
     return int((cut + replicated) / shards + gathered + spread / experts + ends * number_bytes)
+
+
+def _stage_bytes(model: Architecture, stages: int, each: float, end: float) -> Iterator[float]:
+    """Of layers with `each` bytes a number, and of embeddings and unembedding with `end` bytes."""
+    start = 0
+    for stage, count in enumerate(stages_of(model, stages)):
+        ends = end * ((stage == 0) + (stage == stages - 1))
+        yield sum(model.layer_sizes[start : (start := start + count)]) * each + ends
+
+
+@lru_cache(maxsize=1024)
+def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage gets, so that the largest stage is as small as possible. The first layer's
+    size includes the embeddings, the last layer's the unembedding.
+    """
+    totals = list(accumulate(sizes, initial=0))
+    bound = totals[-1] / stages + max(sizes)  # cutting greedily at the mean stays below it
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage in range(stages):
+        found = {}
+        for stop in range(stage + 1, len(sizes) - (stages - 1 - stage) + 1):
+            ways = []
+            for start in range(stop - 1, -1, -1):
+                if (size := totals[stop] - totals[start]) > bound:
+                    break
+                if start in best:
+                    largest, squares, counts = best[start]
+                    ways.append((max(largest, size), squares + size**2, (*counts, stop - start)))
+            if ways:
+                found[stop] = min(ways)
+        best = found
+    return best[len(sizes)][2]
 
 
 def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:

@@ -60,12 +60,14 @@ class StepShare:
 class Traffic(NamedTuple):
     """Bytes that a device sends in a step, with collectives in a ring: `tensor` and `logits` within its tensor group,
     `context` within its context group, `experts` to the ranks of the experts and back if the router spreads tokens
-    evenly, `base` gathers layers over data and context ranks, and `gradients` sums those of adapters over all devices.
+    evenly, `stages` to the neighbouring stages, `base` gathers layers over data and context ranks, and `gradients` sums
+    those of adapters over all devices.
     """
 
     tensor: float = 0.0
     logits: float = 0.0
     context: float = 0.0
+    stages: float = 0.0
     base: float = 0.0
     gradients: float = 0.0
     experts: float = 0.0
@@ -84,12 +86,13 @@ def summed(num_bytes: float, ranks: int) -> float:
 def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> Traffic:
     """What a device sends in a training step of every adapter."""
     rows_all = work.rows * degrees.groups
-    logprobs = summed(4 * rows_all, degrees.groups)
+    logprobs = summed(4 * rows_all, degrees.groups * degrees.pipeline)
     gradients = 4 * wanted.models * memory.adapter_numbers(model, wanted.rank)
     return Traffic(
         tensor=_tensor(model, wanted, degrees, work),
         logits=_logits(model, wanted, degrees, work),
         context=_context(model, wanted, degrees, work),
+        stages=_stages(model, wanted, degrees, work),
         base=_base(model, wanted, degrees, work),
         gradients=summed(gradients, degrees.devices) + logprobs,
         experts=_experts(model, wanted, degrees, work),
@@ -102,9 +105,10 @@ def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepS
     outputs = sum(linear.layers * linear.outputs for linear in linears if linear.along == "inputs")
     readers = {(one.name.rpartition(".")[0], one.layers) for one in linears if one.along == "outputs"}
     inputs = sum(layers for _, layers in readers) * model.hidden
-    if not degrees.shard_base:
+    if not degrees.shard_base and degrees.pipeline == 1:
         inputs -= model.hidden  # the embeddings require no gradient
-    return summed(_addend_bytes(wanted) * work.rows * (outputs * (1 + work.recompute) + inputs), degrees.tensor)
+    numbers = (outputs * (1 + work.recompute) + inputs) / degrees.pipeline
+    return summed(_addend_bytes(wanted) * work.rows * numbers, degrees.tensor)
 
 
 def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
@@ -130,6 +134,7 @@ def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: Step
     heads, keys = (-(-number // ranks) * ranks for number in (heads, keys))
     numbers = (heads + keys) * (model.key_dim + model.value_dim)
     exchanged = memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.attending * numbers * (2 + work.recompute)
+    exchanged /= degrees.pipeline
     return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
 
 
@@ -145,6 +150,12 @@ def _experts(model: Architecture, wanted: Workload, degrees: Degrees, work: Step
     shared = rows * degrees.tensor * sum(one.layers * (times * one.outputs + one.active) for one in down)
     number_bytes = memory.NUMBER_BYTES[wanted.dtype]
     return gathered(number_bytes * pairs, degrees.experts) + gathered(number_bytes * shared, degrees.tensor)
+
+
+def _stages(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+    """Rows to the next stage and their gradients to the one before: of two stages, each sends one of both."""
+    messages = min(degrees.pipeline - 1, 2)
+    return messages * memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.hidden
 
 
 def _base(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
@@ -164,27 +175,34 @@ class StepTime(NamedTuple):
     compute: float
     tensor: float
     context: float
+    stages: float
     base: float
     gradients: float
     experts: float
+    waiting: float
+    """Share of a step in which a stage waits for others."""
 
     @property
     def total(self) -> float:
-        return max(self.compute + self.tensor + self.context + self.experts, self.base) + self.gradients
+        busy = self.compute + self.tensor + self.context + self.experts + self.stages
+        return max(busy / (1 - self.waiting), self.base) + self.gradients
 
 
 def step_time(plan: Plan, device: Device, work: StepShare) -> StepTime:
     """An estimate for devices of this kind."""
     degrees = plan.degrees
     sent = traffic(plan.model, plan.wanted, degrees, work)
-    operations = OPERATIONS * plan.model.num_active * work.rows / degrees.tensor
+    operations = OPERATIONS * plan.model.num_active * work.rows / degrees.group_size
+    micro_batches = max(work.micro_batches, memory.MICRO_BATCHES_PER_STAGE * degrees.pipeline)
     return StepTime(
         compute=operations / (TRAINING_SHARE * device.tflops * 1e12),
         tensor=_seconds(sent.tensor + sent.logits, device, degrees.tensor),
-        context=_seconds(sent.context, device, degrees.context * degrees.tensor),
+        context=_seconds(sent.context, device, degrees.context * degrees.group_size),
+        stages=_seconds(sent.stages, device, degrees.group_size),
         base=_seconds(sent.base, device, degrees.devices),
         gradients=_seconds(sent.gradients, device, degrees.devices),
         experts=_seconds(sent.experts, device, degrees.experts),
+        waiting=(degrees.pipeline - 1) / (micro_batches + degrees.pipeline - 1),
     )
 
 

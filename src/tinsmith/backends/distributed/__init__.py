@@ -1,10 +1,9 @@
 """The sharded backend: one base model on several devices, with one process per device.
 
 Rank 0 is the engine's own process; `processes` starts the others and sends them commands. `ranks` has their
-collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows,
-`expert_parallel` spreads routed experts;
-`trainer` and `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine
-calls.
+collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
+`expert_parallel` spreads routed experts; `pipeline_parallel` runs micro-batches through stages of layers; `trainer` and
+`sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine calls.
 """
 
 import atexit
@@ -18,38 +17,57 @@ from tinsmith.types import ModelShape
 __all__ = ["Degrees", "Group", "ShardedBackend", "load"]
 
 
-def load(
+def load(  # noqa: PLR0913 - the degrees of parallelism
     shape: ModelShape,
     *,
     data_parallel: str = "1",
     tensor_parallel: str = "1",
     context_parallel: str = "1",
     expert_parallel: str = "1",
+    pipeline_parallel: str = "1",
     shard_base: str = "off",
     rank_timeout_s: str = "600",
     device: str = "auto",
     **options: str,
 ) -> ShardedBackend:
     """Start one rank per device. Raises SettingsError if that is impossible."""
-    degrees = read_degrees(data_parallel, tensor_parallel, shard_base, context_parallel, expert_parallel)
+    degrees = read_degrees(
+        data_parallel, tensor_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel
+    )
     group = Group(degrees.devices, device=device, timeout_s=float(rank_timeout_s))
     atexit.register(group.close)
     return ShardedBackend(shape, degrees, group, **options)
 
 
 def read_degrees(
-    data_parallel: str, tensor_parallel: str, shard_base: str, context_parallel: str = "1", expert_parallel: str = "1"
+    data_parallel: str,
+    tensor_parallel: str,
+    shard_base: str,
+    context_parallel: str = "1",
+    expert_parallel: str = "1",
+    pipeline_parallel: str = "1",
 ) -> Degrees:
     """Parse the backend's options. Raises SettingsError on invalid values."""
     data, tensor = positive("data_parallel", data_parallel), positive("tensor_parallel", tensor_parallel)
     context, experts = positive("context_parallel", context_parallel), positive("expert_parallel", expert_parallel)
-    degrees = Degrees(data, tensor, shard_base == "on", context, experts)
+    pipeline = positive("pipeline_parallel", pipeline_parallel)
+    degrees = Degrees(data, tensor, shard_base == "on", context, experts, pipeline)
     if shard_base not in ("on", "off"):
         raise SettingsError(f"backend option shard_base is {shard_base!r}; choose 'on' or 'off'")
     if degrees.shard_base and degrees.groups == 1:
         raise SettingsError(
             "shard_base shards the base model over the ranks of data_parallel and context_parallel, which are 1; set "
             "one to 2 or more"
+        )
+    if degrees.shard_base and degrees.pipeline > 1:
+        raise SettingsError(
+            "shard_base is on and pipeline_parallel is over 1; use one of them, or divide the layers of a stage with "
+            "tensor_parallel"
+        )
+    if experts > 1 and pipeline > 1:
+        raise SettingsError(
+            f"expert_parallel is {experts} and pipeline_parallel is {pipeline}; use one of them, or expert_parallel "
+            "with tensor_parallel or shard_base"
         )
     if degrees.devices % experts:
         raise SettingsError(

@@ -194,7 +194,7 @@ def _device(device: str, world: int) -> str:
         raise SettingsError(f"device is {device!r}, but {world} devices are needed; choose 'cuda' or 'cpu'")
     if device == "cuda" and torch.cuda.device_count() < world:
         raise SettingsError(
-            f"data_parallel x context_parallel x tensor_parallel is {world}, and there are "
+            f"data_parallel x context_parallel x pipeline_parallel x tensor_parallel is {world}, and there are "
             f"{torch.cuda.device_count()} CUDA devices"
         )
     return device

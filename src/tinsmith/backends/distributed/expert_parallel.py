@@ -124,7 +124,8 @@ class SpreadExperts(MultiLoRAExperts):
         super().__init__(own.name, module, context)
         self._exchange = exchange
 
-    def forward(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
+        index_Tk, weights_Tk = choices
         routing, exchange = self._context.routing, self._exchange
         assert routing is not None and hidden_TD.shape == (routing.num_rows, self.hidden_features)
         self._choices = index_Tk.shape[1]

@@ -1,5 +1,5 @@
-"""The base model on one rank: the whole model, its tensor-parallel shard of every layer, its part of the routed
-experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
+"""The base model on one rank: the whole model, some of its layers, its tensor-parallel shard of every layer, its part
+of the routed experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
 
 A sharded model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
 gradients of some probe tokens with random adapters. It is sharded on the host too, so a device never holds more than
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,8 +28,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.expert_parallel import SpreadExperts, TokenExchange, parts, spread
+from tinsmith.backends.distributed.pipeline_parallel import (
+    Schedule,
+    Stage,
+    StageRows,
+    boundaries_of,
+    check_stages,
+    empty,
+    layers_of,
+    own_layers,
+)
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
@@ -48,10 +60,10 @@ from tinsmith.backends.distributed.tensor_parallel import (
     full_gradient,
 )
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
+from tinsmith.backends.torch.attention import AttentionPlan, AttentionProbe, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import MultiLoRALinear, Routing
+from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import refusing
 from tinsmith.backends.torch.transformer import Decoder
@@ -83,8 +95,8 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
         return base
     if quantize != "off" and ranks.degrees.sharded:
         raise SettingsError(
-            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel at 1 and shard_base off, or "
-            "set quantize to 'off'"
+            f"quantize is {quantize!r}, and codes cannot be sharded: leave tensor_parallel and pipeline_parallel at 1 "
+            "and shard_base off, or set quantize to 'off'"
         )
     device = "cpu" if ranks.degrees.sharded else str(ranks.device)
     base = ShardedBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -102,6 +114,10 @@ class ShardedBase(BaseModel):
     sharding: Sharding | None = None
     exchange: TokenExchange | None = None
     """With expert parallelism."""
+    stage: Stage | None = None
+    _adaptable: list[Target] | None = None
+    module_names: list[str]
+    """Those of the whole model."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +130,8 @@ class ShardedBase(BaseModel):
         return [each.to_local() if isinstance(each, DTensor) else each for each in super().frozen_tensors()]
 
     def adaptable(self) -> list[Target]:
+        if self._adaptable is not None:
+            return self._adaptable
         owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in self.targets.values())
         return [
             *(target for targets in owned for target in targets),
@@ -134,7 +152,15 @@ class ShardedBase(BaseModel):
             # A layer that runs again in backward repeats its collectives, so either all ranks of a forward recompute
             # or none.
             self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
-        return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
+        if self.stage is None:
+            return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
+        forward = partial(super().hidden, tokens_T, positions_T, plan, routing, wanted)
+        return self.stage.run(forward, len(tokens_T), alone=isinstance(plan, AttentionProbe))
+
+    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        if self.stage is None or self.stage.is_last:
+            return super().logits(hidden_TD, routing)
+        return torch.zeros(len(hidden_TD), self.vocab_size, device=self.device)  # the last stage's results count
 
     def idle(self, *, train: bool) -> None:
         """Take part in the collectives of a forward, and backward, without rows."""
@@ -161,6 +187,7 @@ class ShardedBase(BaseModel):
                 "state cannot be split; use data_parallel, with shard_base where the model does not fit on one device"
             )
         self.pin_threads()
+        self.module_names = [name for name, _ in self.model.named_modules()]
         self._expected = self._probe(None)
         if not ranks.degrees.sharded:
             self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
@@ -168,11 +195,14 @@ class ShardedBase(BaseModel):
         if ranks.degrees.experts > 1:
             self.exchange = TokenExchange(ranks)
             self.experts[:] = spread(self.experts, self._decoder, self._context, self.exchange, self.shape.name)
+        if ranks.degrees.pipeline > 1:
+            self._keep_stage(ranks)
         if ranks.degrees.tensor > 1:
             self._shard_linears(ranks)
-        if ranks.degrees.tensor > 1 or ranks.degrees.experts > 1:
+        if ranks.degrees.group_size > 1 or ranks.degrees.experts > 1:
             owned = {target.name: part for target, part in parts(self.experts)}
-            self.sharding = Sharding(self.targets, ranks, owned)
+            names = None if self.stage is None else self._own_names()
+            self.sharding = Sharding(self.targets, ranks, owned, names)
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
@@ -183,6 +213,8 @@ class ShardedBase(BaseModel):
     def compare(self) -> None:
         """Raises SettingsError on every rank if the shards do not reproduce the whole model on one of them."""
         assert self._ranks is not None
+        if self.stage is not None:
+            self._check_stages(self._ranks)
         try:
             found = self._probe(self._ranks)
         except (SettingsError, RanksLostError, MemoryError, torch.OutOfMemoryError):
@@ -193,17 +225,60 @@ class ShardedBase(BaseModel):
             ) from error
         error = max(
             float((actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
-            for actual, expected in zip(found, self._expected, strict=True)
+            for actual, expected in zip(found, self._expected, strict=False)
         )
         self._expected = []
         worst = max(cast("list[float]", self._ranks.gather(error)), key=lambda each: each if each == each else 1e9)
         if not worst < TOLERANCE[self.dtype]:
             raise SettingsError(
                 f"{self.shape.name} ({self.shape.arch}) cannot be sharded: its hidden states, logits or gradients "
-                f"differ from the whole model's by {worst:.2g} (relative); set tensor_parallel and context_parallel "
-                "to 1"
+                f"differ from the whole model's by {worst:.2g} (relative); set tensor_parallel, context_parallel "
+                "and pipeline_parallel to 1"
             )
         log.info("the sharded model agrees with the whole one", largest_error=worst, rank=self._ranks.rank)
+
+    def _keep_stage(self, ranks: Ranks) -> None:
+        """Drop the layers of other stages, and the embeddings and the unembedding if they are another stage's."""
+        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        check_stages(name, config, ranks.degrees.pipeline)
+        token_T = torch.zeros(2, dtype=torch.int64)
+        probe = partial(
+            self._through_modules, token_T, torch.arange(2), AttentionProbe(), Routing([Segment(0, 2, None)])
+        )
+        layers, embeddings = layers_of(self._decoder, name), self.model.get_input_embeddings()
+        boundaries = boundaries_of(layers, probe, 2, name)
+        numel = cast(Tensor, embeddings.weight).numel()
+        own = own_layers(layers, numel, self.unembedding.weight.numel(), ranks)
+        self._adaptable = self.adaptable()
+        self.stage = Stage(layers, own, ranks, boundaries)
+        if not self.stage.is_first:
+            empty(embeddings)
+            width = cast(int, embeddings.embedding_dim)
+            embeddings.forward = lambda ids: torch.zeros(*ids.shape, width, dtype=self.dtype, device=ids.device)
+        if not self.stage.is_last:
+            empty(self.unembedding)
+        kept = set(self.model.modules())
+        self.targets = {name: own for name, own in self.targets.items() if own in kept}
+        self.experts = [module for module in self.experts if module in kept]
+        self.mixers = [mixer for mixer in self.mixers if mixer.layer in own]
+
+    def _check_stages(self, ranks: Ranks) -> None:
+        """Run each stage by itself: if one fails in an exchange, the others would wait for it."""
+        token_T, problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
+        try:
+            self.hidden(token_T, token_T, AttentionProbe(), Routing([Segment(0, 1, None)]))
+        except Exception as error:  # noqa: BLE001  raised below, on all ranks
+            problem = f"{type(error).__name__}: {error}"
+        if found := next((each for each in ranks.gather(problem) if each is not None), None):
+            raise SettingsError(f"{self.shape.name} ({self.shape.arch}) cannot be split into stages: {found}")
+
+    def _own_names(self) -> frozenset[str]:
+        """The targets in this rank's layers."""
+        assert self.stage is not None
+        linears = [own for own in self.targets.values() if own is not self.unembedding or self.stage.is_last]
+        owned = [(own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in linears]
+        parts = [*owned, *(module.targets for module in self.experts)]
+        return frozenset(target.name for part in parts for target in part)
 
     def _shard_linears(self, ranks: Ranks) -> None:
         degree, decoder = ranks.degrees.tensor, self._decoder
@@ -234,7 +309,7 @@ class ShardedBase(BaseModel):
                 part = ROWS[kind](own, self._context, ranks)
             setattr(decoder.get_submodule(parent), last, part)
             self.targets[own.name] = part
-        if self.vocab_size % degree == 0:
+        if self.vocab_size % degree == 0 and (self.stage is None or self.stage.is_last):
             own = self.unembedding
             self.unembedding = self.targets[own.name] = GatheredLinear(own, self._context, ranks)
             self.model.set_output_embeddings(self.unembedding)
@@ -262,8 +337,8 @@ class ShardedBase(BaseModel):
         self._decoder.register_forward_hook(lambda *_: _forget_forward(sharded))  # runs after FSDP's own
 
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
-        """Results of some tokens with two random adapters: hidden states, logits, and the adapters' gradients. With
-        ranks, those of the tokens over all context ranks.
+        """Results of some tokens with two random adapters: the adapters' gradients, and on the last stage hidden states
+        and logits. With ranks, those of the tokens over all context ranks.
         """
         generator = torch.Generator().manual_seed(0)
         adapters, buffers = [], []
@@ -281,20 +356,32 @@ class ShardedBase(BaseModel):
         if self.exchange is not None:
             self.exchange.adapters = adapters
         grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).numpy()
-        try:
-            buffers += [adapter.open_gradients() for adapter in adapters]
+        results: list[Tensor] = []
+
+        def forward(_number: int) -> Tensor:
             rows_T, positions_T = (upload(x, self.device) for x in (own.tokens_T, own.positions_T))
             with torch.enable_grad():
-                hidden_TD = self.hidden(rows_T, positions_T, plan, own.routing)
-            grad_TV = upload(own.cut(grad_TV) if isinstance(own, RowShare) else grad_TV, self.device).to(
-                hidden_TD.dtype
+                return self.hidden(rows_T, positions_T, plan, own.routing)
+
+        @torch.no_grad()
+        def head(_number: int, states_TD: Tensor) -> Tensor:
+            given_TV = upload(own.cut(grad_TV) if isinstance(own, RowShare) else grad_TV, self.device)
+            work = self.unembedding.work(own.routing)
+            logits_TV, inner = self.unembedding.forward_rows(states_TD, work, torch.float32)
+            results.extend((states_TD, logits_TV))
+            grad_TD = self.unembedding.backward_rows(
+                given_TV.to(states_TD.dtype), states_TD, work, inner, need_input=True
             )
-            with torch.no_grad():
-                work = self.unembedding.work(own.routing)
-                states_TD = hidden_TD.detach()
-                logits_TV, inner = self.unembedding.forward_rows(states_TD, work, torch.float32)
-                grad_TD = self.unembedding.backward_rows(grad_TV, states_TD, work, inner, need_input=True)
-            hidden_TD.backward(grad_TD)
+            assert grad_TD is not None
+            return grad_TD
+
+        try:
+            buffers += [adapter.open_gradients() for adapter in adapters]
+            if self.stage is not None:
+                run_to_end(Schedule(self.stage, [StageRows(len(own.tokens_T), True)], forward, head).run())
+            else:
+                hidden_TD = forward(0)
+                hidden_TD.backward(head(0, hidden_TD.detach()))
         finally:
             for adapter in adapters:
                 adapter.gradients = None
@@ -303,12 +390,12 @@ class ShardedBase(BaseModel):
             # With experts spread, a rank's gradient is of all data ranks' rows, which are the same here.
             both = self.exchange is not None
             gradients = [
-                ranks.sum_all(each).div_(ranks.degrees.data) if both else ranks.sum_context(ranks.sum_tensor(each))
+                ranks.sum_all(each).div_(ranks.degrees.data) if both else ranks.sum_context(ranks.sum_sampling(each))
                 for each in gradients
             ]
         if ranks is not None and isinstance(own, RowShare):
-            return [*(own.joined(x, ranks) for x in (states_TD, logits_TV)), *gradients]
-        return [states_TD, logits_TV, *gradients]
+            results = [own.joined(x, ranks) for x in results]
+        return [*gradients, *results]
 
 
 def _probe_batch(tokens_T: I64, adapters: Sequence[Adapter]) -> MicroBatch:

@@ -49,9 +49,11 @@ class RankBackend(TorchBackend):
         if options.get("deterministic") == "on":
             raise SettingsError(
                 "deterministic is 'on', and the bits of a sum over ranks depend on how many there are; leave "
-                "data_parallel, context_parallel and tensor_parallel at 1"
+                "data_parallel, context_parallel, pipeline_parallel and tensor_parallel at 1"
             )
         super().__init__(shape, **options)
+        if isinstance(self._base, ShardedBase):
+            self._module_names = self._base.module_names
 
     def agree(self) -> None:
         """With all ranks: check that the shards make up the whole model, and agree on the memory budget."""

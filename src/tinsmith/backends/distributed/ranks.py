@@ -44,26 +44,34 @@ class Ranks:
     def __init__(self, degrees: Degrees, rank: int, device: str, timeout_s: float) -> None:
         self.degrees = degrees
         self.rank = rank
-        self.group_index, self.tensor_index = divmod(rank, degrees.tensor)
+        self.group_index, place = divmod(rank, degrees.group_size)
+        self.stage, self.tensor_index = divmod(place, degrees.tensor)
         self.data_index, self.context_index = divmod(self.group_index, degrees.context)
         self.device = torch.device("cuda", rank) if device.startswith("cuda") else torch.device("cpu")
         timeout = timedelta(seconds=timeout_s)
         all_ranks = list(range(degrees.devices))
         self._all = _group(all_ranks, timeout)
-        tensor_groups = [_group(degrees.tensor_group(index), timeout) for index in range(degrees.groups)]
+        stages = [(index, stage) for index in range(degrees.groups) for stage in range(degrees.pipeline)]
+        tensor_groups = {each: _group(degrees.tensor_group(*each), timeout) for each in stages}
         replica_groups = [_group(degrees.replica_group(t), timeout) for t in range(degrees.tensor)]
-        self._tensor = tensor_groups[self.group_index]
+        self._tensor = self._sampling = tensor_groups[self.group_index, self.stage]
         self._replicas = self._context = replica_groups[self.tensor_index]
-        if degrees.context > 1 and degrees.data > 1:
-            places = [(d, t) for d in range(degrees.data) for t in range(degrees.tensor)]
+        if degrees.context > 1 and degrees.context < len(degrees.replica_group(0)):
+            places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
             groups = {place: _group(degrees.context_group(*place), timeout) for place in places}
-            self._context = groups[self.data_index, self.tensor_index]
+            self._context = groups[self.data_index, place]
         self.expert_index = rank % degrees.experts
         if degrees.experts > 1:
             blocks = [
                 _group(degrees.expert_group(index), timeout) for index in range(degrees.devices // degrees.experts)
             ]
             self._experts = blocks[rank // degrees.experts]
+        if degrees.pipeline > 1:
+            # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
+            groups = [
+                [_group(degrees.sampling_group(index), timeout) for index in range(degrees.groups)] for _ in range(3)
+            ]
+            self._sampling, self._forward, self._backward = (each[self.group_index] for each in groups)
 
     @property
     def replica_mesh(self) -> DeviceMesh:
@@ -73,7 +81,7 @@ class Ranks:
         return self._sum(x, self._all, self.degrees.devices)
 
     def sum_replicas(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sum(x, self._replicas, self.degrees.groups)
+        return self._sum(x, self._replicas, self.degrees.groups * self.degrees.pipeline)
 
     def sum_context(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._context, self.degrees.context)
@@ -95,6 +103,9 @@ class Ranks:
         with self._naming("an exchange"):
             dist.all_to_all_single(found, x, output_split_sizes=received, input_split_sizes=sent, group=self._experts)
         return found
+
+    def sum_sampling(self, x: torch.Tensor) -> torch.Tensor:
+        return self._sum(x, self._sampling, self.degrees.group_size)
 
     def sum_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """Sums bfloat16 in float32 where that is cheap, on a CPU."""
@@ -119,12 +130,43 @@ class Ranks:
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The first tensor rank's value, on all of them."""
-        return self._broadcast(x, self.degrees.tensor_group(self.group_index), self._tensor)
+        return self._broadcast(x, self.degrees.tensor_group(self.group_index, self.stage), self._tensor)
 
     def broadcast_context(self, x: torch.Tensor) -> torch.Tensor:
         """The first context rank's value, on all of them."""
-        group = self.degrees.context_group(self.data_index, self.tensor_index)
+        group = self.degrees.context_group(self.data_index, self.rank % self.degrees.group_size)
         return self._broadcast(x, group, self._context)
+
+    def broadcast_sampling(self, x: torch.Tensor) -> torch.Tensor:
+        """The value of the last stage's first rank, on all ranks that sample together."""
+        group, first = self.degrees.sampling_group(self.group_index), (self.degrees.pipeline - 1) * self.degrees.tensor
+        return self._broadcast(x, group[first:] + group[:first], self._sampling)
+
+    def send(self, x: torch.Tensor, *, forward: bool) -> dist.Work:
+        """Begin to send to the same rank of the next stage, or of the one before. The tensor must not change until the
+        returned work is done.
+        """
+        group, peer = self._neighbour(forward)
+        with self._naming("a message"):
+            work = dist.isend(x, dst=peer, group=group)
+        assert work is not None
+        return work
+
+    def receive(self, x: torch.Tensor, *, forward: bool) -> torch.Tensor:
+        """Fill the tensor with the next message in this direction."""
+        group, _ = self._neighbour(forward)
+        with self._naming("a message"):
+            dist.recv(x, src=self._neighbour(not forward)[1], group=group)
+        return x
+
+    def finish(self, work: dist.Work) -> None:
+        with self._naming("a message"):
+            work.wait()
+
+    def _neighbour(self, forward: bool) -> tuple[dist.ProcessGroup, int]:
+        """The group of messages in a direction, and the rank that they are sent to."""
+        step = self.degrees.tensor
+        return (self._forward, self.rank + step) if forward else (self._backward, self.rank - step)
 
     def any_of_forward(self, flag: bool) -> bool:
         """Whether the flag is set on any of the ranks that run each forward together."""
@@ -146,6 +188,7 @@ class Ranks:
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def _broadcast(self, x: torch.Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+        """The first rank's value."""
         if len(ranks) == 1:
             return x
         shared = x.contiguous()

@@ -1,9 +1,9 @@
-"""Sampling by ranks: requests are distributed to tensor groups, whose ranks decode together.
+"""Sampling by ranks: requests are distributed to sampling groups, whose ranks decode together.
 
-`RankSampler` is one rank's `LocalSampler`. Ranks of a tensor group hold different heads of the same KV cache and must
-run identical steps: they get the same requests in the same order, caches of one size, and the tokens drawn by the first
-of them. Where layers are sharded or experts spread over groups, a rank without rows takes part in every forward, and
-holds the adapters of all ranks' requests.
+`RankSampler` is one rank's `LocalSampler`. Ranks of a sampling group hold different layers or heads of the same KV
+cache and must run identical steps: they get the same requests in the same order, caches of equally many blocks, and the
+tokens drawn by the first rank of the last stage. Only that stage has logits. Where layers are sharded or experts spread
+over groups, a rank without rows takes part in every forward, and holds the adapters of all ranks' requests.
 
 `GroupSampler` is what the engine sees, on rank 0. Every request runs on one group; requests with a common prefix go to
 the one that has it cached, unless that has much more work than another.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.ranks import Ranks
@@ -27,6 +28,7 @@ from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
+from tinsmith.samplers.local.request import Request
 from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.samplers.local.sampling import Chosen
 from tinsmith.samplers.local.scheduler import SamplerStep
@@ -53,8 +55,8 @@ class RankSampler(LocalSampler):
         # Free memory differs between devices; the schedule must not.
         own = options.kv_cache_bytes or default_bytes(base, token_bytes)
         budget = min(cast("list[int]", ranks.gather(own)))
-        super().__init__(base, versions, options=replace(options, kv_cache_bytes=budget))
         self._ranks = ranks
+        super().__init__(base, versions, options=replace(options, kv_cache_bytes=budget))
         self._ran = False
         self._held: dict[str, Adapter] = {}
         # A rank that repeated a collective step would be alone in it.
@@ -67,6 +69,11 @@ class RankSampler(LocalSampler):
 
     def release(self, request_id: str) -> None:
         self._held.pop(request_id, None)
+
+    def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
+        """The largest stage's, so that all have as many blocks and states."""
+        found = cast("list[tuple[int, int]]", self._ranks.gather((token_bytes, state_bytes)))
+        return max(tokens for tokens, _ in found), max(states for _, states in found)
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
@@ -89,9 +96,15 @@ class RankSampler(LocalSampler):
         with torch.inference_mode(False), torch.no_grad():
             super()._run(step)
 
+    def _score_prompt(self, request: Request, hidden_TD: Tensor, start: int) -> bool:
+        is_finite = super()._score_prompt(request, hidden_TD, start)
+        if self._ranks.degrees.pipeline == 1:
+            return is_finite
+        return bool(self._ranks.broadcast_sampling(torch.tensor(float(is_finite), device=hidden_TD.device)))
+
     def _hold(self, sequences: Sequence[Running], chosen: Chosen) -> None:
-        if self._ranks.degrees.tensor > 1:
-            agreed = self._ranks.broadcast_tensor
+        if self._ranks.degrees.group_size > 1:
+            agreed = self._ranks.broadcast_sampling
             top = chosen.top
             if top is not None:
                 top = top._replace(ids_Rk=agreed(top.ids_Rk), logprobs_Rk=agreed(top.logprobs_Rk))
@@ -137,7 +150,7 @@ class GroupSampler:
         if self._degrees.experts > 1:
             self._call("hold", sample.request_id, sample.version_id)
         try:
-            self._call("submit", sample, ranks=self._degrees.tensor_group(group_index))
+            self._call("submit", sample, ranks=self._degrees.sampling_group(group_index))
         except UserError:
             self._release(sample.request_id)
             raise
@@ -151,7 +164,7 @@ class GroupSampler:
         if place is None:
             return False
         self._forget(request_id)
-        group = self._degrees.tensor_group(place.group_index)
+        group = self._degrees.sampling_group(place.group_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
@@ -160,12 +173,12 @@ class GroupSampler:
         # Where layers are sharded or experts spread, all ranks step, with or without work.
         busy = {place.group_index for place in self._places.values()}
         chosen = range(self._degrees.groups) if self._degrees.in_step else sorted(busy)
-        groups = [self._degrees.tensor_group(index) for index in chosen]
+        groups = [self._degrees.sampling_group(index) for index in chosen]
         only = None if scopes is None else sorted(scopes)
         answers = self._call("step", only, ranks=[rank for group in groups for rank in group])
         finished: Finished = []
         for group in groups:
-            own, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[0]])
+            own, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[-1]])
             finished += own
             self._partials += partials
             self._uses[group[0]] = use

@@ -17,7 +17,7 @@ Shapes: T rows, I inputs, O outputs of the whole linear.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -164,22 +164,29 @@ class _Piece:
 
 
 class Sharding:
-    """Maps layouts to this rank's shard of them."""
+    """Maps layouts to this rank's shard of them. `names`: the targets in this rank's layers, where others have the
+    rest.
+    """
 
     def __init__(
-        self, linears: Mapping[str, MultiLoRALinear], ranks: Ranks, experts: Mapping[str, slice] | None = None
+        self,
+        linears: Mapping[str, MultiLoRALinear],
+        ranks: Ranks,
+        experts: Mapping[str, slice] | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
-        """`experts`: by target, which experts this rank has."""
+        """`experts`: by target, which experts this rank has. `names`: the targets of its stage."""
+        self._names = names
         self._sharded = {name: own for name, own in linears.items() if isinstance(own, ShardedLinear)}
         self._experts = experts or {}
         self._first = ranks.tensor_index == 0
 
     def layout(self, full: Layout) -> Layout:
-        return Layout.of(full.rank, (self._target(target) for target in full.targets))
+        return Layout.of(full.rank, map(self._target, self._own(full)))
 
     def pieces(self, layout: Layout) -> list[_Piece]:
         found = []
-        for target in layout.targets:
+        for target in self._own(layout):
             for matrix in (0, 1):
                 if target.experts is not None and (part := self._experts.get(target.name)) is not None:
                     place = None if target.experts.common == "AB"[matrix] else (part,)
@@ -191,6 +198,9 @@ class Sharding:
                     place = (slice(None), own.part) if matrix == 0 else (own.part, slice(None))
                 found.append(_Piece(target.name, matrix, place, own is not None or self._first))
         return found
+
+    def _own(self, layout: Layout) -> list[Target]:
+        return [target for target in layout.targets if self._names is None or target.name in self._names]
 
     def _target(self, target: Target) -> Target:
         if target.experts is not None and (part := self._experts.get(target.name)) is not None:
@@ -219,11 +229,11 @@ class ShardedAdapter(Adapter):
         is_whole = self.compute_P is self.flat_P
         self.compute = self.weights if is_whole else self.compute_layout.views(self.compute_P)
 
-    def refresh(self) -> None:
-        self.version += 1
+    def _copy_weights(self) -> None:
         own = [self.compute[piece.name][piece.matrix] for piece in self.pieces]
         given = [_at(self.weights[piece.name][piece.matrix], piece) for piece in self.pieces]
-        torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
+        if own:
+            torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
     def open_gradients(self) -> Tensor:
         gradient_P = torch.zeros_like(self.compute_P, dtype=torch.float32)

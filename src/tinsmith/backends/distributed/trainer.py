@@ -1,5 +1,5 @@
 """A packed step over ranks: each data rank runs its share of the sequences, each context rank its share of the rows of
-those sequences, and all ranks end with the same gradients.
+those sequences, each stage its layers of all rows, and all ranks end with the same gradients.
 
 Every rank receives all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
 so that all have about as many tokens; a rank with fewer micro-batches than another still takes part in collectives.
@@ -9,6 +9,7 @@ on outcomes that may differ: memory that ran out, and why a custom loss failed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -18,19 +19,26 @@ from torch import Tensor
 
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.model import ShardedBase
+from tinsmith.backends.distributed.pipeline_parallel import Schedule, StageRows
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import GatheredLinear, full_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
+from tinsmith.backends.torch.host import read
 from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
+from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE
 from tinsmith.types import F32
 
 EMPTY = MicroBatch(())
+DONE = object()
+
+LEAST_TOKENS = {False: 32, True: 256}
+"""Without and with CUDA: smaller micro-batches take as long, because every weight is read for each."""
 
 
 class _Shortage(NamedTuple):
@@ -50,11 +58,21 @@ class RankedTrainer(Trainer):
         self._shortage = _Shortage(None, 0, "")
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        degrees = self._ranks.degrees
-        shares = share_out(examples, degrees.data)
-        batches = [pack(share, self._limit * degrees.context) for share in shares]
+        shares = share_out(examples, self._ranks.degrees.data)
+        limit = self._tokens_of(shares)
+        batches = [pack(share, limit) for share in shares]
         own = batches[self._ranks.data_index]
         return own + [EMPTY] * (max(map(len, batches)) - len(own))
+
+    def _tokens_of(self, shares: Sequence[Sequence[Example]]) -> int:
+        """Tokens of a micro-batch: with stages, fewer, so that all of them have work."""
+        degrees = self._ranks.degrees
+        limit = self._limit * degrees.context
+        if degrees.pipeline == 1:
+            return limit
+        most = max(sum(example.num_tokens for example in share) for share in shares)
+        least = LEAST_TOKENS[self._base.device.type == "cuda"]
+        return min(limit, max(least, math.ceil(most / (MICRO_BATCHES_PER_STAGE * degrees.pipeline))))
 
     def _run_all(
         self,
@@ -66,6 +84,9 @@ class RankedTrainer(Trainer):
         buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
         shortage = None
         try:
+            if self._ranks.degrees.pipeline > 1:
+                yield from self._run_stage(batches, specs, checked)
+                batches = ()
             for number, (batch, train) in enumerate(batches):
                 if number:
                     yield
@@ -108,12 +129,50 @@ class RankedTrainer(Trainer):
 
     def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities: zeros where another context rank has the row."""
-        if self._ranks.degrees.context == 1:
-            return super()._run_one(batch, specs, train=train)
-        share = RowShare.of(batch, self._ranks)
-        logprob_P = np.zeros(len(batch.row_P), np.float32)
-        logprob_P[share.pairs] = super()._run_one(share, specs, train=train)
-        return logprob_P
+        share = self._share(batch)
+        return _whole(share, super()._run_one(share, specs, train=train))
+
+    def _share(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's rows."""
+        return batch if self._ranks.degrees.context == 1 else RowShare.of(batch, self._ranks)
+
+    def _run_stage(
+        self,
+        batches: Sequence[tuple[MicroBatch, bool]],
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+    ) -> Generator[None, None, None]:
+        """This rank's part of every micro-batch."""
+        assert isinstance(self._base, ShardedBase) and self._base.stage is not None
+        shares = [(self._share(batch) if batch.examples else batch, train) for batch, train in batches]
+
+        def forward(number: int) -> Tensor:
+            share, train = shares[number]
+            return self._hidden(share, train=train)
+
+        def head(number: int, hidden_TD: Tensor) -> Tensor | None:
+            share, train = shares[number]
+            logprob_P, grad_TD = (
+                self._head.differentiate(share, hidden_TD, specs)
+                if train
+                else (self._head.score(share, hidden_TD), None)
+            )
+            self._store_logprobs(share.whole, _whole(share, read(logprob_P)[0]), checked)
+            return grad_TD
+
+        rows = [StageRows(len(share.tokens_T) if share.examples else 0, train) for share, train in shares]
+        steps = Schedule(self._base.stage, rows, forward, head).run()
+        try:
+            while True:
+                with memory_errors(self._base.device):
+                    if next(steps, DONE) is DONE:
+                        return
+                yield
+        except MemoryError as error:
+            # The other stages wait for this one.
+            raise RanksLostError(f"rank {self._ranks.rank} ran out of memory in its stage: {error}") from error
+        finally:
+            steps.close()
 
     def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
         return ContextParallel(batch, self._ranks) if isinstance(batch, RowShare) else super()._attention_plan(batch)
@@ -131,8 +190,10 @@ class RankedTrainer(Trainer):
         return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
 
     def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Exchange log probabilities between data and context ranks, as a sum with zeros for other ranks' rows."""
-        if self._ranks.degrees.groups == 1:
+        """Exchange log probabilities between data ranks, context ranks and stages, as a sum with zeros for the rows of
+        others.
+        """
+        if self._ranks.degrees.devices == self._ranks.degrees.tensor:
             return
         examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
@@ -242,6 +303,15 @@ def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example
         shares[least].append(example)
         filled[least] += example.num_tokens
     return shares
+
+
+def _whole(share: MicroBatch, logprob_P: F32) -> F32:
+    """[P] of the whole micro-batch: zeros where another context rank has the row."""
+    if not isinstance(share, RowShare):
+        return logprob_P
+    whole_P = np.zeros(len(share.whole.row_P), np.float32)
+    whole_P[share.pairs] = logprob_P
+    return whole_P
 
 
 def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:

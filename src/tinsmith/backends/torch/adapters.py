@@ -191,6 +191,9 @@ class Adapter:
     def refresh(self) -> None:
         """Update `compute` from `flat_P`."""
         self.version = next(_versions)
+        self._copy_weights()
+
+    def _copy_weights(self) -> None:
         if self.compute_P is not self.flat_P:
             self.compute_P.copy_(self.flat_P)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol, Required, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -349,8 +349,8 @@ def _in_blocks(
         nn.functional.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q_nHLD, k_nGLD, v_nGLD)
     )
     if chunked:
-        blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_nHBSD, k_nGBSD, v_nGBSD))
-        out_bHSD = prefill(*blocks, None, **options)
+        q_bHSD, k_bGSD, v_bGSD = (x.transpose(1, 2).flatten(0, 1) for x in (q_nHBSD, k_nGBSD, v_nGBSD))
+        out_bHSD = prefill(q_bHSD, k_bGSD, v_bGSD, None, **options)
         out_nHLD = out_bHSD.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
         return out_nHLD[:, :, : q_nHLD.shape[2]]
     first_nHSD = prefill(q_nHBSD[:, :, 0], k_nGBSD[:, :, 0], v_nGBSD[:, :, 0], None, **options)
@@ -433,27 +433,28 @@ def scale_queries(decoder: nn.Module) -> None:
     of a call. These layers neither rotate nor normalise queries, so their projection's output is scaled.
     """
     for layer in decoder.modules():
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             scale = _QueryScale(attention)
-            layer.register_forward_pre_hook(scale.see, with_kwargs=True)
+            layer.forward = partial(scale.see, layer.forward)  # no hook: it runs again when activations are recomputed
             attention.register_forward_pre_hook(scale.choose, with_kwargs=True)
             attention.q_proj.register_forward_hook(scale.apply)
 
 
 class _QueryScale:
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: Any) -> None:  # noqa: ANN401
         self._attention = attention
-        self._floor = cast(float, attention.floor_scale)
-        self._scale = cast(float, attention.attn_scale)
+        self._floor: float = attention.floor_scale
+        self._scale: float = attention.attn_scale
         self._positions = torch.empty(0)
 
-    def see(self, layer: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+    def see(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._positions = cast(Tensor, kwargs["position_ids"])
+        return forward(*args, **kwargs)
 
     def choose(self, attention: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         """With a mask, as in the model's own forward, the layer scales its queries itself."""
-        attention.attn_temperature_tuning = kwargs.get("attention_mask") is not None
+        self._attention.attn_temperature_tuning = kwargs.get("attention_mask") is not None
 
     def apply(self, linear: nn.Module, args: object, y_1TO: Tensor) -> Tensor:
         if self._attention.attn_temperature_tuning:
@@ -490,10 +491,11 @@ def _dispatch(
 
 def chunk_of(module: nn.Module) -> Window | None:
     """The chunk of a layer whose own mask has chunks, which transformers does not pass to attention (Llama 4)."""
-    kinds = getattr(module.config, "layer_types", None) if hasattr(module, "config") else None
+    config: Any = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
     if not kinds or kinds[cast(int, module.layer_idx)] != CHUNKED:
         return None
-    return Window(module.config.attention_chunk_size, chunked=True)
+    return Window(config.attention_chunk_size, chunked=True)
 
 
 def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> AttentionOptions:

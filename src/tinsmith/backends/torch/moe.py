@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -264,7 +264,10 @@ def choose_rows(decoder: nn.Module, context: ForwardContext) -> None:
 
 
 def _weighted_inputs(
-    mixture: nn.Module, own_forward: Callable[[Tensor], tuple[Tensor, Tensor]], context: ForwardContext, hidden: Tensor
+    mixture: Any,  # noqa: ANN401
+    own_forward: Callable[[Tensor], tuple[Tensor, Tensor]],
+    context: ForwardContext,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
     if context.routing is None:
         return own_forward(hidden)

@@ -133,9 +133,9 @@ class LocalSampler:
         self._cache = KVCache(shapes, options.block_size, base.device)
         check_pages(shapes.values(), options.block_size, base.device)
         memory = memory or MemoryManager()
-        token_bytes = max(self._cache.token_bytes, 1)
+        token_bytes, state_size = self._sizes(self._cache.token_bytes, state_bytes(probe_layers(base)))
+        token_bytes = max(token_bytes, 1)
         budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
-        state_size = state_bytes(probe_layers(base))
         max_sequences = options.max_sequences or MAX_SEQUENCES[on_cuda]
         states = StateBudget.of(state_size, min(budget, memory.steady_limit()), max_sequences)
         self._keeps_states = state_size > 0
@@ -170,6 +170,10 @@ class LocalSampler:
         self._can_retry = True
         self._prepared = True
         self._spans: list[TokenRun] = []
+
+    def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
+        """The bytes of a cached token and of a state that decide how many there may be."""
+        return token_bytes, state_bytes
 
     @property
     def has_work(self) -> bool:
@@ -513,18 +517,17 @@ class LocalSampler:
         for span, num_rows in spans:
             begin, end = end, end + num_rows
             request = span.sequence.request
-            if request.scores.next_row is not None and not score_prompt(
-                self._base,
-                request.scores,
-                request.weights.adapter,
-                hidden_TD[begin:end],
-                span.start,
-                1 if self._deterministic else None,
+            if request.scores.next_row is not None and not self._score_prompt(
+                request, hidden_TD[begin:end], span.start
             ):
                 self._settle(request, UserError(NOT_FINITE))
             elif span.completes:
                 complete.append((span, end - 1))
         return complete
+
+    def _score_prompt(self, request: Request, hidden_TD: Tensor, start: int) -> bool:
+        most = 1 if self._deterministic else None
+        return score_prompt(self._base, request.scores, request.weights.adapter, hidden_TD, start, most)
 
     def _sample(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> None:
         """Sample the next token of sequences without pending tokens, and the first token of forked siblings."""
