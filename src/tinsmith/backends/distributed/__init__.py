@@ -2,9 +2,8 @@
 
 Rank 0 is the engine's own process; `processes` starts the others and sends them commands. `ranks` has their
 collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows,
-`expert_parallel` spreads routed experts;
-`trainer` and `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine
-calls.
+`expert_parallel` spreads routed experts; `trainer` and `sampler` extend the torch backend to all ranks; `rank` lists
+the commands; `backend` is what the engine calls.
 """
 
 import atexit
