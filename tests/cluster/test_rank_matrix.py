@@ -339,6 +339,24 @@ def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Pa
             assert abs(_step(alone) - losses[0]) < 1.0
 
 
+def test_the_sdk_trains_and_samples_a_mixture_whose_experts_are_spread(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.model_type == "gpt_oss")
+    flags = ["--model", f"tiny/mixture={families.make(tmp_path / 'mixture', family).path}", "--device", "cpu"]
+    flags += ["--data-parallel", "2", "--expert-parallel", "2"]
+    with serving(tmp_path / "data", *flags, settings={"SESSION_TIMEOUT_S": "-1"}) as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            model = service.create_lora_training_client("tiny/mixture", rank=8).result()
+            losses = [_step(model) for _ in range(4)]
+            others = _others(server.engine_pids())
+            os.kill(others[0], signal.SIGKILL)
+            losses += [_step(model) for _ in range(4)]
+            assert losses[0] > losses[3] > losses[-1] and len(others) == 1
+            sampler = model.save_weights_and_get_sampling_client().result()
+            prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+            asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
+            assert all(len(answer.result().sequences) == 2 for answer in asked)
+
+
 def _step(model: tinker.TrainingClient) -> float:
     data = random_data(np.random.default_rng(0), (12, 30, 7), 200)
     passed = model.forward_backward(data, "cross_entropy")

@@ -1,4 +1,4 @@
-"""Expert parallelism: the routed experts of a mixture spread over ranks, each with every E-th part of them.
+"""Expert parallelism: the routed experts of a mixture spread over ranks, each with 1/E of them.
 
 A rank routes its own rows. Each row goes once for each expert that it chose to the rank that has this expert, with the
 router's weight (an all-to-all of unequal parts), is multiplied there, and comes back to be added to the row's others.
