@@ -110,7 +110,7 @@ class Settings(BaseSettings):
     vision: bool = True
     """Whether vision models accept images."""
 
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
     dtype: str = "auto"
@@ -122,6 +122,9 @@ class Settings(BaseSettings):
 
     quantize: str = "off"
     """Quantization of the base model's linear layers: `off`, `int8` or `nf4`. Needs `tinsmith[quantize]`."""
+
+    profile: Path | None = None
+    """Directory for traces of an engine's first steps (docs/howto/gpu.md)."""
 
     data_parallel: int = Field(default=0, ge=0)
     """Number of devices that split the sequences of a step. Without this and the next three, an engine that has several

@@ -34,6 +34,7 @@ FLAGS = {
         "--tensor-parallel",
         "--context-parallel",
         "--shard-base",
+        "--profile",
         "--backend",
         "--vision",
         *("--log-level", "--sampler", "--sampler-url", "--sampler-options", "--sampler-loaded-adapters"),

@@ -92,7 +92,8 @@ class _Event:
     def __init__(self) -> None:
         self._is_recorded = False
 
-    def record(self) -> None:
+    def record(self, stream: torch.device | None = None) -> None:
+        assert stream == DEVICE, "recorded on the stream of this thread's current device"
         self._is_recorded = True
 
     def synchronize(self) -> None:
@@ -174,6 +175,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
         stack.enter_context(_guard())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address

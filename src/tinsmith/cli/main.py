@@ -48,7 +48,10 @@ errors = Console(stderr=True, emoji=False)
 MODEL_HELP = "A base model to serve; repeat it. Default: tinsmith/nano."
 SERVE_OPTIONS = {
     "Base models": ("models", "backend", "vision", "deterministic"),
-    "Devices": ("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "shard_base"),
+    "Devices": (
+        *("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "shard_base"),
+        "profile",
+    ),
     "Sampling": (
         *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),
         "kv_cache_bytes",

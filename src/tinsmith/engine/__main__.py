@@ -124,6 +124,19 @@ LEAST_RANK, LEAST_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
 
+def check_device(settings: Settings) -> None:
+    """Raises SettingsError if the settings name a GPU that this machine lacks."""
+    name, _, index = settings.device.partition(":")
+    if name == "cuda" and index:
+        import torch
+
+        if int(index) >= (count := torch.cuda.device_count()):
+            raise SettingsError(
+                f"device is {settings.device!r}, and torch {torch.__version__} finds {count} CUDA devices here; name "
+                "one of them, counted from 0, or 'auto' or 'cpu'"
+            )
+
+
 def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings:
     """The settings with the degrees of parallelism that the plan chooses for the free memory of the GPUs, unless some
     are given, or the engine has not several GPUs to itself. The log has the choice and its reasons.
@@ -382,6 +395,7 @@ class _Place:
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
+        check_device(settings)
         settings = choose_degrees(settings, shape, seat.kind)
         check_fit(settings, shape)
         arguments = settings, shape, place.lease.engine_id, _options(settings)
@@ -470,12 +484,16 @@ def _options(settings: Settings) -> dict[str, str]:
         import torch
 
         torch.set_num_threads(settings.engine_threads)
+    if settings.profile and settings.resolved_backend == "sharded":
+        raise SettingsError("profile is for an engine on one device; leave it out, or the degrees of parallelism")
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
     given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
     for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens"):
         if value := int(getattr(settings, name)):
             given[name] = str(value)
+    if settings.profile:
+        given["profile"] = str(settings.profile.expanduser().resolve())
     return {**given, "deterministic": deterministic}
 
 
