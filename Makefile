@@ -67,7 +67,7 @@ test-harness: $(STAMP)
 test-clients: $(STAMP)
 	$(BIN)/python scripts/test-clients
 
-# vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
+# vLLM's versions and the pinned ones do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
 	$(PYTEST) tests/e2e/test_vllm_export.py tests/e2e/test_vllm_sampler.py
 

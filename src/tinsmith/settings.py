@@ -142,8 +142,9 @@ class Settings(BaseSettings):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
 
-    sampler: Literal["local", "vllm", "sglang"] = "local"
-    """`local` (the engine), `vllm` or `sglang` (docs/howto/vllm.md)."""
+    sampler: Literal["auto", "local", "vllm", "sglang"] = "auto"
+    """`local` (the engine), `vllm`, `sglang`, or `auto`: `vllm` in turns with training for an engine alone on one GPU
+    where it is installed, else `local`; `tinsmith doctor` gives the reason (docs/howto/vllm.md)."""
 
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Address of a running vLLM or SGLang; empty means that each engine starts one."""
@@ -171,7 +172,7 @@ class Settings(BaseSettings):
 
     sampler_adapters: Path | None = None
     """Directory through which vLLM or SGLang receives adapters, under the same path on both machines; empty means one
-    in the data directory."""
+    in memory (/dev/shm), or in the data directory if it is full or the engine was not started here."""
 
     sampler_loaded_adapters: int = Field(default=32, ge=1)
     """Most adapters loaded by vLLM or SGLang at the same time."""
@@ -395,6 +396,11 @@ class Settings(BaseSettings):
         if self.role not in ("all", "sampler"):
             return 0
         return int(self.role == "sampler") if self.samplers is None else self.samplers
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
+        return self.sampler in ("vllm", "sglang")
 
     @property
     def resolved_database_url(self) -> str:

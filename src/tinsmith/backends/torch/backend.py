@@ -39,7 +39,7 @@ from tinsmith.backends.torch.memory import (
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.products import set_precision
-from tinsmith.backends.torch.profiling import Traces, stage
+from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -118,7 +118,7 @@ class TorchBackend:
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
-        self._traces = Traces(Path(profile) if profile else None)
+        self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device
         """Where adapters are: on the host while this backend sleeps."""
         self._frozen: FrozenStores | None = None

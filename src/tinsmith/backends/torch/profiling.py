@@ -1,7 +1,7 @@
 """Ranges named after the stages of a step, and traces of an engine's first steps.
 
 `stage` marks part of a step: as an NVTX range where torch has CUDA, which `nsys profile` shows, and in an open trace.
-`Traces` writes files that torch's profiler makes and chrome://tracing or Perfetto reads. A trace covers the first
+`StepTraces` writes files that torch's profiler makes and chrome://tracing or Perfetto reads. A trace covers the first
 MICRO_BATCHES of a training step with the decode steps between them, an optimizer step, or up to DECODE_STEPS decode
 steps that follow each other; FILES of each kind are written. Called from one thread.
 """
@@ -49,7 +49,7 @@ def stage(name: str) -> Iterator[None]:
             torch.cuda.nvtx.range_pop()
 
 
-class Traces:
+class StepTraces:
     """Without a directory nothing is written."""
 
     def __init__(self, directory: Path | None = None) -> None:

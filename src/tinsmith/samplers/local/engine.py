@@ -35,7 +35,7 @@ from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.memory import SAMPLED_ROWS, MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.profiling import Traces, stage
+from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
@@ -102,7 +102,7 @@ class SamplerOptions:
     reads_late: bool | None = None
     """Whether tokens are read while the next step runs; by default on CUDA. Never if `deterministic`."""
 
-    traces: Traces = field(default_factory=Traces)
+    traces: StepTraces = field(default_factory=StepTraces)
 
 
 @dataclass(frozen=True, slots=True)
