@@ -354,7 +354,7 @@ def test_old_entries_are_swept(harness: Harness) -> None:
         assert connection.scalar(sa.select(sa.func.count()).select_from(AUDIT)) == 0
 
 
-# StepTraces.
+# Traces.
 
 
 def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness: Harness) -> None:

@@ -18,7 +18,7 @@ from support.databases import fresh_url
 from support.live import API_KEY, LiveServer
 from tinsmith.db.database import Database
 from tinsmith.db.schema import FUTURES
-from tinsmith.telemetry.timeline import StepTraces
+from tinsmith.telemetry.timeline import Traces
 
 Event = dict[str, Any]
 # Required fields of each phase, besides ph, pid and tid.
@@ -77,7 +77,7 @@ def stored(db: Database, **changes: object) -> list[Event]:
     row |= {"state": "done", "model_id": "m", "seq_id": 1, "num_tokens": 1, "created_at": 100.0, **changes}
     with db.write() as connection:
         connection.execute(FUTURES.insert(), row)
-    return checked(json.loads(b"".join(StepTraces(db).write("s"))))
+    return checked(json.loads(b"".join(Traces(db).write("s"))))
 
 
 def test_a_request_is_queued_runs_and_is_settled(db: Database) -> None:

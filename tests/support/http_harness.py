@@ -52,7 +52,7 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
-from tinsmith.telemetry.timeline import StepTraces
+from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.types import ModelShape, Pending
 from tinsmith.wire import tinker_public_pb2 as pb
@@ -188,7 +188,7 @@ def make_harness(
         futures=Futures(database, lambda base_model, _engine_id=None: woken.append(base_model), meters.submitted),
         usage=Usage(database),
         audit=Audit(database),
-        traces=StepTraces(database),
+        traces=Traces(database),
         waiters=Waiters(),
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),

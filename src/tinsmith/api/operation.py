@@ -77,7 +77,7 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions, session_has_ended
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
-from tinsmith.telemetry.timeline import StepTraces
+from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Body, Integer, Schema, Text, read_object, show, validate
@@ -131,7 +131,7 @@ class Services:
     futures: Futures
     usage: Usage
     audit: Audit
-    traces: StepTraces
+    traces: Traces
     waiters: Waiters
     signer: Signer
     tenants: StoredTenants

@@ -88,7 +88,7 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
-from tinsmith.telemetry.timeline import StepTraces
+from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import open_tracing
 from tinsmith.wire.token_stream import MARK, Partials
 
@@ -346,7 +346,7 @@ def _services(
         futures=futures,
         usage=Usage(database),
         audit=audit,
-        traces=StepTraces(database),
+        traces=Traces(database),
         waiters=waiters,
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),

@@ -40,7 +40,7 @@ _REQUESTS, _WORK = 0, 1  # threads of a process
 Event = dict[str, object]
 
 
-class StepTraces:
+class Traces:
     def __init__(self, db: Database) -> None:
         self._db = db
 
