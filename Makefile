@@ -123,9 +123,10 @@ bench: $(STAMP)
 bench-quick: $(STAMP)
 	$(BIN)/python benchmarks/suite.py --quick --out build/bench
 
-# On a machine with a GPU, beside transformers and PEFT: 10 minutes or less; writes docs/benchmarks/gpu.md.
+# On a machine with a GPU, beside transformers and PEFT, and the vLLM of the interpreter VLLM: 8 minutes or less after
+# the installation; writes docs/benchmarks/gpu.md.
 bench-gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks/gpu.md
+	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks/gpu.md $(if $(VLLM),--vllm $(VLLM))
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup
 	PYTHON="$(PYTHON)" scripts/setup "$(VENV)"

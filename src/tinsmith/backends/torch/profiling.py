@@ -39,7 +39,7 @@ def stage(name: str) -> Iterator[None]:
     if _has_nvtx():
         torch.cuda.nvtx.range_push(name)
     try:
-        if torch.autograd._profiler_enabled():
+        if torch.autograd.profiler._is_profiler_enabled:
             with record_function(name):
                 yield
         else:
@@ -54,7 +54,7 @@ class StepTraces:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
-        self._written = dict.fromkeys((TRAINING, OPTIMIZER, SAMPLING), 0)
+        self._written: dict[str, int] = dict.fromkeys((TRAINING, OPTIMIZER, SAMPLING), 0)
         self._open: tuple[str, profile] | None = None
         self._steps_left = 0
         if directory is not None:
