@@ -86,9 +86,10 @@ test-recipes: $(STAMP)
 test-ranks: $(STAMP)
 	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py
 
-# On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one.
+# On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one. After
+# 7 minutes it begins no test, and has failed.
 test-gpu: $(STAMP)
-	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(PYTEST) --timeout 1200 tests/gpu
+	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(PYTEST) --session-timeout 420 tests/gpu
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)

@@ -53,7 +53,7 @@ class FakeDevice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = kwargs or {}
+        given = dict(kwargs or {})
         if func is Tensor.numpy:
             return _numbers(*args)
         if func is Tensor.backward:
@@ -64,6 +64,8 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.pin_memory:
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
+        if func is torch.empty:
+            given.pop("pin_memory", None)
         if func is Tensor.cpu:
             self.reads += 1
         if self.strict:
@@ -167,6 +169,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "mem_get_info", (FREE_BYTES, FREE_BYTES)),
             (torch.cuda, "memory_reserved", 0),
             (torch.cuda, "memory_allocated", 0),
+            (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
             (moe, "has_grouped_products", grouped),
             (paged_attention, "reads_pages", pages),

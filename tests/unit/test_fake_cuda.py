@@ -239,7 +239,7 @@ def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -
 
 def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
     for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
-        with fake_cuda(grouped=grouped):
+        with fake_cuda(pages=False, grouped=grouped):
             backend = opened(mixture)
             backend.create_model("own", LoraSpec(rank))
             assert backend.base.experts[0]._is_grouped([None, backend._models["own"].adapter]) == expected
