@@ -1,4 +1,4 @@
-"""Nothing here is collected unless TEST_DEVICE says where to compute (`make test-gpu`), and the last line is the verdict."""
+"""Nothing is collected unless TEST_DEVICE says where to compute (`make test-gpu`). The last line is the verdict."""
 
 from __future__ import annotations
 
