@@ -143,8 +143,8 @@ class Settings(BaseSettings):
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
 
     sampler: Literal["auto", "local", "vllm", "sglang"] = "auto"
-    """`local` (the engine), `vllm`, `sglang`, or `auto`: an installed `vllm` for an engine alone on one GPU, else `local`
-    (docs/howto/vllm.md)."""
+    """`local` (the engine), `vllm`, `sglang`, or `auto`: an installed `vllm` for an engine alone on one GPU, else
+    `local` (docs/howto/vllm.md)."""
 
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Address of a running vLLM or SGLang; empty means that each engine starts one."""
