@@ -1,67 +1,102 @@
 """Training and sampling on one GPU, in one process, beside transformers and PEFT on the same device in the same run.
 
-    python benchmarks/gpu.py --write docs/benchmarks/gpu.md     # make bench-gpu: m50 and m500; 10 minutes or less
+    python benchmarks/gpu.py --write docs/benchmarks/gpu.md     # make bench-gpu: the shapes of four Qwen3 models
+    python benchmarks/gpu.py --vllm /venvs/vllm/bin/python      # beside a vLLM, too
     python benchmarks/gpu.py --model /data/models/Qwen3-8B      # a model that is there, in place of those
     python benchmarks/gpu.py --device cpu --sizes tiny --quick  # without a GPU: that it works, and nothing else
 
-All is in bfloat16, adapters in float32, rank 32 on every linear. What is compared takes turns, run by run; medians and
-their spread are shown. Training: forward, backward and an optimizer step, of one adapter and of many; PEFT does one
-tenant after the other, padded. Sampling: as many prompts of 64 tokens as there are at once, 64 new tokens each;
-transformers' `generate` has no adapter. Peak memory is what a run takes of the device beside what lay there before it
-(weights, caches, adapters). How far sampled logprobs are from those that training computes for the same tokens is
-shown, too: a figure that is fast and wrong is none.
+It ends within `--seconds` and a row: each model has a share of that time, the most telling rows come first, and rows
+for which too little is left are named. All is in bfloat16 with random weights, adapters in float32 on every linear.
+What is compared takes turns, run by run; medians and their spread are shown.
+
+Training: forward, backward and an optimizer step; of 8 adapters each has a part of the sequences. PEFT does one tenant
+after the other in micro-batches of as many tokens as ours, and where memory runs out with recomputed activations, then
+in smaller ones. MFU: the operations that a step needs (`gpu_page.Sizes`) in the time that it took, as a share of the
+data sheet's peak, or of a large product's speed on devices that are not listed. Sampling: as many prompts of 64 tokens
+as there are at once, 64 new tokens each; transformers' `generate` has no adapter. An RL step: 32 prompts with 4 samples
+each, a pass over them, an optimizer step and publishing. Peak memory is what a run takes of the device beside what lay
+there before it (weights, caches, adapters). How far sampled logprobs are from those that training computes for the same
+tokens is shown, too: a figure that is fast and wrong is none.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from gpu_page import AGREEMENT, Budget, Figures, Sizes, page, peak_tflops, sampling, training, verdict
 from measured import machine, write_json
 from models import make
-from peers import NEW, prompt
-from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
+from peers import NEW, PROMPT, prompt
+from training import LEARNING_RATE, RANK, Work, packed_step, sequences
+from turns import Child, ChildFailed
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.backend import MAX_TOKENS
 from tinsmith.base_models import read_shape
 from tinsmith.samplers.local.engine import LocalSampler
-from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
+from tinsmith.types import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    ModelShape,
+    OptimStep,
+    Pass,
+    PassResult,
+    Sample,
+    SampleResult,
+    SamplingParams,
+)
 
 AT_ONCE = (1, 16, 64, 256)
 ADAPTERS = (0, 1, 8)
+SIZES = {"qwen3-0.6b": 1.5, "qwen3-8b": 3.0, "qwen3-4b": 2.0, "qwen3-1.7b": 1.0}
+"""The models in order, with their shares of the time."""
+WORKS = [(16, 2048, 32, 1), (2, 4096, 16, 1), (16, 2048, 32, 8), (8, 4096, 32, 8)]
+MORE_WORKS = [(16, 2048, 16, 1), (2, 4096, 32, 1), (16, 2048, 16, 8), (8, 4096, 16, 8)]
+"""Sequences, their length, rank, adapters."""
+VLLM_START_S = 120.0
 Run = Callable[[], object]
 
 
 @dataclass(slots=True)
 class Contestant:
-    """`tokens` of one run; seconds of each run that counts."""
+    """`tokens` of one run; seconds of each run that counts; `failed` is why it left, or empty."""
 
     name: str
     run: Run
     tokens: int
+    operations: float = 0.0  # of a token
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    failed: str = ""
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / statistics.median(self.seconds)
-
-    def figures(self) -> dict[str, float]:
+    def figures(self, peak: float) -> dict[str, Any]:
+        """`peak` in operations per second."""
+        if self.failed:
+            return {"failed": self.failed}
+        rate = self.tokens / statistics.median(self.seconds)
         return {
-            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s": rate,
             "most": self.tokens / min(self.seconds),
             "least": self.tokens / max(self.seconds),
             "peak_mib": self.peak_bytes / 2**20,
+            **({"mfu": rate * self.operations / peak} if self.operations else {}),
         }
 
 
@@ -69,16 +104,34 @@ class Device:
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
         self.is_cuda = self.device.type == "cuda"
+        self.product_tflops = 0.0
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
+
+    @property
+    def peak(self) -> float:
+        """Operations per second of which MFU is a share."""
+        return 1e12 * (peak_tflops(self.name) or self.product_tflops)
 
     def wait(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
+    def free(self) -> None:
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
     def described(self) -> str:
-        if not self.is_cuda:
-            return machine()
-        found = torch.cuda.get_device_properties(self.device)
-        return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
+        where = machine()
+        if self.is_cuda:
+            found = torch.cuda.get_device_properties(self.device)
+            where = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
+        return (
+            f"{where}; torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}."
+        )
 
     def timed(self, run: Run) -> float:
         self.wait()
@@ -87,17 +140,32 @@ class Device:
         self.wait()
         return time.perf_counter() - started
 
-    def in_turns(self, contestants: list[Contestant], runs: int) -> None:
+    def tried(self, contestant: Contestant) -> float:
+        """The seconds of a run; one that fails leaves."""
+        try:
+            return self.timed(contestant.run)
+        except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
+            contestant.failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}".replace("|", "/")
+        self.free()
+        return 0.0
+
+    def in_turns(self, contestants: list[Contestant], runs: int, budget: Budget) -> None:
+        """One run that does not count, and up to `runs` that do, as far as there is time."""
+        first_s, before = 0.0, 0
         for contestant in contestants:
-            contestant.run()  # warms up, and takes what memory it needs
+            self.tried(contestant)  # takes what memory it needs, and compiles
             if self.is_cuda:
                 before = torch.cuda.memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
-                contestant.run()
+            if not contestant.failed:
+                contestant.seconds.append(self.tried(contestant))
+                first_s += contestant.seconds[-1]
+            if self.is_cuda:
                 contestant.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        for _ in range(runs):
+        for _ in range(budget.runs(runs, first_s) - 1):
             for contestant in contestants:
-                contestant.seconds.append(self.timed(contestant.run))
+                if not contestant.failed:
+                    contestant.seconds.append(self.tried(contestant))
 
 
 def ceilings(device: Device, size: int) -> dict[str, float]:
@@ -112,56 +180,108 @@ def ceilings(device: Device, size: int) -> dict[str, float]:
 # Training.
 
 
-def peft_step(model: torch.nn.Module, work: Work) -> Run:
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
-    device = next(model.parameters()).device
-    batches = []
-    for client in range(work.clients):
-        ids = torch.zeros(len(work.lengths), max(work.lengths), dtype=torch.int64)
-        labels = torch.full_like(ids, -100)
-        for row, tokens in enumerate(sequences(work, client)):
-            ids[row, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
-            labels[row, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
-        batches.append(tuple(x.to(device) for x in (ids, (labels != -100).long(), labels)))
+class Peft:
+    """A model of transformers with an adapter of each rank, of which one is active."""
 
-    def run() -> None:
-        for ids, mask, labels in batches:
-            logits = model(input_ids=ids, attention_mask=mask).logits.float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            loss.backward()
+    def __init__(self, base: Any, device: Device) -> None:  # noqa: ANN401 - a model of any class
+        from peft import LoraConfig, get_peft_model
+
+        # "all-linear" would leave the unembedding out.
+        linears = {name.rpartition(".")[2] for name, part in base.named_modules() if isinstance(part, torch.nn.Linear)}
+        options = {"lora_alpha": 32, "target_modules": sorted(linears)}
+        self.model: Any = get_peft_model(base, LoraConfig(r=RANK, **options), str(RANK))
+        self._config = lambda rank: LoraConfig(r=rank, **options)
+        self._tokens = MAX_TOKENS[device.is_cuda]
+        self._free = device.free
+
+    def base(self) -> Any:  # noqa: ANN401
+        """The model without adapters; this object is of no use afterwards."""
+        model, self.model = self.model.unload(), None
+        model.gradient_checkpointing_disable()
+        return model
+
+    def step(self, work: Work) -> Run:
+        model, rank = self.model, str(work.rank)
+        if rank not in model.peft_config:
+            model.add_adapter(rank, self._config(work.rank))
+        model.set_adapter(rank)
+        model.gradient_checkpointing_disable()
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
+        batches = [batch_of(sequences(work, client), model.device) for client in range(work.clients)]
+        rows, recomputes = max(1, self._tokens // max(work.lengths)), False
+
+        def run() -> None:
+            nonlocal rows, recomputes
+            while True:
+                try:
+                    self._run(batches, rows, optimizer)
+                    return
+                except torch.OutOfMemoryError:
+                    optimizer.zero_grad()
+                    if rows == 1 and recomputes:
+                        raise
+                self._free()
+                if recomputes:
+                    rows = -(-rows // 2)
+                else:
+                    recomputes = True
+                    model.enable_input_require_grads()
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        return run
+
+    def _run(self, batches: list[tuple[torch.Tensor, ...]], rows: int, optimizer: torch.optim.Optimizer) -> None:
+        self.model.train()  # recomputes activations in this mode only; there is no dropout
+        for batch in batches:
+            for parts in zip(*(x.split(rows) for x in batch), strict=True):
+                ids, mask, labels = parts
+                logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                del logits
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    return run
+
+def batch_of(tokens: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Ids, mask and labels, padded on the right."""
+    ids = torch.zeros(len(tokens), max(map(len, tokens)) - 1, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for row, own in enumerate(tokens):
+        ids[row, : len(own) - 1] = torch.from_numpy(own[:-1])
+        labels[row, : len(own) - 1] = torch.from_numpy(own[1:])
+    return tuple(x.to(device) for x in (ids, (labels != -100).long(), labels))
 
 
-def with_peft(directory: Path, device: Device) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.bfloat16)
-    # "all-linear" would leave the unembedding out.
-    linears = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-    config = LoraConfig(r=RANK, lora_alpha=32, target_modules=sorted(linears))
-    model.to(device.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return get_peft_model(model, config)
+def work_of(count: int, length: int, rank: int, adapters: int) -> Work:
+    name = training(count, length, rank, adapters)
+    return Work(name, adapters, (length,) * max(1, count // adapters), rank)
 
 
 # Sampling.
 
 
+def sampled(sampler: LocalSampler, samples: list[Sample]) -> dict[str, SampleResult]:
+    found: dict[str, SampleResult] = {}
+    for sample in samples:
+        sampler.submit(sample)
+    while sampler.has_work:
+        for request_id, outcome in sampler.step():
+            if isinstance(outcome, Exception):
+                raise outcome
+            found[request_id] = outcome
+    return found
+
+
+def asked(name: str, version: str | None, num_samples: int = 1, max_tokens: int = NEW) -> Sample:
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_eos=False)
+    return Sample(name, version, np.array(prompt(), np.int32), num_samples, params)
+
+
 def our_samples(sampler: LocalSampler, at_once: int, adapters: int) -> Run:
-    params = SamplingParams(max_tokens=NEW, temperature=1.0, stop_eos=False)
-
-    def run() -> None:
-        for index in range(at_once):
-            version = f"v{index % adapters}" if adapters else None
-            sampler.submit(Sample(f"s{index}", version, np.array(prompt(), np.int32), 1, params))
-        while sampler.has_work:
-            for _, outcome in sampler.step():
-                if isinstance(outcome, Exception):
-                    raise outcome
-
-    return run
+    return lambda: sampled(
+        sampler, [asked(f"s{index}", f"v{index % adapters}" if adapters else None) for index in range(at_once)]
+    )
 
 
 def generated(model: torch.nn.Module, at_once: int) -> Run:
@@ -171,149 +291,191 @@ def generated(model: torch.nn.Module, at_once: int) -> Run:
     def run() -> None:
         ids = torch.tensor([prompt() for _ in range(at_once)], device=device)
         with torch.no_grad():
-            model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportCallIssue]
+            model.eval().generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportCallIssue]
 
     return run
 
 
-def publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> list[float]:
+def publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> float:
     """Of weights that an optimizer step changed, with the first token of what was published."""
-    run = our_samples(sampler, 1, 1)
-    params = SamplingParams(max_tokens=1, temperature=1.0, stop_eos=False)
 
     def once() -> None:
         backend.publish("m0", "v0")
-        sampler.submit(Sample("first", "v0", np.array(prompt(), np.int32), 1, params))
-        while sampler.has_work:
-            sampler.step()
+        sampled(sampler, [asked("first", "v0", max_tokens=1)])
 
-    run()
     found = []
     for _ in range(runs):
         backend.optim_step([OptimStep("o", "m0", AdamParams(LEARNING_RATE))])
         found.append(1000 * device.timed(once))
-    return found
+    return statistics.median(found)
+
+
+def scored(tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), **inputs})
 
 
 def agreement(backend: TorchBackend, sampler: LocalSampler) -> float:
     """Mean distance of sampled logprobs from those that training computes for the same tokens."""
-    params, errors = SamplingParams(max_tokens=NEW, temperature=1.0, stop_eos=False, seed=1), []
-    asked = [Sample(f"s{i}", f"v{i % 8}", np.array(prompt(), np.int32), 1, params) for i in range(16)]
-    for sample in asked:
-        sampler.submit(sample)
-    answers = {}
-    while sampler.has_work:
-        answers |= dict(sampler.step())
-    for index, sample in enumerate(asked):
+    samples = [asked(f"s{i}", f"v{i % 8}") for i in range(16)]
+    answers, errors = sampled(sampler, samples), []
+    for index, sample in enumerate(samples):
         answer = answers[sample.request_id].sequences[0]
         tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
-        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
-        (scored,) = run_to_end(
-            backend.run_passes([Pass("r", f"m{index % 8}", (Datum(tokens[:-1], inputs),), "cross_entropy", {}, True)])
-        )
-        assert isinstance(scored, PassResult), scored
-        errors.append(np.abs(scored.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))
+        datum = scored(tokens, {"weights": np.ones(len(tokens) - 1, np.float32)})
+        (result,) = run_to_end(backend.run_passes([Pass("r", f"m{index % 8}", (datum,), "cross_entropy", {}, True)]))
+        assert isinstance(result, PassResult), result
+        errors.append(np.abs(result.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))
     return float(np.mean(np.concatenate(errors)))
 
 
-# The page.
+def rl_step(backend: TorchBackend, sampler: LocalSampler, prompts: int) -> Run:
+    """Samples of a version, a pass of importance sampling over them, an optimizer step, and publishing."""
+
+    def run() -> None:
+        samples = [asked(f"p{index}", "v0", num_samples=4) for index in range(prompts)]
+        answers, data = sampled(sampler, samples), []
+        for sample in samples:
+            for number, answer in enumerate(answers[sample.request_id].sequences):
+                tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
+                before = np.zeros(len(sample.prompt_T) - 1, np.float32)
+                advantages = np.full(len(answer.tokens_T), number - 1.5, np.float32)
+                inputs = {
+                    "logprobs": np.concatenate([before, np.asarray(answer.logprobs_T, np.float32)]),
+                    "advantages": np.concatenate([before, advantages]),
+                }
+                data.append(scored(tokens, inputs))
+        results = run_to_end(backend.run_passes([Pass("r", "m0", tuple(data), "importance_sampling", {}, False)]))
+        results += backend.optim_step([OptimStep("o", "m0", AdamParams(LEARNING_RATE))])
+        assert not any(isinstance(result, Exception) for result in results), results
+        backend.publish("m0", "v0")
+
+    return run
 
 
-def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dict[str, object]:
-    works = [WORKS[i] for i in ((0, 3) if quick else (0, 1, 3, 4))]
-    figures: dict[str, object] = {}
-    backend = TorchBackend(shape, device=str(device.device), dtype="bfloat16")
-    peft = with_peft(Path(shape.path), device)
-    for work in works:
-        contestants = [
-            Contestant("Tinsmith", packed_step(backend, work, f"{work.name}."), work.num_tokens),
-            Contestant("PEFT", peft_step(peft, work), work.num_tokens),
-        ]
-        device.in_turns(contestants, runs)
-        figures[f"training, {work.name}"] = {each.name: each.figures() for each in contestants}
-        for index in range(work.clients):
-            backend.unload_model(f"{work.name}.{index}")
-    del peft
-    gc.collect()
-    unadapted = transformers.AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.bfloat16)
-    unadapted.to(device.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    for index in range(max(ADAPTERS)):
-        backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
-        backend.publish(f"m{index}", f"v{index}")
-    sampler = LocalSampler(backend.base, backend._versions)
-    for at_once in (2,) if quick else AT_ONCE:
-        for adapters in ADAPTERS:
-            tokens = at_once * NEW
+# The rows of a model.
+
+
+@dataclass(slots=True)
+class Bench:
+    shape: ModelShape
+    device: Device
+    budget: Budget
+    runs: int
+    quick: bool
+    figures: Figures = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(json.loads((Path(self.shape.path) / "config.json").read_text()))
+
+    def row(self, name: str, contestants: list[Contestant], expected_s: float = 0.0) -> None:
+        if self.budget.allows(f"{self.shape.name}, {name}", expected_s):
+            self.device.in_turns(contestants, self.runs, self.budget)
+            self.figures[name] = {each.name: each.figures(self.device.peak) for each in contestants}
+            print(f"{self.shape.name}: {name}", file=sys.stderr, flush=True)
+
+    def measure(self, vllm: str) -> Figures:
+        backend = TorchBackend(self.shape, device=str(self.device.device), dtype="bfloat16")
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(self.shape.path, dtype=torch.bfloat16)
+        base.to(self.device.device)
+        for index in range(max(ADAPTERS)):
+            backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
+            backend.publish(f"m{index}", f"v{index}")
+        self.sampling(backend, base, [2] if self.quick else [64], first=True)
+        peft = Peft(base, self.device)
+        self.train(backend, peft, [(2, 64, 16, 1), (8, 32, 32, 8)] if self.quick else WORKS)
+        base = peft.base()
+        if not self.quick:
+            self.sampling(backend, base, [1, 256, 16])
+            self.train(backend, Peft(base, self.device), MORE_WORKS)
+        del base, peft, backend
+        self.device.free()
+        if vllm:
+            self.beside_vllm(vllm)
+        return self.figures
+
+    def train(self, backend: TorchBackend, peft: Peft, works: list[tuple[int, int, int, int]]) -> None:
+        for count, length, rank, adapters in works:
+            work = work_of(count, length, rank, adapters)
+            operations = self.sizes.step_operations(length, rank)
+            # As if both reached a fifth of the peak, with two runs each.
+            expected_s = 4 * work.num_tokens * operations / (0.2 * self.device.peak)
             contestants = [
-                Contestant("Tinsmith", our_samples(sampler, at_once, adapters), tokens),
+                Contestant("Tinsmith", packed_step(backend, work, f"{work.name}."), work.num_tokens, operations),
+                Contestant("PEFT", peft.step(work), work.num_tokens, operations),
             ]
-            if not adapters:
-                contestants.append(Contestant("generate", generated(unadapted, at_once), tokens))
-            device.in_turns(contestants, runs)
-            name = f"sampling, {at_once} at once, {adapters} adapters"
-            figures[name] = {each.name: each.figures() for each in contestants}
-    figures["publish and first token, ms"] = statistics.median(publish_ms(backend, sampler, device, max(runs, 3)))
-    figures["sampled logprobs from trained ones, mean"] = agreement(backend, sampler)
-    return figures
+            self.row(work.name, contestants, expected_s)
+            for index in range(work.clients):
+                backend.unload_model(f"{work.name}.{index}")
+            self.device.free()
+
+    def sampling(self, backend: TorchBackend, base: torch.nn.Module, counts: list[int], *, first: bool = False) -> None:
+        """With `first` also what needs a sampler and is not about its speed alone."""
+        sampler = LocalSampler(backend.base, backend._versions)
+        if first:
+            self.figures[AGREEMENT] = agreement(backend, sampler)
+            took = publish_ms(backend, sampler, self.device, max(self.runs, 3))
+            self.figures["publish and first token, ms"] = took
+        for at_once in counts:
+            expected_s = 2.0
+            for adapters in ADAPTERS:
+                contestants = [Contestant("Tinsmith", our_samples(sampler, at_once, adapters), at_once * NEW)]
+                if not adapters:
+                    contestants.append(Contestant("generate", generated(base, at_once), at_once * NEW))
+                started = time.monotonic()
+                self.row(sampling(at_once, adapters), contestants, expected_s)
+                expected_s = max(expected_s, (time.monotonic() - started) / len(contestants))
+        if first:
+            prompts = 2 if self.quick else 32
+            step = Contestant("Tinsmith", rl_step(backend, sampler, prompts), prompts * 4 * (PROMPT + NEW))
+            self.row(f"RL step, {prompts} x 4 samples", [step], 2.0)
+        del sampler
+        self.device.free()
+
+    def beside_vllm(self, python: str) -> None:
+        """Without adapters. vLLM compiles for a minute or two when it starts."""
+        rows = {at_once: sampling(at_once, 0) for at_once in AT_ONCE if sampling(at_once, 0) in self.figures}
+        if not rows or not self.budget.allows(f"{self.shape.name}, vLLM", VLLM_START_S):
+            return
+        options = {"directory": self.shape.path, "most": max(rows), "dtype": "bfloat16", "memory_share": 0.6}
+        try:
+            patience_s = self.budget.left_s
+            with Child("peers.py", "vllm", json.dumps(options), python=python, patience_s=patience_s) as child:
+                child.ask()
+                for at_once, name in rows.items():
+                    child.ask(at_once=at_once)
+                    seconds = [child.ask(at_once=at_once)["seconds"] for _ in range(2)]
+                    contestant = Contestant("vLLM", lambda: None, at_once * NEW, seconds=seconds)
+                    self.figures[name]["vLLM"] = contestant.figures(self.device.peak)
+        except ChildFailed as error:
+            self.figures[next(iter(rows.values()))]["vLLM"] = {"failed": str(error)[:120]}
 
 
-def lines(figures: dict[str, object]) -> list[str]:
-    found = ["| what | contestant | tokens/s | least to most | peak MiB |", "|---|---|---|---|---|"]
-    single = []
-    for what, rows in figures.items():
-        if not isinstance(rows, dict):
-            single.append(f"| {what} | | {rows:.4g} | | |")
-            continue
-        for name, row in rows.items():
-            spread = f"{row['least']:,.0f} to {row['most']:,.0f}"
-            found.append(f"| {what} | {name} | {row['tokens_per_s']:,.0f} | {spread} | {row['peak_mib']:,.0f} |")
-    return [*found, *single]
+@contextlib.contextmanager
+def models_of(given: argparse.Namespace, device: Device) -> Iterator[Callable[[str], Path]]:
+    """Makes the model of a name, and removes the one before: an 8B's weights are 16 GB."""
+    if given.model:
+        yield lambda name: given.model
+        return
+    with contextlib.ExitStack() as stack:
 
+        def made(name: str) -> Path:
+            stack.close()
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-bench-"))
+            (Path(place) / name).mkdir()
+            return make(name, Path(place) / name, str(device.device))
 
-def page(device: Device, found: dict[str, dict[str, object]]) -> str:
-    """In markdown."""
-    parts = [
-        "# On a GPU",
-        "",
-        "Made by `make bench-gpu` (`benchmarks/gpu.py`), which says what is compared and how.",
-        "",
-        f"{device.described()}; torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"transformers {transformers.__version__}.",
-    ]
-    for name, figures in found.items():
-        parts += ["", f"## {name}", "", *lines(figures)]
-    return "\n".join(parts) + "\n"
-
-
-MAX_DISTANCE = 0.05
-"""Mean distance between sampled and trained logprobs beyond which speed is no merit."""
-
-
-def verdict(found: dict[str, dict[str, object]]) -> tuple[bool, str]:
-    """Whether the numbers agree, and one line: for each model the least ratio to PEFT and to `generate`."""
-    parts, is_good = [], True
-    for name, figures in found.items():
-        if name == "ceilings":
-            continue
-        ratios: dict[str, list[float]] = {}
-        for rows in figures.values():
-            if isinstance(rows, dict):
-                for peer in rows.keys() - {"Tinsmith"}:
-                    ratio = rows["Tinsmith"]["tokens_per_s"] / rows[peer]["tokens_per_s"]
-                    ratios.setdefault(peer, []).append(ratio)
-        distance = float(str(figures["sampled logprobs from trained ones, mean"]))
-        is_good &= distance <= MAX_DISTANCE
-        least = "".join(f", at least {min(each):.2f} x {peer}" for peer, each in sorted(ratios.items()))
-        parts.append(f"{name}: logprobs {distance:.4f} apart{least}")
-    return is_good, f"{'passed' if is_good else 'FAILED'}: {'; '.join(parts)}"
+        yield made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", nargs="+", default=["m50", "m500"])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--model", type=Path, help="a directory, in place of the sizes")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--vllm", default=sys.executable if find_spec("vllm") else "", help="a Python that has vLLM")
+    parser.add_argument("--seconds", type=float, default=400.0, help="after these no row is begun")
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", type=Path, help="a page of the figures; of a GPU's only")
     parser.add_argument("--json", type=Path)
@@ -323,20 +485,25 @@ def main() -> None:
         raise SystemExit(f"torch {torch.__version__} finds no CUDA device here")
     if given.write and not device.is_cuda:
         raise SystemExit(f"{given.write} is for figures of a GPU; leave --write out, or --device at cuda")
-    found: dict[str, dict[str, object]] = {"ceilings": dict(ceilings(device, 256 if given.quick else 8192))}
-    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as place:
-        models = {given.model.name: given.model} if given.model else {}
-        for name in [] if given.model else given.sizes:
-            models[name] = make(name, Path(place) / name)
-        for name, directory in models.items():
-            shape = read_shape(f"bench/{name}", directory)
-            found[name] = measure(shape, device, runs=given.runs, quick=given.quick)
-    told = page(device, found)
+    budget = Budget(given.seconds)
+    found: dict[str, Figures] = {"ceilings": dict(ceilings(device, 256 if given.quick else 8192))}
+    device.product_tflops = found["ceilings"]["product_tflops"]
+    names = [given.model.name] if given.model else given.sizes
+    with models_of(given, device) as made:
+        for number, name in enumerate(names):
+            weight, *others = (SIZES.get(each, 1.0) for each in names[number:])
+            budget.give(weight, sum(others))
+            # A model is made, loaded twice and checked before its first row.
+            if budget.allows(f"all of {name}", 0.0 if given.quick else 20.0 * weight):
+                bench = Bench(read_shape(name, made(name)), device, budget, given.runs, given.quick)
+                found[name] = bench.figures
+                bench.measure(given.vllm)
+                write_json(given.json, found)
+    told = page(device.described(), found, budget.skipped)
     print(told)
     if given.write:
         given.write.write_text(told)
-    write_json(given.json, found)
-    is_good, line = verdict(found)
+    is_good, line = verdict(found, budget.skipped)
     print(line)
     if not is_good:
         raise SystemExit(1)

@@ -8,19 +8,23 @@
 | m50 | 512 | 8 | 8 (4) of 64 | 2,048 | 8,192 | 40 M |
 | h50 | 512 | 8 | 8 (4) of 64 | 2,048 | 8,192 | 46 M, Qwen3.5's layers: three of four are gated delta nets |
 | m500 | 1,024 | 28 | 16 (8) of 128 | 3,072 | 151,936 | 596 M, Qwen3-0.6B's shape |
+
+`qwen3-0.6b`, `-1.7b`, `-4b` and `-8b` have the shapes of those models, in bfloat16 (`write_random`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 M50: dict[str, int | str] = {
     "hidden_size": 512,
@@ -62,27 +66,95 @@ SIZES: dict[str, dict[str, int | str]] = {
 }
 CONTEXT = 4096
 
+QWEN3 = {
+    "qwen3-0.6b": (1024, 28, 16, 3072),
+    "qwen3-1.7b": (2048, 28, 16, 6144),
+    "qwen3-4b": (2560, 36, 32, 9728),
+    "qwen3-8b": (4096, 36, 32, 12288),
+}
+"""Hidden size, layers, heads and inner size; all have 8 key heads of 128 and 151,936 words."""
 
-def make(size: str, directory: Path) -> Path:
-    """Write the model and a tokenizer of as many made-up words to `directory`, unless they are there."""
+PART_BYTES = 4 * 10**9
+"""Weights of one file."""
+
+
+def make(size: str, directory: Path, device: str = "cpu") -> Path:
+    """Write the model and a tokenizer of as many made-up words to `directory`, unless they are there. `device` draws
+    the weights of Qwen3's shapes.
+    """
     if (directory / "config.json").exists():
         return directory
+    if size in QWEN3:
+        return write_random(qwen3(size), directory, device)
     given = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
     config = AutoConfig.for_model(str(SIZES[size].get("model_type", "qwen3")), **SIZES[size] | given)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tokenizer = Tokenizer(
-        tokenizer_models.WordLevel({"</s>": 0, **{f"w{i}": i for i in range(1, config.vocab_size)}}, unk_token="</s>")
-    )
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
+    write_tokenizer(config.vocab_size, directory)
     model.save_pretrained(directory)  # last but for config.json: a directory that has it is whole
     return directory
 
 
+def qwen3(size: str) -> PreTrainedConfig:
+    hidden, layers, heads, inner = QWEN3[size]
+    return AutoConfig.for_model(
+        "qwen3",
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=inner,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=size != "qwen3-8b",
+        eos_token_id=0,
+    )
+
+
+def write_random(config: PreTrainedConfig, directory: Path, device: str = "cpu") -> Path:
+    """Write a model in bfloat16 whose weights the device draws, one by one: a host takes minutes for 8 billion."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    write_tokenizer(config.vocab_size, directory)
+    generator = torch.Generator(device).manual_seed(0)
+    index: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(index.values())):05}.safetensors"
+        save_file(part, directory / name, {"format": "pt"})
+        index.update(dict.fromkeys(part, name))
+        part.clear()
+
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value = torch.ones(weight.shape, dtype=torch.bfloat16, device=device)
+        if weight.dim() > 1:
+            value.normal_(0.0, 0.02, generator=generator)
+        part[name] = value.cpu()
+        if sum(x.nbytes for x in part.values()) >= PART_BYTES:
+            flush()
+    if part:
+        flush()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config.architectures, config.dtype = [type(model).__name__], "bfloat16"
+    config.save_pretrained(directory)
+    return directory
+
+
+def write_tokenizer(vocab_size: int, directory: Path) -> None:
+    tokenizer = Tokenizer(
+        tokenizer_models.WordLevel({"</s>": 0, **{f"w{i}": i for i in range(1, vocab_size)}}, unk_token="</s>")
+    )
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("size", choices=[*SIZES, *QWEN3])
     parser.add_argument("directory", type=Path)
     given = parser.parse_args()
     sys.stdout.write(f"{make(given.size, given.directory)}\n")

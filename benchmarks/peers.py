@@ -161,6 +161,7 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
         enforce_eager=given.get("eager", False),
         seed=0,
         **lora,
+        **({"gpu_memory_utilization": given["memory_share"]} if "memory_share" in given else {}),
     )
     requests = [LoRARequest(f"adapter-{i}", i + 1, path) for i, path in enumerate(adapters)]
     params = SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, detokenize=False)

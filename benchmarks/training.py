@@ -54,11 +54,12 @@ RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What each of `clients` sends: one sequence of each length."""
+    """What each of `clients` sends: one sequence of each length. `rank` is that of their adapters."""
 
     name: str
     clients: int
     lengths: tuple[int, ...]
+    rank: int = RANK
 
     @property
     def num_tokens(self) -> int:
@@ -207,7 +208,7 @@ def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], 
     passes = []
     for index in range(work.clients):
         model_id = f"{prefix}{index}"
-        backend.create_model(model_id, LoraSpec(RANK, seed=index))
+        backend.create_model(model_id, LoraSpec(work.rank, seed=index))
         data = []
         for tokens in sequences(work, index):
             inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}

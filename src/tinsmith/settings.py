@@ -110,7 +110,7 @@ class Settings(BaseSettings):
     vision: bool = True
     """Whether vision models accept images."""
 
-    device: str = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
     dtype: str = "auto"
@@ -122,6 +122,9 @@ class Settings(BaseSettings):
 
     quantize: str = "off"
     """Quantization of the base model's linear layers: `off`, `int8` or `nf4`. Needs `tinsmith[quantize]`."""
+
+    profile: Path | None = None
+    """Directory for traces of an engine's first steps (docs/howto/gpu.md)."""
 
     data_parallel: int = Field(default=0, ge=0)
     """Number of devices that split the sequences of a step. Without this and the next four, an engine that has several
@@ -145,8 +148,9 @@ class Settings(BaseSettings):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
 
-    sampler: Literal["local", "vllm", "sglang"] = "local"
-    """`local` (the engine), `vllm` or `sglang` (docs/howto/vllm.md)."""
+    sampler: Literal["auto", "local", "vllm", "sglang"] = "auto"
+    """`local` (the engine), `vllm`, `sglang`, or `auto`: an installed `vllm` for an engine alone on one GPU, else
+    `local` (docs/howto/vllm.md)."""
 
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Address of a running vLLM or SGLang; empty means that each engine starts one."""
@@ -174,7 +178,7 @@ class Settings(BaseSettings):
 
     sampler_adapters: Path | None = None
     """Directory through which vLLM or SGLang receives adapters, under the same path on both machines; empty means one
-    in the data directory."""
+    in memory (/dev/shm), or in the data directory if it is full or the engine was not started here."""
 
     sampler_loaded_adapters: int = Field(default=32, ge=1)
     """Most adapters loaded by vLLM or SGLang at the same time."""
@@ -399,6 +403,11 @@ class Settings(BaseSettings):
         if self.role not in ("all", "sampler"):
             return 0
         return int(self.role == "sampler") if self.samplers is None else self.samplers
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
+        return self.sampler in ("vllm", "sglang")
 
     @property
     def resolved_database_url(self) -> str:

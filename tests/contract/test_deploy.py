@@ -17,6 +17,8 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
@@ -102,7 +104,7 @@ def test_a_container_has_its_files_and_an_unprivileged_user(kind: str) -> None:
     for line in re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*)$", text, re.M):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists() and source in sent, source
-    assert text.count("\nFROM ") + text.startswith("FROM ") == 2
+    assert len(re.findall("^FROM ", text, re.M)) == 2
     assert "\nUSER 10001\n" in text and "\nHEALTHCHECK " in text and 'ENTRYPOINT ["tinsmith"]' in text
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (named,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
@@ -118,8 +120,57 @@ def test_a_container_starts_commands_that_it_holds_on_bases_of_one_version(kind:
     assert found.health["exec"]["command"] == [name] and found.env["PATH"] == "/opt/tinsmith/bin:$PATH"
     assert (ROOT / source).read_text().startswith("#!/opt/tinsmith/bin/python\n")
     assert {found.home, found.env["HF_HOME"].rpartition("/")[0]} == {found.volume}
-    for base in re.findall(r"^FROM (\S+)", path.read_text(), re.M):
-        assert re.search(r":\d+\.\d+", base), base
+    text = path.read_text()
+    given = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
+    for base in re.findall(r"^FROM (\S+)", text, re.M):
+        assert re.search(r":\d+\.\d+", given.get(base.removeprefix("$"), base)), base
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_container_is_built_of_what_is_sent_with_pinned_versions(kind: str) -> None:
+    text = (DEPLOY / f"container/Dockerfile.{kind}").read_text().partition("\nFROM ")[2].partition("\nFROM ")[0]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = {Path(word) for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]}
+    build = project["tool"]["hatch"]
+    needed = [project["project"]["readme"], *project["project"]["license-files"], build["version"]["path"]]
+    needed += [*build["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "constraints.txt"]
+    for name in needed:
+        assert any(part in copied for part in (Path(name), *Path(name).parents)), name
+    installs = re.findall(r"pip install (.*?);?(?: \\)?$", text, re.M)
+    assert len(installs) == 2 and all(line.startswith("--constraint constraints.txt ") for line in installs)
+    pinned = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    wanted = [*project["project"]["dependencies"], "torch"]
+    for extra in extras.split(","):
+        wanted += project["project"]["optional-dependencies"][extra]
+    for requirement in map(Requirement, wanted):
+        version = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), (requirement, version)
+
+
+def test_no_recipe_names_a_package_index() -> None:
+    """The builder's own are used; another is a build argument without a default."""
+    for path in (DEPLOY / "container").glob("Dockerfile.*"):
+        text = path.read_text()
+        assert 'ARG TORCH_INDEX_URL=""' in text and not re.search(r"https?://|--(extra-)?index-url", text), path
+
+
+def test_the_cuda_image_has_what_triton_compiles_with() -> None:
+    stages = (DEPLOY / "container/Dockerfile.cuda").read_text().split("\nFROM ")
+    assert {"gcc", "libc6-dev", "python3.12-dev"} <= set(stages[-1].split())
+    assert "gcc" not in stages[1].split()
+
+
+def test_the_entry_point_of_the_containers_runs() -> None:
+    ended = subprocess.run(
+        [BIN / "tinsmith", *image(DEPLOY / "container/Dockerfile.cuda").command, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0 and "--device" in ended.stdout
 
 
 def test_the_health_check_says_whether_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:

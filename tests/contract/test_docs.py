@@ -36,6 +36,7 @@ FLAGS = {
         "--expert-parallel",
         "--pipeline-parallel",
         "--shard-base",
+        "--profile",
         "--backend",
         "--vision",
         *("--log-level", "--sampler", "--sampler-url", "--sampler-options", "--sampler-loaded-adapters"),
@@ -144,7 +145,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 36_850
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 37_600
 
 
 def test_links_between_documents_lead_somewhere() -> None:

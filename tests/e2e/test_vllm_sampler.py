@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 
 from recipes.runner import run as run_recipe
@@ -30,12 +31,14 @@ from support import external_engines
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.backends import Backend, run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.with_remote_sampler import with_remote_sampler
+from tinsmith.backends.with_remote_sampler import memory_directory, with_remote_sampler
 from tinsmith.base_models import eos_token_ids, nano, read_shape
+from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.samplers import Sampler
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.dialect import Ask, PromptAsk
 from tinsmith.samplers.remote.vllm import VllmDialect
+from tinsmith.settings import Settings
 from tinsmith.types import (
     AdamParams,
     Adjustments,
@@ -79,7 +82,8 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     directory = tmp_path_factory.mktemp("vllm")
     shape = read_shape(nano.MODEL_NAME, nano.path())
     trainer = TorchBackend(shape, dtype="float32")
-    engine = RemoteEngine(directory / "adapters", directory / "log", python=python, options=OPTIONS)
+    memory = memory_directory(directory, "pair")
+    engine = RemoteEngine(directory / "adapters", directory / "log", memory, python=python, options=OPTIONS)
     backend = with_remote_sampler(trainer, "vllm", engine, shape, eos_token_ids(shape))
     vllm = backend.sampler
     try:
@@ -88,6 +92,17 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         yield Pair(backend, trainer.sampler, vllm)
     finally:
         vllm.close()
+        # Adapters lie in memory wherever a file system there can be written to.
+        assert memory is None or not list((directory / "adapters").iterdir())
+
+
+def test_the_vllm_that_is_installed_is_chosen_on_one_gpu(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    settings = Settings(sampler_python=python)
+    name, reason = choose_sampler(settings, read_shape(nano.MODEL_NAME, nano.path()).arch, images=False)
+    assert name == "vllm" and f"of {python} takes turns" in reason
+    name, reason = choose_sampler(settings, "NobodysForCausalLM", images=False)
+    assert name == "local" and "does not support NobodysForCausalLM" in reason
 
 
 def train(backend: Backend, name: str, spec: LoraSpec) -> None:

@@ -1,6 +1,9 @@
-"""Nothing here is collected unless TEST_DEVICE says where to compute (`make test-gpu`)."""
+"""Nothing is collected unless TEST_DEVICE says where to compute (`make test-gpu`). The last line is the verdict."""
 
 from __future__ import annotations
+
+import sys
+from collections import Counter
 
 import pytest
 
@@ -21,3 +24,30 @@ def device_is_there() -> None:
 
     if ON_CUDA and not torch.cuda.is_available():
         pytest.exit(f"TEST_DEVICE is {DEVICE!r}, and torch {torch.__version__} finds no CUDA device", 1)
+
+
+OUTCOMES: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        OUTCOMES[report.outcome if report.when == "call" or report.skipped else "failed"] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    OUTCOMES["not run"] = session.testscollected - OUTCOMES.total()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    import torch
+
+    if NAMED and OUTCOMES:
+        where = torch.cuda.get_device_name(DEVICE) if ON_CUDA else "a CPU, which shows nothing about a GPU"
+        versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+        sys.stdout.write(verdict(OUTCOMES, f"{where}, {versions}") + "\n")
+
+
+def verdict(outcomes: Counter[str], where: str) -> str:
+    told = "passed" if outcomes["passed"] and not outcomes["failed"] and outcomes["not run"] <= 0 else "FAILED"
+    counts = ", ".join(f"{outcomes[name]} {name}" for name in ("passed", "failed", "skipped", "not run"))
+    return f"{told}: {counts} on {where}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from unit.test_gpu_page import TINY
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 def benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -29,17 +34,55 @@ def test_it_measures_without_a_gpu(tmp_path: Path) -> None:
     )
     assert found.returncode == 0, found.stderr
     figures = json.loads((tmp_path / "found.json").read_text())["tiny"]
-    trained = figures["training, 1 x 32, 8 clients"]
-    assert trained["Tinsmith"]["tokens_per_s"] > 0 and trained["PEFT"]["tokens_per_s"] > 0
+    for row in ("training, 2 x 64, rank 16, 1 adapter", "training, 8 x 32, rank 32, 8 adapters"):
+        assert all(0 < figures[row][name]["mfu"] < 1.5 for name in ("Tinsmith", "PEFT")), figures[row]
+    assert figures["RL step, 2 x 4 samples"]["Tinsmith"]["tokens_per_s"] > 0
     assert figures["sampling, 2 at once, 0 adapters"].keys() == {"Tinsmith", "generate"}
     assert figures["sampling, 2 at once, 8 adapters"].keys() == {"Tinsmith"}
     assert figures["publish and first token, ms"] > 0
     assert figures["sampled logprobs from trained ones, mean"] < 0.05
-    assert "| training, 1 x 32, 8 clients | PEFT |" in found.stdout
+    assert "| training, 8 x 32, rank 32, 8 adapters | PEFT |" in found.stdout
     assert re.fullmatch(
         r"passed: tiny: logprobs 0\.0\d+ apart, at least \d+\.\d\d x PEFT, at least \d+\.\d\d x generate",
         found.stdout.splitlines()[-1],
     )
+
+
+def test_a_run_without_time_names_what_it_did_not_do() -> None:
+    found = benchmark("--device", "cpu", "--sizes", "tiny", "--quick", "--runs", "1", "--seconds", "0")
+    assert found.returncode == 1
+    assert "- all of tiny" in found.stdout.splitlines()
+    assert found.stdout.splitlines()[-1] == "FAILED: no model was measured; 1 rows not run"
+
+
+def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never the benchmark: a contestant that cannot run leaves, with the reason in its row."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    gpu = importlib.import_module("gpu")
+    shape = (gpu.work_of(4, 24, 4, 1), 24)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **TINY | {"vocab_size": 8192}))
+    peft = gpu.Peft(model, gpu.Device("cpu"))
+    peft._tokens = 4 * shape[1]
+    tried: list[tuple[bool, int]] = []
+    own = peft._run
+
+    def run(batches: object, rows: int, optimizer: object) -> None:
+        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+        tried.append((recomputes, rows))
+        if not recomputes or rows > limit:
+            raise torch.OutOfMemoryError("16 GiB")
+        own(batches, rows, optimizer)
+
+    monkeypatch.setattr(peft, "_run", run)
+    limit = 2
+    peft.step(shape[0])()
+    assert tried == [(False, 4), (True, 4), (True, 2)]
+    limit = 0
+    contestant = gpu.Contestant("PEFT", peft.step(shape[0]), 96)
+    gpu.Device("cpu").in_turns([contestant], 3, gpu.Budget(60.0))
+    assert contestant.figures(1e12) == {"failed": "OutOfMemoryError: 16 GiB"}
+    base = peft.base()
+    assert not any("lora" in name for name, _ in base.named_parameters())
 
 
 def test_a_page_is_of_a_gpu_only(tmp_path: Path) -> None:

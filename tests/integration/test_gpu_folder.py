@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ def test_all_are_collected_when_a_device_is_named_and_some_run_here() -> None:
     assert found.returncode == 0, found.stdout
     told = re.search(r"1 passed, (\d+) deselected", found.stdout)
     assert told and int(told[1]) > 100, found.stdout
+    last = found.stdout.splitlines()[-1]
+    assert last.startswith("passed: 1 passed, 0 failed, 0 skipped, 0 not run on a CPU, which shows nothing about a GPU")
+
+
+def test_the_verdict_is_one_line() -> None:
+    from gpu.conftest import verdict
+
+    assert verdict(Counter(passed=3, skipped=1), "X") == "passed: 3 passed, 0 failed, 1 skipped, 0 not run on X"
+    for bad in (Counter(passed=3, failed=1), Counter({"passed": 3, "not run": 1}), Counter(skipped=2)):
+        assert verdict(bad, "X").startswith("FAILED: ")
 
 
 @pytest.mark.skipif(bool(os.environ.get("TEST_DEVICE")), reason="a device is named")

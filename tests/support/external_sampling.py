@@ -81,8 +81,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def interpreter(directory: Path) -> str:
-    """The path of a Python that has an engine: this one, which runs the fake vLLM instead of any module."""
+    """The path of a Python that has an engine: this one, which runs the fake vLLM instead of any module, and says that
+    it is vLLM 0.32 for an architecture that does not begin with "Other".
+    """
     path, script = directory / "python", Path(external_engines.__file__)
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" vllm "$@"\n')
+    told = 'case "$3" in Other*) echo unknown;; *) echo 0.32.0;; esac'
+    path.write_text(
+        f'#!/bin/sh\nif [ "$1" = -c ]; then {told}; exit; fi\nexec "{sys.executable}" "{script}" vllm "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)

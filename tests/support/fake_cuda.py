@@ -53,7 +53,7 @@ class FakeDevice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = kwargs or {}
+        given = dict(kwargs or {})
         if func is Tensor.numpy:
             return _numbers(*args)
         if func is Tensor.backward:
@@ -64,6 +64,8 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.pin_memory:
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
+        if func is torch.empty:
+            given.pop("pin_memory", None)
         if func is Tensor.cpu:
             self.reads += 1
         if self.strict:
@@ -92,7 +94,8 @@ class _Event:
     def __init__(self) -> None:
         self._is_recorded = False
 
-    def record(self) -> None:
+    def record(self, stream: torch.device | None = None) -> None:
+        assert stream == DEVICE, "recorded on the stream of this thread's current device"
         self._is_recorded = True
 
     def synchronize(self) -> None:
@@ -166,6 +169,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "mem_get_info", (FREE_BYTES, FREE_BYTES)),
             (torch.cuda, "memory_reserved", 0),
             (torch.cuda, "memory_allocated", 0),
+            (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
             (moe, "has_grouped_products", grouped),
             (paged_attention, "reads_pages", pages),
@@ -174,6 +178,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
         stack.enter_context(_guard())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address

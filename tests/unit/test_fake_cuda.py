@@ -6,21 +6,27 @@ for one read at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ByteSize
+from pydantic import ByteSize, ValidationError
 from structlog.testing import capture_logs
+from torch import nn
 
 from support import tiny_models
 from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.memory import SAMPLED_ROWS
-from tinsmith.engine.__main__ import _options
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.engine.__main__ import _options, check_device
+from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.engine import MAX_SEQUENCES, LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import CUDA_SHARE
 from tinsmith.samplers.local.request import Request, Weights
@@ -233,7 +239,7 @@ def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -
 
 def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
     for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
-        with fake_cuda(grouped=grouped):
+        with fake_cuda(pages=False, grouped=grouped):
             backend = opened(mixture)
             backend.create_model("own", LoraSpec(rank))
             assert backend.base.experts[0]._is_grouped([None, backend._models["own"].adapter]) == expected
@@ -264,10 +270,78 @@ def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: 
             TorchBackend(mixture, device="cpu")
     (line,) = (line for line in lines if line["event"] == "kernels")
     assert {"attention", "decode", "lora", "optimizer", "experts", "layers"} <= line.keys()
-    assert ("FlashAttention 3 on pages" in line["decode"]) == ("grouped_mm" in line["experts"]) == on_cuda
+    assert ("grouped_mm" in line["experts"]) == on_cuda
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+
+
+DECODE = {
+    "qwen3": "FlashAttention 3 on pages in 2 of 2 layers",
+    "gemma2": "SDPA on gathered keys",  # capped scores
+    "gpt_oss": "SDPA on gathered keys",  # sinks
+    "qwen3_5": "FlashAttention 3 on pages in 1 of 1 layers",
+}
+
+
+def test_the_line_names_what_samples_from_each_model(shape: ModelShape) -> None:
+    arch = shape.name.removeprefix("tiny/")
+    for pages, expected in ((True, DECODE[arch]), (False, "SDPA on gathered keys")):
+        with fake_cuda(pages=pages):
+            assert FakeCudaBackend(shape).kernels()["decode"] == expected
+
+
+def test_experts_whose_sizes_do_not_fit_are_named_as_a_loop(tmp_path: Path) -> None:
+    shape = tiny_models.make(tmp_path, "gpt_oss", intermediate_size=20)
+    with fake_cuda(pages=False):
+        assert FakeCudaBackend(shape).kernels()["experts"] == "loop over experts"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "window", "repeated"),
+    [
+        (torch.bfloat16, 64, None, False),
+        (torch.float32, 64, None, True),
+        (torch.bfloat16, 320, None, True),
+        (torch.bfloat16, 64, 4, True),
+    ],
+)
+def test_heads_are_repeated_where_a_fused_kernel_needs_it(
+    dtype: torch.dtype, dim: int, window: int | None, repeated: bool
+) -> None:
+    with fake_cuda():
+        q = torch.empty(12, 4, dim, dtype=dtype, device=DEVICE)
+        k = torch.empty(12, 2, dim, dtype=dtype, device=DEVICE)
+        plan = PackedCausal([7, 5], DEVICE)
+        with mock.patch.object(nn.functional, "scaled_dot_product_attention", wraps=attention_of) as called:
+            assert plan.attend(0, q, k, k, scale=1.0, window=window).shape == q.shape
+        (call,) = called.call_args_list
+        assert call.args[1].shape[1] == call.args[2].shape[1] == (4 if repeated else 2)
+        assert call.kwargs["enable_gqa"] is not repeated
+
+
+attention_of = nn.functional.scaled_dot_product_attention
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
+    with mock.patch.object(torch.cuda, "device_count", lambda: 1):
+        check_device(Settings(device="cuda:0"))
+        check_device(Settings(device="cuda"))
+        with pytest.raises(SettingsError, match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here"):
+            check_device(Settings(device="cuda:1"))
+    with pytest.raises(ValidationError, match="device"):
+        Settings(device="gpu")
+
+
+def test_a_device_with_an_index_becomes_the_current_one(qwen: ModelShape) -> None:
+    chosen: list[str] = []
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "set_device", chosen.append),
+        pytest.raises(SettingsError, match="cannot be served"),  # where torch has no CUDA
+    ):
+        BaseModel.load(qwen, device="cuda:0" if torch.cuda.device_count() else "cuda:1")
+    assert chosen == ["cuda:0" if torch.cuda.device_count() else "cuda:1"]
 
 
 def test_settings_limit_the_sampler(qwen: ModelShape) -> None:

@@ -11,12 +11,18 @@ engine wakes up. Whichever of the two steps fails, the memory is left free rathe
 
 from __future__ import annotations
 
+import atexit
+import hashlib
+import os
 import shlex
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+import structlog
 
 from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
 from tinsmith.errors import EngineFailedError, SettingsError, UserError
@@ -24,6 +30,8 @@ from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import ModelShape, OptimStep, Pass
+
+log = structlog.get_logger()
 
 DIALECTS = {"vllm": VllmDialect, "sglang": SglangDialect}
 
@@ -175,6 +183,29 @@ def _sampler(
         return source.capture_version(version_id).write if source.has_version(version_id) else None
 
     return ExternalSampler(DIALECTS[kind](eos_token_ids, shape.vocab_size), engine, shape, capture)
+
+
+MEMORY = Path("/dev/shm")
+"""Linux's file system in memory."""
+
+
+def memory_directory(data_dir: Path, place: str) -> Path | None:
+    """A private directory in memory for adapters on their way to an engine on this machine, removed when this process
+    exits; None where there is no such file system.
+    """
+    own = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
+    directory = MEMORY / f"tinsmith-{os.getuid()}-{own}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+        # The name can be guessed, so another user may have made it.
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise OSError(f"{directory} is not a private directory of this user")
+    except OSError as error:
+        log.info("adapters go to the inference engine through the disk", reason=str(error))
+        return None
+    atexit.register(shutil.rmtree, directory / place, ignore_errors=True)
+    return directory / place
 
 
 def options_of(text: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith import base_models
+from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings
 
@@ -100,3 +101,5 @@ def _models(settings: Settings) -> Iterator[Finding]:
             f"{shape.name}: {shape.arch}, {size / 1e6:.1f} MB of weights, vocabulary {shape.vocab_size}, "
             f"context {shape.max_context_length}",
         )
+        name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
+        yield Finding(True, "sampler", f"{name} for {shape.name}: {reason}")

@@ -52,6 +52,7 @@ SERVE_OPTIONS = {
         *("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "expert_parallel"),
         "pipeline_parallel",
         "shard_base",
+        "profile",
     ),
     "Sampling": (
         *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),

@@ -53,6 +53,7 @@ from tinsmith.cluster.engines import (
 from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
@@ -126,6 +127,29 @@ LEAST_RANK, LEAST_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
 
+def check_device(settings: Settings) -> None:
+    """Raises SettingsError if the settings name a GPU that this machine lacks."""
+    name, _, index = settings.device.partition(":")
+    if name == "cuda" and index:
+        import torch
+
+        if int(index) >= (count := torch.cuda.device_count()):
+            raise SettingsError(
+                f"device is {settings.device!r}, and torch {torch.__version__} finds {count} CUDA devices here; name "
+                "one of them, counted from 0, or 'auto' or 'cpu'"
+            )
+
+
+def _with_sampler(settings: Settings, shape: ModelShape, kind: str) -> Settings:
+    """The settings with what samples, which the log has with the reason."""
+    if settings.sampler != "auto" or kind == SAMPLER:
+        return settings
+    name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
+    log.info("sampler chosen", sampler=name, reason=reason)
+    shares = settings.sampler_shares_device or name == "vllm"
+    return settings.model_copy(update={"sampler": name, "sampler_shares_device": shares})
+
+
 def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings:
     """The settings with the degrees of parallelism that the plan chooses for the free memory of the GPUs, unless some
     are given, or the engine has not several GPUs to itself. The log has the choice and its reasons.
@@ -158,7 +182,7 @@ def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
     processes = settings.num_engines * max(1, len(settings.models)) + settings.num_samplers
     reasons = {
         f"{processes} engines and samplers share this machine": processes > 1,
-        f"{settings.sampler} needs a device of its own": settings.sampler != "local" and not settings.sampler_url,
+        f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
         "images need one device": shape.vision is not None,
         "deterministic needs one device": settings.deterministic,
         "memory_budget is for one device": bool(settings.memory_budget),
@@ -258,11 +282,14 @@ def open_backend(settings: Settings, shape: ModelShape, place: str, options: Map
     Raises SettingsError if they are incompatible.
     """
     _check_full(settings)
-    if settings.sampler == "local":
+    if not settings.samples_elsewhere:
         return load_backend(settings.resolved_backend, shape, **options)
-    from tinsmith.backends.with_remote_sampler import with_remote_sampler
+    from tinsmith.backends.with_remote_sampler import memory_directory, with_remote_sampler
 
-    engine = _inference_server(settings, place)
+    memory = None
+    if not (settings.sampler_url or settings.sampler_adapters):
+        memory = memory_directory(settings.resolved_data_dir, place)
+    engine = replace(_inference_server(settings, place), memory=memory)
     backend = load_backend(settings.resolved_backend, shape, **options)
     return with_remote_sampler(backend, settings.sampler, engine, shape, eos_token_ids(shape))
 
@@ -270,7 +297,7 @@ def open_backend(settings: Settings, shape: ModelShape, place: str, options: Map
 def open_version_holder(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> VersionHolder:
     """The same for a process that only samples. With an external engine it holds only files and does not load torch."""
     _check_full(settings)
-    if settings.sampler == "local":
+    if not settings.samples_elsewhere:
         return open_backend(settings, shape, place, options)
     from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
 
@@ -282,7 +309,7 @@ def open_version_holder(settings: Settings, shape: ModelShape, place: str, optio
 def _check_full(settings: Settings) -> None:
     if settings.backend == "full":
         usual = dict.fromkeys(DEGREES, (0, 1))
-        for name, values in ({"sampler": ("local",), "shard_base": (False,)} | usual).items():
+        for name, values in ({"sampler": ("auto", "local"), "shard_base": (False,)} | usual).items():
             if (value := getattr(settings, name)) not in values:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
 
@@ -387,6 +414,8 @@ class _Place:
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
+        check_device(settings)
+        settings = _with_sampler(settings, shape, seat.kind)
         settings = choose_degrees(settings, shape, seat.kind)
         check_fit(settings, shape)
         arguments = settings, shape, place.lease.engine_id, _options(settings)
@@ -475,12 +504,16 @@ def _options(settings: Settings) -> dict[str, str]:
         import torch
 
         torch.set_num_threads(settings.engine_threads)
+    if settings.profile and settings.resolved_backend == "sharded":
+        raise SettingsError("profile is for an engine on one device; leave it out, or the degrees of parallelism")
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
     given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
     for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens"):
         if value := int(getattr(settings, name)):
             given[name] = str(value)
+    if settings.profile:
+        given["profile"] = str(settings.profile.expanduser().resolve())
     return {**given, "deterministic": deterministic}
 
 

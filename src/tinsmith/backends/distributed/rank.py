@@ -59,7 +59,11 @@ class RankBackend(TorchBackend):
         """With all ranks: check that the shards make up the whole model, and agree on the memory budget."""
         if isinstance(self._base, ShardedBase):
             self._base.compare()
+        super()._log_kernels()
         self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
+
+    def _log_kernels(self) -> None:
+        """Not before `agree`: on CUDA it makes a forward, which may need all ranks."""
 
     def flat_of(self, model_id: str) -> Tensor:
         """All numbers of an adapter."""

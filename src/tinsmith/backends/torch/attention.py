@@ -50,6 +50,10 @@ MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
+MAX_FLASH_DIM = 256
+"""The largest head of FlashAttention."""
+
+
 class Window(NamedTuple):
     """A row sees the last `size` rows up to itself, or, with `chunked`, those since the last multiple of `size`."""
 
@@ -329,13 +333,18 @@ def prefill(
     """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
         return reference(q_nHLD, k_nGKD, v_nGKD, mask, **options)
-    if mask is not None and q_nHLD.is_cuda:
-        # With a mask, CUDA's fused kernels need as many key heads as query heads.
+    if q_nHLD.is_cuda and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
+        # CUDA's other fused kernels need as many key heads as query heads; without one, all scores would be stored.
         k_nGKD, v_nGKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
     return nn.functional.scaled_dot_product_attention(
         q_nHLD, k_nGKD, v_nGKD, mask, is_causal=mask is None, scale=options["scale"],
         enable_gqa=q_nHLD.shape[1] != k_nGKD.shape[1],
     )  # fmt: skip
+
+
+def suits_flash(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether FlashAttention supports heads of these sizes. It takes no mask."""
+    return dtype in (torch.bfloat16, torch.float16) and key_dim == value_dim <= MAX_FLASH_DIM
 
 
 def _in_blocks(

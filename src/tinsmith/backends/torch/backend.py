@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from tinsmith.backends import Capture, MicroBatches
-from tinsmith.backends.torch import checkpoint, moe, optim
+from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, MovedTensors, Trained, initialise, layout_for
 from tinsmith.backends.torch.host import FrozenStores
 from tinsmith.backends.torch.memory import (
@@ -39,6 +39,7 @@ from tinsmith.backends.torch.memory import (
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.products import set_precision
+from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -80,7 +81,7 @@ class TorchBackend:
     requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the total
     of device memory in bytes; 0 leaves each part to bounds of its own. `kv_cache_bytes`, `sampler_sequences` and
     `sampler_step_tokens` limit the sampler; 0 selects a default for the device. `offload` ('auto', 'on'): whether
-    `sleep` moves memory, which it does for GPUs only unless this is 'on'.
+    `sleep` moves memory, which it does for GPUs only unless this is 'on'. `profile`: the directory of traces, or empty.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter per option
@@ -99,6 +100,7 @@ class TorchBackend:
         sampler_sequences: int | str = 0,
         sampler_step_tokens: int | str = 0,
         offload: str = "auto",
+        profile: str = "",
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
@@ -116,6 +118,7 @@ class TorchBackend:
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
+        self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device
         """Where adapters are: on the host while this backend sleeps."""
         self._frozen: FrozenStores | None = None
@@ -126,7 +129,10 @@ class TorchBackend:
         self._sampler: LocalSampler | None = None
         self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
         self._memory = self._open_memory(int(memory_budget), logits_chunk)
-        log.info("kernels", base_model=shape.name, **self.kernels())
+        self._log_kernels()
+
+    def _log_kernels(self) -> None:
+        log.info("kernels", base_model=self._base.shape.name, **self.kernels())
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -143,6 +149,7 @@ class TorchBackend:
             max_sequences=sequences,
             max_tokens_per_step=tokens,
             deterministic=self._deterministic,
+            traces=self._traces,
         )
 
     def _make_sampler(self) -> LocalSampler:
@@ -159,12 +166,12 @@ class TorchBackend:
             "device": f"{base.device}, {base.dtype}, no TF32",
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA with FlashAttention 3" if reads_pages(base.device) else "SDPA",
-            "decode": described(base.device),
+            "decode": described(base),
             "lora": "batched products of short segments of one layout, else a product for each segment",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
         if base.experts:
-            found["experts"] = moe.kernel_of(base.device, base.dtype)
+            found["experts"] = ", ".join(sorted({each.kernel for each in base.experts}))
         if base.mixers:
             libraries = [name for name in MIXER_LIBRARIES if find_spec(name)]
             found["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
@@ -340,7 +347,7 @@ class TorchBackend:
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         assert not self._is_asleep
-        return self._trainer.run(passes, self._models)
+        return self._traces.training(self._trainer.run(passes, self._models))
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         assert not self._is_asleep
@@ -353,7 +360,7 @@ class TorchBackend:
                 good.append((index, (trained, step.params)))
             except UserError as error:
                 results[index] = error
-        with memory_errors(self._base.device):
+        with memory_errors(self._base.device), self._traces.optimizer(), stage("optimizer"):
             outcomes = optim.step_together([request for _, request in good]) if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
@@ -413,7 +420,8 @@ class TorchBackend:
         self._add_model(model_id, trained)
 
     def publish(self, model_id: str, version_id: str) -> None:
-        version = self._model(model_id).publish()
+        with stage("publish"):
+            version = self._model(model_id).publish()
         self._memory.evict_for(version.num_bytes, VERSIONS)
         self._versions[version_id] = version
         self._collect()

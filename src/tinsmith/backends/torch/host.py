@@ -45,8 +45,9 @@ class Readback:
         self._copied: torch.cuda.Event | None = None
         if self._joined.device.type == "cuda":
             self._joined = self._joined.to("cpu", non_blocking=True)
+            # Of the tensors' device, which need not be this thread's current one.
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(tensors[0].device))
 
     def values(self) -> list[npt.NDArray[Any]]:
         """With the tensors' shapes and dtypes. Waits for the copy, not for work that was queued after it."""

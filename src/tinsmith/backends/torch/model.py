@@ -121,6 +121,9 @@ class BaseModel:
             raise SettingsError(
                 f"device {device!r} is unavailable: PyTorch {torch.__version__} finds no GPU; use 'auto' or 'cpu'"
             )
+        if device.startswith("cuda:"):
+            # Kernels, pinned memory and other libraries use this thread's current device.
+            torch.cuda.set_device(device)
         stored = stored_dtype(read_config(Path(shape.path) / "config.json"))
         dtype = choose_dtype(dtype, cuda=device.startswith("cuda"), stored=stored)
         if dtype not in ("float32", "bfloat16"):

@@ -51,12 +51,6 @@ def has_grouped_products(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype) -> str:
-    """Names the kernel that multiplies experts, for the log."""
-    is_grouped = has_grouped_products(device) and dtype == torch.bfloat16
-    return "grouped_mm where sizes and ranks are multiples of 8" if is_grouped else "loop over experts"
-
-
 class _Groups(NamedTuple):
     """Adjacent pairs of one expert. `bounds`: (expert, first, last + 1) for experts with pairs; None where a kernel
     reads the ends on the device.
@@ -244,6 +238,11 @@ class MultiLoRAExperts(nn.Module):
         recorded = anchor(hidden_TD.device) if any(adapters) else None
         inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
+
+    @property
+    def kernel(self) -> str:
+        """Names the kernel of these experts, for the log."""
+        return "grouped_mm where ranks are multiples of 8" if self._is_grouped([]) else "loop over experts"
 
     def _is_grouped(self, adapters: Sequence[Adapter | None]) -> bool:
         """Whether the grouped kernel supports these matrices: each row must begin at a multiple of 16 bytes."""

@@ -32,6 +32,7 @@ from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.loss import Head, LossSpec, measure
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.profiling import stage
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.types import F32, Pass, PassResult
@@ -196,14 +197,19 @@ class Trainer:
 
     def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
-        hidden_TD = self._hidden(batch, train=train)
-        if not train:
-            return read(self._head.score(batch, hidden_TD))[0]
-        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
+        with stage("forward"):
+            hidden_TD = self._hidden(batch, train=train)
+        with stage("loss"):
+            if train:
+                logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
+            else:
+                logprob_P, grad_TD = self._head.score(batch, hidden_TD), None
         # Without a grad_fn no adapter below the unembedding takes part, so there is nothing to differentiate.
-        if hidden_TD.requires_grad:
-            hidden_TD.backward(grad_TD)
-        return read(logprob_P)[0]
+        if grad_TD is not None and hidden_TD.requires_grad:
+            with stage("backward"):
+                hidden_TD.backward(grad_TD)
+        with stage("read logprobs"):
+            return read(logprob_P)[0]
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
         """[T, D], differentiable if adapters are trained."""

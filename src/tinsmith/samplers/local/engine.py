@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -35,6 +35,7 @@ from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.memory import SAMPLED_ROWS, MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
@@ -100,6 +101,8 @@ class SamplerOptions:
 
     reads_late: bool | None = None
     """Whether tokens are read while the next step runs; by default on CUDA. Never if `deterministic`."""
+
+    traces: StepTraces = field(default_factory=StepTraces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ class LocalSampler:
         self._reads_late = not self._deterministic and (on_cuda if options.reads_late is None else options.reads_late)
         self._unread: list[_Drawn] = []
         """After a step: at most the tokens of that step."""
+        self._traces = options.traces
         self._can_retry = True
         self._prepared = True
         self._spans: list[TokenRun] = []
@@ -204,6 +208,10 @@ class LocalSampler:
         """Run one step. If memory runs out, the youngest half of the running sequences is preempted and the step is
         repeated with the others. A request that does not fit even alone fails.
         """
+        with self._traces.sampling(lambda: self.has_work):
+            return self._step(scopes)
+
+    def _step(self, scopes: Collection[str] | None) -> list[tuple[str, SampleResult | UserError]]:
         self._settled = []
         self.collect()
         while True:
@@ -223,15 +231,17 @@ class LocalSampler:
         before = self._unread[-1] if self._unread else None
         try:
             with memory_errors(self._base.device):
-                self._cache_budget.fit()
-                step = self._scheduled(scopes)
+                with stage("decode: schedule"):
+                    self._cache_budget.fit()
+                    step = self._scheduled(scopes)
                 self._spans = step.spans
                 if step.spans:
                     self._prepared = False
                     with torch.inference_mode():
                         self._run(step)
                 is_late = bool(self._unread) and self._unread[-1] is not before
-                self._read_all_but(int(is_late))
+                with stage("decode: read"):
+                    self._read_all_but(int(is_late))
                 if is_late:
                     self._leave([sequence for sequence in self._unread[-1].sequences if sequence.is_full])
         except MemoryError as error:
@@ -340,12 +350,14 @@ class LocalSampler:
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _run(self, step: SamplerStep) -> None:
-        self._prepare(step)
-        through = self._forward_chunks if self._deterministic else self._forward
-        spans, hidden_TD = through(step.spans)
-        if self._keeps_states:
-            self._unshare_states(step.spans)
-        self._sample(self._score(spans, hidden_TD), hidden_TD)
+        with stage("decode: forward"):
+            self._prepare(step)
+            through = self._forward_chunks if self._deterministic else self._forward
+            spans, hidden_TD = through(step.spans)
+            if self._keeps_states:
+                self._unshare_states(step.spans)
+        with stage("decode: sample"):
+            self._sample(self._score(spans, hidden_TD), hidden_TD)
 
     def _prepare(self, step: SamplerStep) -> None:
         self._cache_budget.grow()

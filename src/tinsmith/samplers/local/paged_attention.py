@@ -32,11 +32,20 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from tinsmith.backends.torch.attention import AttentionOptions, Mixer, Window, decode, prefill, visible
+from tinsmith.backends.torch.attention import (
+    AttentionOptions,
+    Mixer,
+    Window,
+    decode,
+    prefill,
+    suits_flash,
+    visible,
+)
 from tinsmith.backends.torch.host import upload, upload_all
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
-from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape, probe_layers
 from tinsmith.samplers.local.states import Recurrence
 
 I64 = npt.NDArray[np.int64]
@@ -59,16 +68,26 @@ def reads_pages(device: torch.device) -> bool:
 
 def fits_pages(shape: LayerShape) -> bool:
     """Whether that kernel supports keys and values of this shape."""
-    is_half = shape.dtype in (torch.bfloat16, torch.float16)
-    return is_half and shape.key_dim == shape.value_dim and shape.key_dim % 8 == 0 and shape.key_dim <= MAX_DIM
+    return suits_flash(shape.dtype, shape.key_dim, shape.value_dim) and shape.key_dim % 8 == 0
 
 
-def described(device: torch.device) -> str:
-    """Names the attention kernels used on this device, for the log."""
-    if device.type == "cpu":
-        return "SDPA on contiguous keys, else on gathered keys"
-    pages = f"{PAGES}, with sinks, capped scores, chunks or unusual heads " if reads_pages(device) else ""
-    return f"{pages}SDPA on gathered keys"
+def described(base: BaseModel) -> str:
+    """Names the attention kernels that sample from a model, for the log."""
+    gathered = "SDPA on gathered keys"
+    if base.device.type == "cpu":
+        return f"SDPA on contiguous keys, else {gathered.removeprefix('SDPA ')}"
+    if not reads_pages(base.device):
+        return gathered
+    calls = [layer[-1] for layer in probe_layers(base).calls.values()]
+    paged = sum(fits_pages(LayerShape(*call[:4])) and _is_plain(call.options) for call in calls)
+    rest = "" if paged == len(calls) else f", {gathered} in the others"
+    return f"{PAGES} in {paged} of {len(calls)} layers{rest}" if paged else gathered
+
+
+def _is_plain(options: AttentionOptions) -> bool:
+    window = options.get("window")
+    is_chunked = window is not None and window.chunked
+    return options.get("softcap") is None and options.get("sinks_H") is None and not is_chunked
 
 
 def check_pages(shapes: Iterable[LayerShape], block_size: int, device: torch.device) -> None:
@@ -89,7 +108,6 @@ def check_pages(shapes: Iterable[LayerShape], block_size: int, device: torch.dev
 
 
 PAGES = "FlashAttention 3 on pages"
-MAX_DIM = 256
 
 
 class PageTable(NamedTuple):
@@ -203,12 +221,8 @@ class PagedPlan:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
-        window = options.get("window")
-        is_plain = options.get("softcap") is None and options.get("sinks_H") is None
-        if window is not None and window.chunked:
-            is_plain = False
-        if self._has_pages and is_plain and fits_pages(self._cache.shape(layer)):
-            return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], window)
+        if self._has_pages and _is_plain(options) and fits_pages(self._cache.shape(layer)):
+            return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], options.get("window"))
         return self.attend_gathered(layer, q_THD, k_TGD, v_TGD, **options)
 
     def attend_gathered(

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import structlog
+from safetensors import SafetensorError
 
 from tinsmith.errors import TinsmithError
 
@@ -72,7 +73,9 @@ def _adapts_unembedding(directory: Path) -> bool:
 
 
 class Adapters:
-    """The versions that an engine has loaded. `load` raises UserError if the engine refuses; `unload` takes a name."""
+    """The versions that an engine has loaded. `load` raises UserError if the engine refuses; `unload` takes a name.
+    Files go to `memory`, a directory in memory, if one is given and has space, else to `directory`.
+    """
 
     def __init__(
         self,
@@ -80,8 +83,10 @@ class Adapters:
         most: int,
         load: Callable[[Version, Path], Awaitable[None]],
         unload: Callable[[str], Awaitable[None]],
+        memory: Path | None = None,
     ) -> None:
         self._directory = directory
+        self._memory = memory
         self._most = most
         self._load = load
         self._unload = unload
@@ -137,12 +142,22 @@ class Adapters:
         version.era, version.name = era, f"{NOT_A_NAME.sub('-', version.version_id)[-80:]}-{self._process}-{number}"
         self._loaded[version] = None
         try:
-            directory = await asyncio.to_thread(version.files, self._directory / version.name)
+            directory = await asyncio.to_thread(self._written, version)
             await self._load(version, directory)
         except BaseException:
             self._loaded.pop(version, None)
             version.era = -1
             raise
+
+    def _written(self, version: Version) -> Path:
+        if self._memory is not None:
+            place = self._memory / version.name
+            try:
+                return version.files(place)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(place, ignore_errors=True)
+                log.warning("no space for an adapter in memory; its files go to the disk", error=str(error))
+        return version.files(self._directory / version.name)
 
     async def _make_room(self, era: int) -> None:
         while len(self._loaded) >= self._most:

@@ -122,11 +122,13 @@ class RemoteEngine:
     """The address and credentials of a running engine, or the Python interpreter and options with which to start one.
 
     `directory` holds the files of adapters and is emptied at start. An engine on another machine must see it under the
-    same path, unless it downloads adapters from `adapters_url`, an address of this process.
+    same path, unless it downloads adapters from `adapters_url`, an address of this process. `memory` is preferred for
+    them while it has space.
     """
 
     directory: Path
     log_path: Path
+    memory: Path | None = None
     url: str = ""
     access: EngineAccess = field(default_factory=EngineAccess)
     adapters_url: str = ""
@@ -154,8 +156,9 @@ class ExternalSampler:
     runs_by_itself = True
 
     def __init__(self, dialect: Dialect, engine: RemoteEngine, shape: ModelShape, capture: Capture) -> None:
-        shutil.rmtree(engine.directory, ignore_errors=True)
-        engine.directory.mkdir(parents=True)
+        for directory in filter(None, (engine.directory, engine.memory)):
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
         self._dialect = dialect
         self._shape = shape
         self._capture = capture
@@ -310,7 +313,7 @@ class ExternalSampler:
             log_path=engine.log_path,
             directory=engine.directory,
         )
-        self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload)
+        self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload, engine.memory)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._gate = Gate()
         self._scoring = Gate()  # held exclusively while prompts are scored

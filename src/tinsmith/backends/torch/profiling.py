@@ -1,0 +1,126 @@
+"""Ranges named after the stages of a step, and traces of an engine's first steps.
+
+`stage` marks part of a step: as an NVTX range where torch has CUDA, which `nsys profile` shows, and in an open trace.
+`StepTraces` writes files that torch's profiler makes and chrome://tracing or Perfetto reads. A trace covers the first
+MICRO_BATCHES of a training step with the decode steps between them, an optimizer step, or up to DECODE_STEPS decode
+steps that follow each other; FILES of each kind are written. Called from one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import cache
+from pathlib import Path
+
+import structlog
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tinsmith.backends import MicroBatches
+
+FILES = 4
+MICRO_BATCHES = 4
+DECODE_STEPS = 16
+
+TRAINING, OPTIMIZER, SAMPLING = "training", "optimizer", "sampling"
+
+log = structlog.get_logger()
+
+
+@cache
+def _has_nvtx() -> bool:
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    if _has_nvtx():
+        torch.cuda.nvtx.range_push(name)
+    try:
+        if torch.autograd.profiler._is_profiler_enabled:
+            with record_function(name):
+                yield
+        else:
+            yield
+    finally:
+        if _has_nvtx():
+            torch.cuda.nvtx.range_pop()
+
+
+class StepTraces:
+    """Without a directory nothing is written."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._written: dict[str, int] = dict.fromkeys((TRAINING, OPTIMIZER, SAMPLING), 0)
+        self._open: tuple[str, profile] | None = None
+        self._steps_left = 0
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def training(self, parts: MicroBatches) -> MicroBatches:
+        """The same micro-batches, the first of them traced."""
+        if self._directory is None:
+            return (yield from parts)
+        number = 0
+        self._begin(TRAINING)
+        try:
+            with closing(parts):
+                while True:
+                    try:
+                        next(parts)
+                    except StopIteration as end:
+                        return end.value
+                    number += 1
+                    if number == MICRO_BATCHES:
+                        self._end(TRAINING)
+                    yield
+        finally:
+            self._end(TRAINING)
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        self._begin(OPTIMIZER)
+        try:
+            yield
+        finally:
+            self._end(OPTIMIZER)
+
+    @contextmanager
+    def sampling(self, has_work: Callable[[], bool]) -> Iterator[None]:
+        """A decode step. `has_work`: whether another one will follow."""
+        if self._open is None:
+            self._steps_left = DECODE_STEPS
+            self._begin(SAMPLING)
+        try:
+            yield
+        finally:
+            self._steps_left -= 1
+            if not (self._steps_left and has_work()):
+                self._end(SAMPLING)
+
+    def _begin(self, kind: str) -> None:
+        if self._open is not None:  # decode steps, which a training or optimizer step ends
+            self._end(self._open[0])
+        if self._directory is None or self._written[kind] == FILES:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        recorder = profile(activities=activities, acc_events=True)
+        recorder.start()
+        self._open = kind, recorder
+
+    def _end(self, kind: str) -> None:
+        """Write the trace, if one of this kind is open."""
+        if self._open is None or self._open[0] != kind:
+            return
+        assert self._directory is not None
+        recorder, self._open = self._open[1], None
+        recorder.stop()
+        path = self._directory / f"{kind}-{os.getpid()}-{self._written[kind]}.json.gz"
+        self._written[kind] += 1
+        recorder.export_chrome_trace(str(path))
+        log.info("trace written", file=str(path))

@@ -1,0 +1,144 @@
+"""Branches for CUDA beside the steps of test_fake_cuda.py: optimizer state on the host, quantised bases, recomputation,
+and what depends on answers of the driver (mocked): capabilities, free memory, several devices.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from support import tiny_models
+from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
+from support.local_sampling import make_prompt, make_sample
+from tinsmith.backends import run_to_end
+from tinsmith.backends.distributed import backend as sharded
+from tinsmith.backends.distributed import ranks
+from tinsmith.backends.torch import moe, profiling
+from tinsmith.backends.torch.trainer import DeterministicTrainer
+from tinsmith.cli import doctor
+from tinsmith.engine import __main__ as engine_main
+from tinsmith.errors import SettingsError
+from tinsmith.samplers.local import paged_attention
+from tinsmith.settings import Settings
+from tinsmith.types import AdamParams, ModelShape, OptimStep, Pass, PassResult, SamplingParams
+from unit.test_fake_cuda import data, opened
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.mark.parametrize("options", [{"recompute": "on"}, {"quantize": "int8"}, {"quantize": "nf4"}])
+def test_a_step_and_a_sample_read_once_with_any_option(qwen: ModelShape, options: dict[str, str]) -> None:
+    with fake_cuda() as device:
+        backend = opened(qwen, **options)
+        device.strict, device.reads = True, 0  # codes are made on the host, at load
+        passes = [Pass("a", "0", data(9, 4), "cross_entropy", {}, False), Pass("b", "2", data(30), "ppo", {}, False)]
+        results = run_to_end(backend.run_passes(passes))
+        assert all(isinstance(result, PassResult) for result in results), results
+        assert device.reads == 1
+        backend.sampler.submit(make_sample("s", make_prompt(9), SamplingParams(max_tokens=4), version_id="0/1"))
+        backend.sampler.step()
+        assert device.reads == 1, "the token is read a step later"
+
+
+def test_optimizer_state_leaves_the_device_and_returns(qwen: ModelShape) -> None:
+    with fake_cuda():
+        backend = opened(qwen)
+        run_to_end(backend.run_passes([Pass("a", "0", data(9), "cross_entropy", {}, False)]))
+        backend.optim_step([OptimStep("o", "0", AdamParams(1e-3))])
+        trained = backend._models["0"]
+        assert trained.moments is not None and {moment.device for moment in trained.moments} == {DEVICE}
+        freed = trained.offloadable_bytes
+        assert freed == 2 * trained.adapter.flat_P.nbytes == trained.offload()
+        assert {moment.device.type for moment in trained.moments} == {"cpu"} and not trained.offloadable_bytes
+        run_to_end(backend.run_passes([Pass("a", "0", data(9), "cross_entropy", {}, False)]))
+        backend.optim_step([OptimStep("o", "0", AdamParams(1e-3))])
+        assert {moment.device for moment in trained.moments} == {DEVICE}
+
+
+def test_determinism_is_refused_by_name(qwen: ModelShape) -> None:
+    with fake_cuda(), pytest.raises(SettingsError, match=r"deterministic is 'on' and device is 'cuda:0'"):
+        DeterministicTrainer(FakeCudaBackend(qwen).base, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_installed", "pages", "grouped"),
+    [
+        ((9, 0), True, True, True),
+        ((9, 0), False, False, True),
+        ((8, 0), True, False, False),
+        ((10, 0), True, False, True),
+        ((12, 0), True, False, False),
+    ],
+)
+def test_kernels_are_chosen_by_capability(
+    capability: tuple[int, int], is_installed: bool, pages: bool, grouped: bool
+) -> None:
+    spec = mock.Mock() if is_installed else None
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability),
+        mock.patch.object(paged_attention, "find_spec", lambda name: spec),
+        mock.patch.object(paged_attention, "activate_flash_attention_impl") as activated,
+    ):
+        assert paged_attention.reads_pages.__wrapped__(DEVICE) == pages
+        assert activated.call_args_list == ([mock.call("FA3")] if pages else [])
+        assert moe.has_grouped_products.__wrapped__(DEVICE) == grouped
+    assert not paged_attention.reads_pages.__wrapped__(torch.device("cpu"))
+    assert not moe.has_grouped_products.__wrapped__(torch.device("cpu"))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE_BYTES, 2 * FREE_BYTES))
+
+
+def test_free_memory_is_asked_of_the_driver(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_main._device(Settings(), 1) == (FREE_BYTES, True)
+    assert engine_main._device(Settings(device="cuda:1", sampler_shares_device=True), 1) == (2 * FREE_BYTES, True)
+    assert engine_main._device(Settings(device="cpu"), 1)[1] is False
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "70 80\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert engine_main._free_bytes(Settings()) == [70, 80]
+    assert len(asked) == 1, "in a process of its own, whose context ends with it"
+    assert engine_main._free_bytes(Settings(device="cuda:1")) == []
+    compile(engine_main.FREE_BYTES, "child", "exec")
+
+
+def test_ranks_take_a_device_each_and_both_transports(two_gpus: None, tmp_path: Path) -> None:
+    assert sharded._device("auto", 2) == sharded._device("cuda", 2) == "cuda"
+    for name, why in (("cuda:1", "2 devices are needed"), ("cuda", "there are 2 CUDA devices")):
+        with pytest.raises(SettingsError, match=why):
+            sharded._device(name, 2 if ":" in name else 4)
+    with (
+        mock.patch.object(torch.cuda, "set_device") as chosen,
+        mock.patch.object(ranks.dist, "init_process_group") as joined,
+    ):
+        ranks.join_process_group(1, 2, tmp_path, device="cuda")
+    chosen.assert_called_once_with(1)
+    assert joined.call_args.args[0] == "cpu:gloo,cuda:nccl"
+
+
+def test_doctor_names_the_devices(two_gpus: None) -> None:
+    assert doctor._torch().detail.endswith("2 x NVIDIA H100 80GB HBM3")
+
+
+def test_a_trace_covers_the_device(two_gpus: None, tmp_path: Path) -> None:
+    with mock.patch.object(profiling, "profile") as made:
+        traces = profiling.StepTraces(tmp_path)
+        with traces.optimizer():
+            pass
+    assert made.call_args.kwargs["activities"] == [profiling.ProfilerActivity.CPU, profiling.ProfilerActivity.CUDA]
