@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import signal
 import sys
 import threading
 import time
@@ -53,7 +54,7 @@ SERVE_OPTIONS = {
         *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),
         "kv_cache_bytes",
     ),
-    "Processes and addresses": ("role", "engines", "samplers", "host", "port", "health_port"),
+    "Processes and addresses": ("role", "engines", "samplers", "machines", "host", "port", "health_port", "peer_host"),
     "Storage": ("data_dir", "database_url", "storage_dir"),
     "Sessions": ("session_timeout_s", "session_sweep_s"),
     "Output": ("log_level",),
@@ -147,6 +148,22 @@ def demo(
 
     stays = sys.stdout.isatty() if stay is None else stay
     run_demo(errors if as_json else output, data_dir, stay=stays, done=_print_json if as_json else None)
+
+
+@app.command()
+@settings_options("models", "data_dir")
+def rank(
+    given: dict[str, object],
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the engine accepts ranks.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one for each GPU.")] = None,
+) -> None:
+    """Run this machine's ranks of an engine on another machine."""
+    from tinsmith.cli.rank import run_ranks
+
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _signal, _frame: stopping.set())
+    raise typer.Exit(run_ranks(load(given), join, ranks, stopping, once=False))
 
 
 @app.command()

@@ -22,7 +22,8 @@ EARLY = "--early"
 class EarlyEngine:
     def __init__(self, settings: Settings) -> None:
         command = [sys.executable, "-m", "tinsmith.engine", EARLY]
-        environment = engine_environment(metrics_directory(settings.resolved_data_dir), bucket=settings.has_bucket)
+        metrics = metrics_directory(settings.resolved_data_dir)
+        environment = engine_environment(metrics, bucket=settings.has_bucket, peer=settings.rank_peer)
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
