@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,24 +17,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tinker
 import torch
-from tinker import types
 
 from support import ranked, tiny_models
-from support.live import API_KEY, environment, free_port, serving
-from support.raw_client import random_data
+from support.live import free_port
 from tinsmith.auth.signing import RANKS, Signer
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, joining
 from tinsmith.backends.distributed.joining import Introduction, Listener, Machines, join, version
 from tinsmith.backends.distributed.processes import Link, encode
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.cli.rank import REFUSED, run_ranks
+from tinsmith.cli.rank import run_ranks
 from tinsmith.engine.__main__ import check_machines
 from tinsmith.errors import RanksLostError, SettingsError
 from tinsmith.settings import Settings
-from tinsmith.types import LoraSpec, ModelShape
 
 SECRET = "a-secret-of-all-machines-0123456789"
 KEY = Signer(SECRET.encode()).key(RANKS)
@@ -256,7 +250,6 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
                 run_to_end(many.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])]))
         finally:
             group.close()
-    assert not list(Path("/tmp").glob(f"tinsmith-rank-*/{rank}"))
 
 
 def _ranks_of_this_process() -> list[int]:
@@ -272,25 +265,14 @@ def _ranks_of_this_process() -> list[int]:
     ("files", "reason"), [("other", "differ between the machines"), ("none", "finds no directory")], ids=str
 )
 def test_base_models_that_differ_between_machines_are_refused(tmp_path: Path, files: str, reason: str) -> None:
-    shape = tiny_models.make(tmp_path / "here", "qwen3")
-    if files == "other":
-        other = tiny_models.make(tmp_path / "there", "qwen3", seed=5)
-        model = f"{shape.name}={other.path}"
-    else:
-        model, shape = f"elsewhere={shape.path}", shape
-    with other_machine(tmp_path, address := f"127.0.0.1:{free_port()}", model):
+    shape, other = (tiny_models.make(tmp_path / name, "qwen3", seed=len(name)) for name in ("here", "elsewhere"))
+    with other_machine(tmp_path, address := f"127.0.0.1:{free_port()}", f"{shape.name}={other.path}"):
         host, port = joining.host_and_port(address)
         group = Group(2, device="cpu", timeout_s=60.0, on_lost=lambda _: None, machines=Machines(2, host, port, KEY))
         try:
             if files == "none":
-                shape = _only_here(shape, tmp_path)
+                shutil.rmtree(other.path)
             with pytest.raises(SettingsError, match=reason):
                 ranked.load(shape, group, Degrees(2))
         finally:
             group.close()
-
-
-def _only_here(shape: ModelShape, directory: Path) -> ModelShape:
-    """A base model that this process finds and the ranks do not: below its own /proc."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    return replace(shape, path=f"/proc/self/fd/{descriptor}/{Path(shape.path).relative_to(directory)}")
