@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 import re
 import sys
@@ -351,9 +352,13 @@ class Settings(BaseSettings):
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        degrees = max(self.data_parallel, self.tensor_parallel, self.context_parallel)
-        several = degrees > 1 or self.shard_base or self.machines > 1
+        several = self.num_ranks > 1 or self.shard_base or self.machines > 1
         return "sharded" if self.backend == "torch" and several else self.backend
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the given degrees."""
+        return math.prod(max(1, degree) for degree in (self.data_parallel, self.tensor_parallel, self.context_parallel))
 
     @property
     def rank_peer(self) -> str:

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,8 +56,8 @@ Address = Annotated[
     ),
 ]
 Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="Number of processes; scaled by waiting work.")]
-Cpus = Annotated[float, typer.Option(min=0, help="CPUs and threads of each.")]
-Gpus = Annotated[float, typer.Option(min=0, help="GPUs of each, on one node.")]
+Cpus = Annotated[float, typer.Option(min=0, help="CPUs and threads of each, on each of its machines.")]
+Gpus = Annotated[float, typer.Option(min=0, help="GPUs of each, on each of its machines.")]
 Others = Annotated[
     list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Other Ray resources of each; repeat it.")
 ]
@@ -71,6 +72,7 @@ def up(  # noqa: PLR0913 - one parameter a flag
     engine_cpus: Cpus = 1.0,
     engine_gpus: Gpus = 0.0,
     engine_resource: Others = None,
+    machines: Annotated[int | None, typer.Option(min=1, help="Machines of each engine, for its ranks.")] = None,
     sampler_cpus: Cpus = 1.0,
     sampler_gpus: Gpus = 0.0,
     sampler_resource: Others = None,
@@ -92,11 +94,18 @@ def up(  # noqa: PLR0913 - one parameter a flag
     """Run engines, samplers and batch workers on a Ray cluster, scaled by demand.
 
     With `--ray local` everything ends with this command; on a cluster, with `tinsmith down`."""
-    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir}
+    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir, "machines": machines}
     settings = load({name: value for name, value in given.items() if value is not None})
+    _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
     roles = {
-        ENGINE: _role("--engines", engines, tokens_per_engine, after, _of(engine_cpus, engine_gpus, engine_resource)),
+        ENGINE: _role(
+            "--engines",
+            engines,
+            tokens_per_engine,
+            after,
+            replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines),
+        ),
         SAMPLER: _role(
             "--samplers", samplers, tokens_per_sampler, after, _of(sampler_cpus, sampler_gpus, sampler_resource)
         ),
@@ -174,6 +183,17 @@ def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
     configured = settings.signing_secret.get_secret_value()
     key = b"" if configured else load_secret("", _made(settings.resolved_data_dir))
     return Fleet(roles, names, portable(settings), key)
+
+
+def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
+    """Raises SettingsError."""
+    if settings.machines > 1 and is_local:
+        raise SettingsError(f"--machines is {settings.machines}, and --ray local has one; pass --ray HOST:PORT")
+    if gpus and settings.num_ranks > 1 and settings.num_ranks != settings.machines * gpus:
+        raise SettingsError(
+            f"the degrees of parallelism need {settings.num_ranks} devices, but --machines {settings.machines} and "
+            f"--engine-gpus {gpus:g} reserve {settings.machines * gpus:g}; change one of them"
+        )
 
 
 def _made(directory: Path) -> Path:

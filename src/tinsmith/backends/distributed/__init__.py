@@ -44,8 +44,8 @@ def load(
 
 def read_machines(options: dict[str, str]) -> Machines | None:
     """Take `machines` and what belongs to it out of the options; None for one machine. Ranks of others join at
-    `rank_address`, HOST:PORT, with the key `rank_key`, in hexadecimal. Once they can, the address is written to
-    `rank_address_file`.
+    `rank_address`, HOST:PORT, with the key `rank_key`, in hexadecimal. `rank_address_file` has the address while
+    they can.
     """
     count = positive("machines", options.pop("machines", "1"))
     host, _, port = options.pop("rank_address", "127.0.0.1:0").rpartition(":")

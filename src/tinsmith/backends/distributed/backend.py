@@ -96,6 +96,7 @@ class Group:
                 machines.count - 1, self.ranks_here, version(torch.__version__), cuda=device == "cuda"
             )
         finally:
+            machines.announce("")
             listener.close()
         return {self.ranks_here * k + i: link for k, links in enumerate(found, 1) for i, link in enumerate(links)}
 

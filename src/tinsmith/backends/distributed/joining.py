@@ -47,7 +47,7 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class Machines:
     """An engine's ranks are on `count` machines, equally many on each. Those of the others join rank 0 at host:port;
-    `announce` is called with the address once it accepts them.
+    `announce` is called with the address once it accepts them, and with "" once it does not any more.
     """
 
     count: int
