@@ -25,7 +25,7 @@ from tinsmith.auth.signing import RANKS, Signer
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, joining
 from tinsmith.backends.distributed.joining import Introduction, Listener, Machines, join, version
-from tinsmith.backends.distributed.processes import Link, encode
+from tinsmith.backends.distributed.processes import Link
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.cli.rank import run_ranks
 from tinsmith.engine.__main__ import check_machines

@@ -189,6 +189,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Devices that share each sequence in training. Default: chosen.")
     ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
+    machines: Annotated[int | None, typer.Option(help="Machines of the devices. Default: one for each 8.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""
@@ -197,7 +198,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
 
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
-        asked = replace(asked, context_parallel=context_parallel)
+        asked = replace(asked, context_parallel=context_parallel, machines=machines)
         _show_plan(asked, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
@@ -256,7 +257,8 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     plan = plan_of(asked)
     advice, command = report.recommended(asked, plan)
     if as_json:
-        _print_json(report.as_json(plan) | {"advice": advice, "command": command, "speeds": list(report.speeds(plan))})
+        found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": list(report.speeds(plan))}
+        _print_json(found | {"launches": report.launches(asked, plan)})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
     table = Table("memory of each device", "", box=None, pad_edge=False)
@@ -271,6 +273,8 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
         output.print(f"  {line}", highlight=False, soft_wrap=True)
     if advice:
         output.print(f"  {advice}", highlight=False, soft_wrap=True)
+    for place, line in report.launches(asked, plan).items():
+        output.print(f"  {place}: {escape(line)}", highlight=False, soft_wrap=True)
     output.print(f"[bold]{escape(command)}[/]", highlight=False, soft_wrap=True)
     if not plan.fits:
         raise typer.Exit(1)

@@ -3,8 +3,8 @@
 A shell is the actor that Ray places. It sends its process the settings as one line on standard input, which stays open.
 When the shell dies, the input closes and the process ends at once, since a replacement may be starting. A process that
 refuses its settings is not restarted. The ranks of an engine on another machine have a shell there, which asks the
-engine's shell (`leader`) for the address before each start. States: starting -> running -> restarting -> running; refused; draining -> ended.
-Calls return at once; a thread does the work.
+engine's shell (`leader`) for the address before each start. States: starting -> running -> restarting -> running;
+refused; draining -> ended. Calls return at once; a thread does the work.
 """
 
 from __future__ import annotations
