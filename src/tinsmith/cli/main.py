@@ -190,6 +190,9 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
     machines: Annotated[int | None, typer.Option(help="Machines of the devices. Default: one for each 8.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Start the plan's ranks, without the model, and measure their devices.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""
@@ -199,7 +202,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
         asked = replace(asked, context_parallel=context_parallel, machines=machines)
-        _show_plan(asked, as_json=as_json)
+        _show_plan(asked, load(given) if measure else None, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
@@ -250,14 +253,20 @@ def bench(
         raise typer.Exit(1)
 
 
-def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
+def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) -> None:
+    """With `measured`, the settings of the ranks, these are started and measured."""
     from tinsmith.cli import plan as report
+    from tinsmith.cli.doctor import measured_rates
     from tinsmith.cli.plan import plan_of
 
     plan = plan_of(asked)
+    if measured is not None and plan.fits:
+        speeds = list(report.measured_speed(plan, measured_rates(measured, plan)))
+    else:
+        speeds = list(report.speeds(plan))
     advice, command = report.recommended(asked, plan)
     if as_json:
-        found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": list(report.speeds(plan))}
+        found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
         _print_json(found | {"launches": report.launches(asked, plan)})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
@@ -269,7 +278,7 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
     for words in plan.words:
         output.print(f"  {words}", highlight=False, soft_wrap=True)
-    for line in report.speeds(plan):
+    for line in speeds:
         output.print(f"  {line}", highlight=False, soft_wrap=True)
     if advice:
         output.print(f"  {advice}", highlight=False, soft_wrap=True)

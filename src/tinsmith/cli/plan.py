@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -27,6 +26,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, described, first_fit, gib
+from tinsmith.plan.measured import MEASURED_ROWS, measured_products
 from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
@@ -35,6 +35,7 @@ from tinsmith.plan.speed import (
     SAMPLING_SHARE,
     TRAINING_SHARE,
     Device,
+    Rates,
     StepShare,
     StepTime,
     step_time,
@@ -366,6 +367,35 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
         )
 
 
+def measured_speed(plan: Plan, rates: Rates) -> Iterator[str]:
+    """Yield what was measured, and the predicted time of a step of one micro-batch on each rank."""
+    names = {"tensor": "sums of a tensor group", "context": "exchanges of a context group"}
+    names |= {"base": "gathering among replicas", "gradients": "sums of all ranks"}
+    found = {names[name]: getattr(rates, name) for name in names}
+    links = "".join(
+        f"; {name} {one.bytes_s / 1e9:,.2f} GB/s, {1e6 * one.latency_s:,.0f} us each"
+        for name, one in found.items()
+        if one.bytes_s < math.inf
+    )
+    yield (
+        f"Measured: {rates.operations_s / 1e9:,.0f} GFLOP/s and {rates.memory_bytes_s / 1e9:,.1f} GB/s of weights on "
+        f"each device{links}"
+    )
+    step = step_time(plan, rates, micro_batch(plan))
+    rows = micro_batch(plan).rows * plan.degrees.groups
+    yield (
+        f"A step of {rows:,} tokens takes about {1e3 * step.total:,.0f} ms: products {1e3 * step.compute:,.0f}, tensor "
+        f"{1e3 * step.tensor:,.0f}, context {1e3 * step.context:,.0f}, layers {1e3 * step.base:,.0f}, gradients "
+        f"{1e3 * step.gradients:,.0f} ms; a sampled token {1e3 * token_s(plan, rates):,.2f} ms"
+    )
+
+
+def micro_batch(plan: Plan) -> StepShare:
+    """A device's share of a full micro-batch."""
+    rows = max(memory.MICRO_BATCH[plan.wanted.cuda], plan.wanted.context_of(plan.model))
+    return StepShare(rows // plan.degrees.context, recompute=plan.mode != "kept")
+
+
 def _exchanges(step: StepTime) -> str:
     """The shares of a step that exchanges between devices take, if they take any."""
     parts = {"tensor": step.tensor, "context": step.context, "gradients": step.gradients}
@@ -373,41 +403,6 @@ def _exchanges(step: StepTime) -> str:
     if step.base > step.total - step.gradients - 1e-9:
         shares.append("gathered layers take longer than all computation")
     return f"; exchanges at {LINK_SHARE:.0%} of the links: {', '.join(shares)}" if shares else ""
-
-
-LARGEST_SIDE, MEASURED_ROWS, MAX_WEIGHTS = 2048, 256, 16
-"""Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
-MEASURING_S = 0.3
-
-
-def measured_products(dtype: str, hidden: int, num_weights: int) -> tuple[float, float]:
-    """Measure the operations/s of a product with MEASURED_ROWS rows, and the bytes/s of weights of a product with one
-    row. Each measurement takes about MEASURING_S. Weights are packed for oneDNN if torch has it. There are no more
-    weights than the model has, since those of a small model stay in caches.
-    """
-    import torch
-
-    form, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE)
-    weights = [torch.randn(side, side).to(form) for _ in range(max(1, min(MAX_WEIGHTS, num_weights // side**2)))]
-    product: Callable[..., torch.Tensor] = torch.nn.functional.linear
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
-        product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
-
-    def product_s(rows: int) -> float:
-        x = torch.randn(rows, side).to(form)
-        for weight in weights:  # the first product compiles the kernel
-            product(x, weight)
-        times, begun = [], time.perf_counter()
-        while not times or time.perf_counter() - begun < MEASURING_S:
-            for weight in weights:
-                started = time.perf_counter()
-                product(x, weight)
-                times.append(time.perf_counter() - started)
-        return min(times)  # other processes delay some of the runs
-
-    with torch.inference_mode():
-        return 2 * MEASURED_ROWS * side**2 / product_s(MEASURED_ROWS), NUMBER_BYTES[dtype] * side**2 / product_s(1)
 
 
 def _rounded(value: float) -> str:

@@ -44,7 +44,7 @@ def run_ranks(settings: Settings, join: str, ranks: int | None, stopping: thread
     configure_logs(settings.log_level, settings.log_format)
     spec: dict[str, object] = {
         "join": join,
-        "key": _key(settings).hex(),
+        "key": rank_key(settings).hex(),
         "ranks": ranks or _gpus(),
         "base_models": {shape.name: shape.path for shape in base_models.resolve(settings.models, vision=False)},
         "patience_s": RAY_PATIENCE_S if once else math.inf,
@@ -95,7 +95,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _key(settings: Settings) -> bytes:
+def rank_key(settings: Settings) -> bytes:
+    """The key with which ranks join. Raises SettingsError if this machine has no signing secret."""
     directory: Path = settings.resolved_data_dir
     configured = settings.signing_secret.get_secret_value()
     if not configured and not (directory / SECRET_FILE).exists():

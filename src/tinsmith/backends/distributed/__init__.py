@@ -52,7 +52,8 @@ def read_machines(options: dict[str, str]) -> Machines | None:
     key, file = options.pop("rank_key", ""), options.pop("rank_address_file", "")
     if count == 1:
         return None
-    return Machines(count, host.strip("[]"), int(port), bytes.fromhex(key), partial(_write, Path(file)))
+    announce = partial(_write, Path(file)) if file else lambda _address: None
+    return Machines(count, host.strip("[]"), int(port), bytes.fromhex(key), announce)
 
 
 def _write(path: Path, address: str) -> None:

@@ -4,6 +4,9 @@
 a rank on another machine, started by `tinsmith rank`: it reads a line of JSON (`JoinSpec`) from standard input, joins
 rank 0, and exits when its input closes. Both receive commands and exit when the connection ends or a collective fails.
 Exit status 2 means that the engine refused this rank.
+
+With `measure` it is rank 0 of a group that is only measured: it reads a line of JSON (`MeasureSpec`) and prints one,
+for `plan.speed.Rates.read`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from tinsmith.backends.distributed import Degrees, Group, read_machines
 from tinsmith.backends.distributed.joining import Introduction, join, told, version
 from tinsmith.backends.distributed.processes import Link, exit_with
 from tinsmith.backends.distributed.rank import OtherMachine, Rank, serve
@@ -43,6 +47,34 @@ class JoinSpec:
     scratch: str
     base_models: dict[str, str]
     patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSpec:
+    """`options` are those of `read_machines`; the others describe the base model's matrix products."""
+
+    degrees: dict[str, int]
+    device: str
+    dtype: str
+    hidden: int
+    num_weights: int
+    timeout_s: float
+    options: dict[str, str]
+
+
+def print_rates() -> int:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    given = MeasureSpec(**json.loads(sys.stdin.readline()))
+    degrees = Degrees(**given.degrees)
+    machines = read_machines(given.options)
+    group = Group(degrees.devices, device=given.device, timeout_s=given.timeout_s, machines=machines)
+    try:
+        group.call("join", degrees)
+        found = group.call("measure", given.dtype, given.hidden, given.num_weights)[0]
+    finally:
+        group.close()
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0
 
 
 def main() -> int:
@@ -90,9 +122,9 @@ def _exit_with_input() -> None:
 
 def _run() -> int:
     try:
-        return main()
+        return print_rates() if sys.argv[1:] == ["measure"] else main()
     except SettingsError as error:
-        log.error("this rank cannot join", error=str(error))
+        log.error("these ranks cannot run", error=str(error))
         return 2
     except (TimeoutError, EOFError) as error:
         log.warning("no engine has taken this rank", error=str(error))

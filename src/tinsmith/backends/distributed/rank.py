@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from tinsmith.backends import MicroBatches
+from tinsmith.backends.distributed.measuring import measure
 from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.ranks import Ranks
@@ -36,7 +37,7 @@ from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
 RANK_COMMANDS = frozenset(
     {
         "join", "load", "assemble", "load_model", "begin_passes", "run_micro_batch", "abandon_passes", "load_version",
-        "step", "digest", "open_sampler", "place", "discard",
+        "step", "digest", "open_sampler", "place", "discard", "measure",
     }
 )  # fmt: skip
 BACKEND_COMMANDS = frozenset(
@@ -139,6 +140,10 @@ class Rank:
     def join(self, degrees: Degrees) -> None:
         self._loaded = None
         self._ranks = Ranks(degrees, self._rank, self._device, self._timeout_s)
+
+    def measure(self, dtype: str, hidden: int, num_weights: int) -> list[list[float]]:
+        assert self._ranks is not None
+        return measure(self._ranks, dtype, hidden, num_weights)
 
     def load(self, shape: ModelShape, options: Mapping[str, str]) -> None:
         """Called on one rank after the other: the host holds one whole model at a time."""

@@ -110,6 +110,13 @@ class Ranks:
             dist.all_gather(parts, x.contiguous(), group=self._tensor)
         return torch.cat(parts, -1)
 
+    def gather_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers shares of x from the ranks with the same heads and columns, as a sharded layer is."""
+        gathered = torch.empty_like(x)
+        with self._naming("a gathering"):
+            dist.all_gather_single(gathered, x[: len(x) // self.degrees.groups], group=self._replicas)
+        return gathered
+
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The first tensor rank's value, on all of them."""
         return self._broadcast(x, self.degrees.tensor_group(self.group_index), self._tensor)
