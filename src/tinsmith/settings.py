@@ -106,8 +106,8 @@ class Settings(BaseSettings):
     resident_model_bytes."""
 
     peer_host: str = "127.0.0.1"
-    """Address at which dedicated samplers, and ranks on other machines, reach this machine's engines. Not encrypted:
-    use a private network."""
+    """Address at which dedicated samplers and other ranks reach this machine's engines. Not encrypted: use a private
+    network."""
 
     models: tuple[str, ...] = ()
     """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
@@ -146,11 +146,10 @@ class Settings(BaseSettings):
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
 
     machines: int = Field(default=1, ge=1)
-    """Machines of one engine, with equally many devices each; the others run `tinsmith rank`
-    (docs/howto/several-devices.md)."""
+    """Machines of one engine; all but the first run `tinsmith rank` (docs/howto/several-devices.md)."""
 
     rank_port: int = Field(default=29500, ge=0, le=65535)
-    """Port of peer_host at which an engine with several machines accepts their ranks; 0 takes a free one."""
+    """Port of peer_host at which ranks of other machines join; 0 takes a free one."""
 
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""

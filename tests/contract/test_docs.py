@@ -25,6 +25,7 @@ FLAGS = {
         "--host",
         "--port",
         "--health-port",
+        *("--machines", "--peer-host"),
         "--data-dir",
         "--device",
         "--dtype",
@@ -46,7 +47,9 @@ FLAGS = {
     "doctor": {
         *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
         *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--shard-base", "--json"),
+        *("--machines", "--measure"),
     },
+    "rank": {"--join", "--ranks", "--model", "-m", "--data-dir"},
     "bench": {"--url", "--model", "--key", "--dialect", "--runs", "--rank", "--timeout", "--json"},
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
@@ -84,7 +87,7 @@ FLAGS = {
         *("--sampler-cpus", "--sampler-gpus", "--sampler-resource"),
         *("--batch-worker-cpus", "--batch-worker-gpus", "--batch-worker-resource"),
         *("--tokens-per-engine", "--tokens-per-sampler", "--batches-per-worker", "--up-after", "--down-after"),
-        *("--model", "-m", "--backend", "--data-dir", "--json"),
+        *("--model", "-m", "--backend", "--machines", "--data-dir", "--json"),
     },
     "status": {"--ray", "--data-dir", "--json"},
     "down": {"--ray", "--data-dir", "--patience", "--json"},
@@ -140,7 +143,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 36_600
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 36_840
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -189,10 +189,8 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Devices that share each sequence in training. Default: chosen.")
     ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
-    machines: Annotated[int | None, typer.Option(help="Machines of the devices. Default: one for each 8.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Start the plan's ranks, without the model, and measure their devices.")
-    ] = False,
+    machines: Annotated[int | None, typer.Option(help="Machines of these devices.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Start the plan's ranks and measure them.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""

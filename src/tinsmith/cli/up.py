@@ -56,8 +56,8 @@ Address = Annotated[
     ),
 ]
 Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="Number of processes; scaled by waiting work.")]
-Cpus = Annotated[float, typer.Option(min=0, help="CPUs and threads of each, on each of its machines.")]
-Gpus = Annotated[float, typer.Option(min=0, help="GPUs of each, on each of its machines.")]
+Cpus = Annotated[float, typer.Option(min=0, help="CPUs and threads of each.")]
+Gpus = Annotated[float, typer.Option(min=0, help="GPUs of each, on one node.")]
 Others = Annotated[
     list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Other Ray resources of each; repeat it.")
 ]
@@ -72,7 +72,9 @@ def up(  # noqa: PLR0913 - one parameter a flag
     engine_cpus: Cpus = 1.0,
     engine_gpus: Gpus = 0.0,
     engine_resource: Others = None,
-    machines: Annotated[int | None, typer.Option(min=1, help="Machines of each engine, for its ranks.")] = None,
+    machines: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of each engine, with these resources each.")
+    ] = None,
     sampler_cpus: Cpus = 1.0,
     sampler_gpus: Gpus = 0.0,
     sampler_resource: Others = None,

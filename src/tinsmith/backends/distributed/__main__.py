@@ -25,6 +25,7 @@ import torch
 
 from tinsmith.backends.distributed import Degrees, Group, read_machines
 from tinsmith.backends.distributed.joining import Introduction, join, told, version
+from tinsmith.backends.distributed.measuring import MeasureSpec
 from tinsmith.backends.distributed.processes import Link, exit_with
 from tinsmith.backends.distributed.rank import OtherMachine, Rank, serve
 from tinsmith.backends.distributed.ranks import join_process_group, open_store
@@ -47,19 +48,6 @@ class JoinSpec:
     scratch: str
     base_models: dict[str, str]
     patience_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureSpec:
-    """`options` are those of `read_machines`; the others describe the base model's matrix products."""
-
-    degrees: dict[str, int]
-    device: str
-    dtype: str
-    hidden: int
-    num_weights: int
-    timeout_s: float
-    options: dict[str, str]
 
 
 def print_rates() -> int:

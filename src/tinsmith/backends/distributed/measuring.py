@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -23,6 +24,19 @@ LARGE = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Numbers of a large collective, in float32."""
 
 REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSpec:
+    """`options` are those of `read_machines`; the others describe the base model's matrix products."""
+
+    degrees: dict[str, Any]
+    device: str
+    dtype: str
+    hidden: int
+    num_weights: int
+    timeout_s: float
+    options: dict[str, str]
 
 
 def measure(ranks: Ranks, dtype: str, hidden: int, num_weights: int) -> list[list[float]]:

@@ -120,7 +120,7 @@ class RayCluster:
             leader = partial(_join_address, name) if index else None
             with contextlib.suppress(ValueError):  # another process has started it
                 remote: Any = ray.remote(Shell)
-                remote.options(**options).remote(*given, get_node_ip_address, leader)
+                remote.options(**options).remote(*given, get_node_ip_address, leader=leader)
 
     def drain(self, name: str) -> None:
         shell = _actor(name)
@@ -238,8 +238,8 @@ def _join_address(engine: str) -> str:
     """Where an engine accepts ranks of other machines; empty while it does not."""
     with contextlib.suppress(*SILENT):
         if (shell := _actor(engine)) is not None:
-            answer: Any = shell.state.remote()
-            return str(ray.get(answer, timeout=ANSWER_S)["join"])
+            answer: Any = ray.get(shell.state.remote(), timeout=ANSWER_S)
+            return str(answer["join"])
     return ""
 
 

@@ -57,8 +57,8 @@ class Shell:
         settings: Mapping[str, object],
         signing_key: bytes = b"",
         address: Callable[[], str] | None = None,
-        leader: Callable[[], str] | None = None,
         command: Sequence[str] = COMMAND,
+        leader: Callable[[], str] | None = None,
     ) -> None:
         """The process has its own data directory on this node: `name` below that of `settings`. `address` returns the
         node's address in the cluster. With `leader`, which returns where its engine accepts ranks, or "", the process
