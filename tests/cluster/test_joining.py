@@ -9,18 +9,23 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tinker
 import torch
+from tinker import types
 
 from support import ranked, tiny_models
-from support.live import free_port
+from support.live import API_KEY, environment, free_port, serving
+from support.random_data import random_data
 from tinsmith.auth.signing import RANKS, Signer
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, joining
@@ -243,7 +248,7 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
             many.save_version("v1", tmp_path / "version")
             many.load_version("again", tmp_path / "version")
             ranked.sample_alike(one, many)
-            (rank,) = _ranks_of_this_process()
+            (rank,) = _ranks_of(os.getpid())
             os.kill(rank, signal.SIGKILL)
             assert lost.wait(PATIENCE_S), "without a call"
             with pytest.raises(RanksLostError):
@@ -252,10 +257,9 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
             group.close()
 
 
-def _ranks_of_this_process() -> list[int]:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    threads = Path("/proc/self/task").glob("*/children")
-    pids = {int(pid) for path in threads for pid in path.read_text().split()} | {int(pid) for pid in children}
+def _ranks_of(parent: int) -> list[int]:
+    threads = Path(f"/proc/{parent}/task").glob("*/children")
+    pids = [int(pid) for path in threads for pid in path.read_text().split()]
     name = b"tinsmith.backends.distributed"
     return [pid for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -276,3 +280,40 @@ def test_base_models_that_differ_between_machines_are_refused(tmp_path: Path, fi
                 ranked.load(shape, group, Degrees(2))
         finally:
             group.close()
+
+
+@pytest.mark.extended
+def test_a_run_outlives_the_loss_of_a_machine_without_ray(tmp_path: Path) -> None:
+    """`tinsmith serve --machines 2` and `tinsmith rank`, whose process is killed between steps."""
+    port = free_port()
+    given = {"RANK_PORT": str(port), "SIGNING_SECRET": SECRET, "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+    command = [sys.executable, "-m", "tinsmith.cli", "rank", "--join", f"127.0.0.1:{port}", "--ranks", "1"]
+    there = environment(tmp_path / "there", given)
+    with subprocess.Popen([*command, "--data-dir", str(tmp_path / "there")], env=there) as other:
+        try:
+            with (
+                serving(tmp_path / "here", "--machines", "2", "--data-parallel", "2", settings=given) as server,
+                tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+            ):
+                undisturbed = _train(service, lambda: None)
+                (first,) = _ranks_of(other.pid)
+                disturbed = _train(service, lambda: os.kill(first, signal.SIGKILL))
+                assert np.abs(np.array(disturbed) - undisturbed).max() < 1e-4 and len(set(undisturbed)) == 6
+                assert _ranks_of(other.pid) not in ([], [first])
+        finally:
+            other.terminate()
+        assert other.wait(PATIENCE_S) == 0
+
+
+def _train(service: tinker.ServiceClient, disturb: Callable[[], None]) -> list[float]:
+    model = service.create_lora_training_client("tinsmith/nano", rank=4, seed=1).result(timeout=240)
+    data = random_data(np.random.default_rng(0), (12, 30, 7), 200)
+    found: list[float] = []
+    for step in range(6):
+        passed = model.forward_backward(data, "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-6))
+        found.append(passed.result(timeout=240).metrics["loss:sum"])
+        stepped.result(timeout=240)
+        if step == 2:
+            disturb()
+    return found

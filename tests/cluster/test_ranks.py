@@ -41,7 +41,7 @@ from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload
-from tinsmith.plan.speed import StepShare, gathered, summed, traffic
+from tinsmith.plan.speed import StepShare, calls, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
@@ -135,6 +135,8 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(
     work = StepShare(rows=48 // degrees.groups, recompute=False)
     expected = traffic(read_directory(Path(shape.path)), wanted, degrees, work)
     assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
+    # The number of collectives matters where each is slow: the estimate leaves out some of the smallest.
+    assert 0.5 < sum(calls(read_directory(Path(shape.path)), degrees, work)) / len(sent) <= 1.5
 
 
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
