@@ -31,7 +31,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, evaluate, needs_of, problem_of
-from tinsmith.plan.speed import DEVICES, Exchange, Rates, StepShare, calls, step_time, token_s, traffic
+from tinsmith.plan.speed import DEVICES, LinkRate, Rates, StepShare, calls, step_time, token_s, traffic
 from tinsmith.settings import Settings
 
 GPU = 80 * 10**9
@@ -542,7 +542,7 @@ def test_measured_rates_enter_the_time_of_a_step() -> None:
     model = known("Qwen3-8B")
     wanted = Workload(8, GPU)
     work = StepShare(4096)
-    rates = Rates(1e14, 1e12, *(Exchange(2e9, 1e-3) for _ in range(4)))
+    rates = Rates(1e14, 1e12, *(LinkRate(2e9, 1e-3) for _ in range(4)))
     for degrees in (Degrees(4, 2), Degrees(2, 2, context=2), Degrees(8, shard_base=True)):
         plan = evaluate(model, wanted, degrees)
         step, sent, times = (
@@ -555,7 +555,7 @@ def test_measured_rates_enter_the_time_of_a_step() -> None:
         numbers = ((sent.tensor + sent.logits, times.tensor + times.logits), *zip(sent[2:], times[2:], strict=True))
         assert found == pytest.approx([num_bytes / 2e9 + 1e-3 * count for num_bytes, count in numbers])
         assert (times.tensor > 0) == (degrees.tensor > 1) and (times.base > 0) == degrees.shard_base
-        faster = [rates._replace(**{name: Exchange(4e9, 5e-4)}) for name in Rates._fields[2:]]
+        faster = [rates._replace(**{name: LinkRate(4e9, 5e-4)}) for name in Rates._fields[2:]]
         halved = [
             name for name, one in zip(Rates._fields[2:], faster, strict=True) if step_time(plan, one, work) != step
         ]
@@ -572,7 +572,7 @@ def test_the_doctor_measures_the_ranks_of_its_plan(tmp_path: Path) -> None:
     assert 1e6 < rates.operations_s < 1e16 and 1e5 < rates.memory_bytes_s < 1e14
     for measured in (rates.tensor, rates.gradients):
         assert 1e4 < measured.bytes_s < 1e13 and 0 < measured.latency_s < 60
-    assert rates.context == rates.base == Exchange()
+    assert rates.context == rates.base == LinkRate()
     measurement, prediction = report.measured_speed(plan, rates)
     assert "sums of a tensor group" in measurement and "exchanges" not in measurement
     step = step_time(plan, rates, report.micro_batch(plan))

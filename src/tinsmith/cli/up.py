@@ -100,24 +100,13 @@ def up(  # noqa: PLR0913 - one parameter a flag
     settings = load({name: value for name, value in given.items() if value is not None})
     _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
+    engine = replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
+    sampler = _of(sampler_cpus, sampler_gpus, sampler_resource)
+    worker = _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource)
     roles = {
-        ENGINE: _role(
-            "--engines",
-            engines,
-            tokens_per_engine,
-            after,
-            replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines),
-        ),
-        SAMPLER: _role(
-            "--samplers", samplers, tokens_per_sampler, after, _of(sampler_cpus, sampler_gpus, sampler_resource)
-        ),
-        BATCH_WORKER: _role(
-            "--batch-workers",
-            batch_workers,
-            batches_per_worker,
-            after,
-            _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource),
-        ),
+        ENGINE: _role("--engines", engines, tokens_per_engine, after, engine),
+        SAMPLER: _role("--samplers", samplers, tokens_per_sampler, after, sampler),
+        BATCH_WORKER: _role("--batch-workers", batch_workers, batches_per_worker, after, worker),
     }
     fleet = _fleet(settings, roles)
     if ray == LOCAL:

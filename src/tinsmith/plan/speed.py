@@ -35,9 +35,9 @@ class Device:
         """What ranks of the plan are assumed to reach on devices of this kind."""
         degrees, here = plan.degrees, plan.wanted.devices // plan.wanted.num_machines
 
-        def among(span: int) -> Exchange:
+        def among(span: int) -> LinkRate:
             """Among so many neighbouring devices."""
-            return Exchange(LINK_SHARE * (self.link if span <= here else self.network) * 1e9)
+            return LinkRate(LINK_SHARE * (self.link if span <= here else self.network) * 1e9)
 
         return Rates(
             TRAINING_SHARE * self.tflops * 1e12,
@@ -49,7 +49,7 @@ class Device:
         )
 
 
-class Exchange(NamedTuple):
+class LinkRate(NamedTuple):
     """The collectives of a group: bytes/s that a rank sends, and seconds of each in addition."""
 
     bytes_s: float = math.inf
@@ -66,16 +66,16 @@ class Rates(NamedTuple):
 
     operations_s: float
     memory_bytes_s: float
-    tensor: Exchange
-    context: Exchange
-    base: Exchange
-    gradients: Exchange
+    tensor: LinkRate
+    context: LinkRate
+    base: LinkRate
+    gradients: LinkRate
 
     @classmethod
     def read(cls, fields: Sequence[Sequence[float]]) -> Rates:
         """From plain numbers: those of the device, then of each exchange."""
         (operations_s, bytes_s), *exchanges = fields
-        return cls(operations_s, bytes_s, *(Exchange(*each) for each in exchanges))
+        return cls(operations_s, bytes_s, *(LinkRate(*each) for each in exchanges))
 
 
 DEVICES = (

@@ -17,7 +17,7 @@ import torch
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.plan.measured import measured_products, settle
-from tinsmith.plan.speed import Exchange, Rates, gathered, summed
+from tinsmith.plan.speed import LinkRate, Rates, gathered, summed
 
 SMALL = 64
 LARGE = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -60,13 +60,13 @@ def _exchanged(ranks: Ranks) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _measured(
     ranks: Ranks, collective: Callable[[torch.Tensor], object], size: int, sent: Callable[[float, int], float]
-) -> Exchange:
+) -> LinkRate:
     """`size` ranks take part; `sent` counts the bytes that one sends."""
     if size == 1:
-        return Exchange()
+        return LinkRate()
     large = LARGE[ranks.device.type] // size * size
     latency_s, whole_s = (_seconds(ranks, collective, number) for number in (SMALL * size, large))
-    return Exchange(sent(4 * large, size) / max(whole_s - latency_s, whole_s / 2), latency_s)
+    return LinkRate(sent(4 * large, size) / max(whole_s - latency_s, whole_s / 2), latency_s)
 
 
 def _seconds(ranks: Ranks, collective: Callable[[torch.Tensor], object], numbers: int) -> float:
