@@ -6,7 +6,9 @@ refused. `docs/settings.md` is generated from the docstrings of the fields.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
 import os
 import re
 import sys
@@ -34,6 +36,12 @@ RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "R
 
 HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
 """glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a network interface."""
+
+RANK_ADDRESS_FILE = "ranks.address"
+"""The file of an engine's data directory with the address at which ranks of other machines join."""
 
 KEPT_PRODUCTS = 128
 """Most compiled matrix products in an engine's caches."""
@@ -98,7 +106,8 @@ class Settings(BaseSettings):
     resident_model_bytes."""
 
     peer_host: str = "127.0.0.1"
-    """Address at which dedicated samplers reach this machine's engines. Not encrypted: use a private network."""
+    """Address at which dedicated samplers and other ranks reach this machine's engines. Not encrypted: use a private
+    network."""
 
     models: tuple[str, ...] = ()
     """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
@@ -144,6 +153,12 @@ class Settings(BaseSettings):
 
     shard_base: bool = False
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
+
+    machines: int = Field(default=1, ge=1)
+    """Machines of one engine; all but the first run `tinsmith rank` (docs/howto/several-devices.md)."""
+
+    rank_port: int = Field(default=29500, ge=0, le=65535)
+    """Port of peer_host at which ranks of other machines join; 0 takes a free one."""
 
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
@@ -346,9 +361,19 @@ class Settings(BaseSettings):
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        degrees = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
-        several = max(*degrees, self.expert_parallel) > 1 or self.shard_base
+        several = self.num_ranks > 1 or self.expert_parallel > 1 or self.shard_base or self.machines > 1
         return "sharded" if self.backend == "torch" and several else self.backend
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the given degrees."""
+        degrees = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        return math.prod(max(1, degree) for degree in degrees)
+
+    @property
+    def rank_peer(self) -> str:
+        """This machine's address for an engine's ranks on other machines; empty without any."""
+        return self.peer_host if self.machines > 1 else ""
 
     @property
     def resolved_data_dir(self) -> Path:
@@ -435,10 +460,11 @@ def load(given: dict[str, object]) -> Settings:
         raise SettingsError(_in_words(error)) from None
 
 
-def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False) -> dict[str, str]:
+def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "") -> dict[str, str]:
     """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
     the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
-    the environment, at import. The other variables are chosen by measurement:
+    the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
+    address `peer`. The other variables are chosen by measurement:
 
     - OpenMP threads spin for microseconds before they sleep. The default of milliseconds takes cores from other
       processes (a 32-token step beside another engine on two cores: 1,200 ms against 29); without spinning, large steps
@@ -452,11 +478,31 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False)
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
     metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
     own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP}
-    # The ranks of an engine are on one machine and must not listen elsewhere.
-    own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform == "linux" else {}
+    interface = network_interface(peer) if peer else "lo"
+    if interface and sys.platform == "linux":  # ranks must not listen elsewhere
+        own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
     credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
     return {**own, **kept, **needed, **metered, **credentials}
+
+
+def network_interface(host: str) -> str:
+    """Return the name of this machine's interface with the address `host`; empty if none has it, or for IPv6."""
+    import fcntl
+    import socket
+    import struct
+
+    try:
+        wanted = socket.inet_aton(socket.gethostbyname(host))
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == wanted:
+                    return name
+    return ""
 
 
 def worker_environment() -> dict[str, str]:

@@ -48,7 +48,7 @@ from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload, needs_of
 from tinsmith.plan.memory import base_bytes
-from tinsmith.plan.speed import StepShare, gathered, summed, traffic
+from tinsmith.plan.speed import StepShare, calls, gathered, summed, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -185,6 +185,8 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monke
     work = StepShare(rows=48 // degrees.groups, recompute=False)
     expected = traffic(read_directory(Path(many.own._base.shape.path)), wanted, degrees, work)
     assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
+    # The number of collectives matters where each is slow: the estimate leaves out some of the smallest.
+    assert 0.5 < sum(calls(read_directory(Path(shape.path)), degrees, work)) / len(sent) <= 1.5
 
 
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(

@@ -313,11 +313,11 @@ def test_every_value_of_a_setting_is_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_command_that_is_named_exists() -> None:
     found = list(commands())
-    assert {command[0] for command in found} == {"serve", "keys"}
+    assert {command[0] for command in found} == {"serve", "keys", "rank"}
     for command in found:
         flags = {word for word in command if word.startswith("-")}
-        if command[0] == "serve":
-            assert flags <= FLAGS["serve"], command
+        if command[0] in FLAGS:
+            assert flags <= FLAGS[command[0]], command
             roles = [after for word, after in itertools.pairwise(command) if word == "--role"]
             assert set(roles) <= {"server", "engine", "sampler", "batch-worker"}
         else:

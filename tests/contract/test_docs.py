@@ -25,6 +25,7 @@ FLAGS = {
         "--host",
         "--port",
         "--health-port",
+        *("--machines", "--peer-host"),
         "--data-dir",
         "--device",
         "--dtype",
@@ -49,9 +50,9 @@ FLAGS = {
     "doctor": {
         *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
         *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--expert-parallel"),
-        "--pipeline-parallel",
-        *("--shard-base", "--json"),
+        *("--pipeline-parallel", "--shard-base", "--json", "--machines", "--measure"),
     },
+    "rank": {"--join", "--ranks", "--model", "-m", "--data-dir"},
     "bench": {"--url", "--model", "--key", "--dialect", "--runs", "--rank", "--timeout", "--json"},
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
@@ -89,7 +90,7 @@ FLAGS = {
         *("--sampler-cpus", "--sampler-gpus", "--sampler-resource"),
         *("--batch-worker-cpus", "--batch-worker-gpus", "--batch-worker-resource"),
         *("--tokens-per-engine", "--tokens-per-sampler", "--batches-per-worker", "--up-after", "--down-after"),
-        *("--model", "-m", "--backend", "--data-dir", "--json"),
+        *("--model", "-m", "--backend", "--machines", "--data-dir", "--json"),
     },
     "status": {"--ray", "--data-dir", "--json"},
     "down": {"--ray", "--data-dir", "--patience", "--json"},

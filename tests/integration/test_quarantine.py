@@ -369,7 +369,7 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
             connection.execute(MODELS.update().values(engine_id=None))  # the bench's engine has settled them
         (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
-        seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00"}
+        seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00", "rank_key": "00"}
         spec = json.dumps({**seat, "settings": settings, "log": str(tmp_path / "engine.log")}) + "\n"
         statuses: list[int] = []
         while bench.outcome(guilty) is None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -26,12 +28,14 @@ from support.known_models import DOCUMENT, KNOWN, Known, render
 from tinsmith.backends.torch import backend
 from tinsmith.cli import main as cli
 from tinsmith.cli import plan as report
+from tinsmith.cli.doctor import measured_rates
 from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, evaluate, needs_of, problem_of
-from tinsmith.plan.speed import DEVICES, StepShare, step_time, token_s
+from tinsmith.plan.speed import DEVICES, LinkRate, Rates, StepShare, calls, step_time, token_s, traffic
+from tinsmith.settings import Settings
 
 GPU = 80 * 10**9
 REFUSED = {"gemma4_text", "mimo_v2_flash"}
@@ -577,6 +581,110 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(
     assert "Nothing fits. Closest configuration: data parallel" in done.stdout
     verb, *recommended = told["command"].split()[1:]
     assert verb == "serve" or doctor(*recommended).exit_code == 0
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The arguments of a command line of `tinsmith`, as the command itself parses them."""
+    name, *rest = words
+    command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    return command.make_context(name, rest).params
+
+
+@pytest.mark.parametrize(
+    ("flags", "machines", "here"),
+    [("--gpus 1", 1, 1), ("--gpus 8", 1, 8), ("--gpus 16", 2, 8), ("--gpus 4 --machines 2 --dtype bfloat16", 2, 2)],
+)
+def test_the_doctor_prints_the_commands_that_launch_its_plan(
+    flags: str, machines: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each printed command is parsed by the command that it calls, and its settings by `Settings`."""
+    model = "Qwen/Qwen3-8B" if flags == "--gpus 1" else "Qwen/Qwen3-32B"
+    told = json.loads(doctor(model, "--memory", "80GB", *flags.split(), "--json").stdout)
+    done = doctor(model, "--memory", "80GB", *flags.split())
+    assert all(f"  {place}: {line}" in done.stdout for place, line in told["launches"].items())
+    tool, *serve = shlex.split(told["command"])
+    first = parsed(serve)
+    assert tool == "tinsmith" and (first["machines"] or 1) == machines
+    names = ("data_parallel", "tensor_parallel", "context_parallel", "shard_base")
+    degrees = {name: told[name] for name in names}
+    assert {name: first[name] or type(degrees[name])(name != "shard_base") for name in names} == degrees
+
+    def set_up(words: list[str]) -> list[str]:
+        """Set the variables before a command, and return the command."""
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            monkeypatch.setenv(name, value)
+        return words
+
+    tool, *up = set_up(shlex.split(told["launches"]["Ray"]))
+    reserved = parsed(up)
+    assert tool == "tinsmith" and reserved["engine_gpus"] == here and (reserved["machines"] or 1) == machines
+    settings = Settings(machines=machines)
+    assert settings.num_ranks == told["wanted"]["devices"] == machines * here
+    assert settings.dtype == ("bfloat16" if "--dtype" in flags else "auto")
+    sky = shlex.split(told["launches"]["SkyPilot"])
+    assert sky[:5] == ["sky", "launch", "-c", "tinsmith", "deploy/skypilot/tinsmith.yaml"]
+    assert sky[sky.index("--gpus") + 1] == f"H100:{here}"
+    assert ("--num-nodes" in sky) == (machines > 1) and (machines == 1 or sky[sky.index("--num-nodes") + 1] == "2")
+    rented = [sky[index + 1] for index, word in enumerate(sky) if word == "--env"]
+    assert set_up([*rented, "end"]) == ["end"] and Settings().models == (model,)
+    assert Settings().num_ranks == machines * here
+    if machines > 1:
+        other = parsed(shlex.split(told["launches"]["other machines"])[1:])
+        assert (other["join"], other["ranks"], other["models"]) == (f"{first['peer_host']}:29500", here, [model])
+
+
+def test_a_tensor_group_stays_on_one_machine() -> None:
+    found = doctor("Qwen/Qwen3-32B", "--gpus", "12", "--memory", "80GB", "--tensor-parallel", "4")
+    assert "tensor parallel 4 does not divide the 6 devices of a machine" in str(found.exception)
+    spread = ("Qwen/Qwen3-32B", "--gpus", "8", "--memory", "80GB", "--machines")
+    assert json.loads(doctor(*spread, "4", "--json").stdout)["tensor_parallel"] <= 2
+    refused = doctor(*spread, "8", "--tensor-parallel", "2")
+    assert "tensor parallel 2 does not divide the 1 devices of a machine" in str(refused.exception)
+    assert "--machines is 3" in str(doctor(*spread, "3").exception)
+    for degrees in candidates(known("Qwen3-32B"), 12):
+        assert 6 % degrees.tensor == 0, "two machines have six devices each"
+
+
+def test_measured_rates_enter_the_time_of_a_step() -> None:
+    model = known("Qwen3-8B")
+    wanted = Workload(8, GPU)
+    work = StepShare(4096)
+    rates = Rates(1e14, 1e12, *(LinkRate(2e9, 1e-3) for _ in Rates._fields[2:]))
+    for degrees in (Degrees(4, 2), Degrees(2, 2, context=2), Degrees(8, shard_base=True), Degrees(2, pipeline=4)):
+        plan = evaluate(model, wanted, degrees)
+        step, sent, times = (
+            step_time(plan, rates, work),
+            traffic(model, wanted, degrees, work),
+            calls(model, degrees, work),
+        )
+        assert step.compute == pytest.approx(6 * model.num_active * 4096 / degrees.group_size / 1e14)
+        found = (step.tensor, step.context, step.stages, step.base, step.gradients, step.experts)
+        numbers = ((sent.tensor + sent.logits, times.tensor + times.logits), *zip(sent[2:], times[2:], strict=True))
+        assert found == pytest.approx([num_bytes / 2e9 + 1e-3 * count for num_bytes, count in numbers])
+        assert (times.tensor > 0) == (degrees.tensor > 1) and (times.base > 0) == degrees.shard_base
+        faster = [rates._replace(**{name: LinkRate(4e9, 5e-4)}) for name in Rates._fields[2:]]
+        halved = [
+            name for name, one in zip(Rates._fields[2:], faster, strict=True) if step_time(plan, one, work) != step
+        ]
+        assert halved == [name for name, value in zip(Rates._fields[2:], found, strict=True) if value]
+    assert token_s(evaluate(model, wanted, Degrees(8)), rates) == pytest.approx(2 * model.num_active / 1e12)
+
+
+@pytest.mark.extended
+def test_the_doctor_measures_the_ranks_of_its_plan(tmp_path: Path) -> None:
+    """Two processes: what is printed is what the formula gives for what they measured."""
+    plan = report.plan_of(report.PlanRequest("tinsmith/nano", tensor_parallel=2, dtype="float32"))
+    assert plan.wanted.devices == 2 and not plan.wanted.cuda
+    rates = measured_rates(Settings(data_dir=tmp_path), plan)
+    assert 1e6 < rates.operations_s < 1e16 and 1e5 < rates.memory_bytes_s < 1e14
+    for measured in (rates.tensor, rates.gradients):
+        assert 1e4 < measured.bytes_s < 1e13 and 0 < measured.latency_s < 60
+    assert rates.context == rates.base == LinkRate()
+    measurement, prediction = report.measured_speed(plan, rates)
+    assert "sums of a tensor group" in measurement and "exchanges" not in measurement
+    step = step_time(plan, rates, report.micro_batch(plan))
+    assert step.tensor > 0 and f"takes about {1e3 * step.total:,.0f} ms" in prediction
 
 
 def doctor(*words: str) -> Result:

@@ -19,6 +19,8 @@ from tinsmith.errors import SettingsError
 
 SECRET_BYTES = 32
 SECRET_FILE = "signing.key"
+RANKS = "ranks"
+"""The purpose of the key with which ranks on other machines join their engine."""
 
 
 class Signer:

@@ -1,21 +1,28 @@
-"""`tinsmith doctor`: checks the machine and the settings without starting a server or loading a model."""
+"""`tinsmith doctor`: checks the machine and the settings without starting a server or loading a model. With
+`--measure`, it starts the ranks of a plan, without the model, and measures them.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tinsmith import base_models
+from tinsmith.cli.rank import rank_key
 from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
-from tinsmith.settings import Settings
+from tinsmith.plan.degrees import Plan
+from tinsmith.plan.speed import Rates
+from tinsmith.settings import Settings, engine_environment
 
 GIBIBYTE = 1024**3
 SMALLEST_DISK_BYTES = GIBIBYTE
@@ -103,3 +110,35 @@ def _models(settings: Settings) -> Iterator[Finding]:
         )
         name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
         yield Finding(True, "sampler", f"{name} for {shape.name}: {reason}")
+
+
+def measured_rates(settings: Settings, plan: Plan) -> Rates:
+    """Start the plan's ranks in a process of their own, and measure them. Ranks of other machines are awaited. Raises
+    SettingsError if they cannot run.
+    """
+    wanted, model = plan.wanted, plan.model
+    settings = settings.model_copy(update={"machines": wanted.num_machines})
+    options = {"machines": str(settings.machines), "rank_address": f"{settings.peer_host}:{settings.rank_port}"}
+    if settings.machines > 1:
+        options["rank_key"] = rank_key(settings).hex()
+    spec = {
+        "degrees": asdict(plan.degrees),
+        "device": "cuda" if wanted.cuda else "cpu",
+        "dtype": wanted.dtype,
+        "hidden": model.hidden,
+        "num_weights": model.num_active,
+        "timeout_s": settings.rank_timeout_s,
+        "options": options,
+    }
+    command = [sys.executable, "-m", "tinsmith.backends.distributed", "measure"]
+    done = subprocess.run(
+        command,
+        input=json.dumps(spec) + "\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        env=engine_environment(peer=settings.rank_peer),
+        check=False,
+    )
+    if done.returncode:
+        raise SettingsError("--measure: the ranks of the plan cannot run here; the lines above have the reason")
+    return Rates.read(json.loads(done.stdout.splitlines()[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import signal
 import sys
 import threading
 import time
@@ -58,7 +59,7 @@ SERVE_OPTIONS = {
         *("sampler", "sampler_url", "sampler_options", "sampler_loaded_adapters", "sampler_sequences"),
         "kv_cache_bytes",
     ),
-    "Processes and addresses": ("role", "engines", "samplers", "host", "port", "health_port"),
+    "Processes and addresses": ("role", "engines", "samplers", "machines", "host", "port", "health_port", "peer_host"),
     "Storage": ("data_dir", "database_url", "storage_dir"),
     "Sessions": ("session_timeout_s", "session_sweep_s"),
     "Output": ("log_level",),
@@ -156,6 +157,22 @@ def demo(
 
 @app.command()
 @settings_options("models", "data_dir")
+def rank(
+    given: dict[str, object],
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the engine accepts ranks.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one for each GPU.")] = None,
+) -> None:
+    """Run this machine's ranks of an engine on another machine."""
+    from tinsmith.cli.rank import run_ranks
+
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _signal, _frame: stopping.set())
+    raise typer.Exit(run_ranks(load(given), join, ranks, stopping, once=False))
+
+
+@app.command()
+@settings_options("models", "data_dir")
 def doctor(  # noqa: PLR0913 - one parameter a flag
     given: dict[str, object],
     place: Annotated[
@@ -183,6 +200,8 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         int | None, typer.Option(help="Stages of layers, each on a device. Default: chosen.")
     ] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
+    machines: Annotated[int | None, typer.Option(help="Machines of these devices.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Start the plan's ranks and measure them.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""
@@ -192,8 +211,8 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
         asked = replace(asked, context_parallel=context_parallel, expert_parallel=expert_parallel)
-        asked = replace(asked, pipeline_parallel=pipeline_parallel)
-        _show_plan(asked, as_json=as_json)
+        asked = replace(asked, pipeline_parallel=pipeline_parallel, machines=machines)
+        _show_plan(asked, load(given) if measure else None, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
@@ -244,14 +263,21 @@ def bench(
         raise typer.Exit(1)
 
 
-def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
+def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) -> None:
+    """With `measured`, the settings of the ranks, these are started and measured."""
     from tinsmith.cli import plan as report
+    from tinsmith.cli.doctor import measured_rates
     from tinsmith.cli.plan import plan_of
 
     plan = plan_of(asked)
+    if measured is not None and plan.fits:
+        speeds = list(report.measured_speed(plan, measured_rates(measured, plan)))
+    else:
+        speeds = list(report.speeds(plan))
     advice, command = report.recommended(asked, plan)
     if as_json:
-        _print_json(report.as_json(plan) | {"advice": advice, "command": command, "speeds": list(report.speeds(plan))})
+        found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
+        _print_json(found | {"launches": report.launches(asked, plan)})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
     table = Table("memory of each device", "", box=None, pad_edge=False)
@@ -262,10 +288,12 @@ def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
     for words in plan.words:
         output.print(f"  {words}", highlight=False, soft_wrap=True)
-    for line in report.speeds(plan):
+    for line in speeds:
         output.print(f"  {line}", highlight=False, soft_wrap=True)
     if advice:
         output.print(f"  {advice}", highlight=False, soft_wrap=True)
+    for place, line in report.launches(asked, plan).items():
+        output.print(f"  {place}: {escape(line)}", highlight=False, soft_wrap=True)
     output.print(f"[bold]{escape(command)}[/]", highlight=False, soft_wrap=True)
     if not plan.fits:
         raise typer.Exit(1)

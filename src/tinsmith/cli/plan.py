@@ -2,17 +2,18 @@
 
 The defaults of the flags describe this machine. No weights are loaded. Well-known models need no files, since the
 package contains their published configurations (`plan/known_models.json`). The output ends with an estimate of the
-speed, with its assumptions, and one command, which serves the plan or, if it does not fit, the closest configuration
-that fits.
+speed, with its assumptions, the commands for a Ray cluster and SkyPilot, and one command, which serves the plan or, if
+it does not fit, the closest configuration that fits.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
-import time
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -25,6 +26,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, described, first_fit, gib
+from tinsmith.plan.measured import MEASURED_ROWS, measured_products
 from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
@@ -32,6 +34,8 @@ from tinsmith.plan.speed import (
     OPERATIONS,
     SAMPLING_SHARE,
     TRAINING_SHARE,
+    Device,
+    Rates,
     StepShare,
     StepTime,
     step_time,
@@ -59,6 +63,7 @@ class PlanRequest:
     context_parallel: int | None = None
     expert_parallel: int | None = None
     pipeline_parallel: int | None = None
+    machines: int | None = None
 
 
 def plan_of(request: PlanRequest) -> Plan:
@@ -69,6 +74,10 @@ def plan_of(request: PlanRequest) -> Plan:
         model = read_directory(directory)
         _compare(model, directory)
     wanted = _wanted(request, model)
+    if wanted.devices % wanted.num_machines:
+        raise SettingsError(
+            f"--machines is {request.machines}; it must divide the number of devices, which is {wanted.devices}"
+        )
     given = (request.tensor_parallel, request.context_parallel, request.expert_parallel, request.pipeline_parallel)
     if {*given, request.data_parallel} == {None} and not request.shard_base:
         return choose(model, wanted)
@@ -116,6 +125,10 @@ def _wanted(request: PlanRequest, model: Architecture) -> Workload:
         found = _this_machine()
         devices, memory_bytes = devices or found[0], memory_bytes or found[1]
         cuda = found[2] or request.gpus is not None
+        if not cuda:  # ranks of a CPU share its memory
+            degrees = request.data_parallel, request.tensor_parallel, request.context_parallel
+            devices = math.prod(degree or 1 for degree in degrees)
+            memory_bytes = memory_bytes if request.memory is not None else found[1] // max(1, devices)
     dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored)
     context = request.context or 0
     longest = f"it must be from 1 to the model's own {model.context:,}"
@@ -124,12 +137,14 @@ def _wanted(request: PlanRequest, model: Architecture) -> Workload:
         ("--rank", request.rank, 1 <= request.rank <= LARGEST_RANK, f"it must be from 1 to {LARGEST_RANK}"),
         ("--adapters", request.adapters, request.adapters >= 1, "it must be at least 1"),
         ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
+        ("--machines", request.machines, request.machines != 0, "it must be at least 1"),
         ("--dtype", dtype, dtype in NUMBER_BYTES, "choose bfloat16 or float32"),
         ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
     ):
         if not good:
             raise SettingsError(f"{name} is {value!r}; {hint}")
-    return Workload(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
+    wanted = Workload(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
+    return replace(wanted, machines=request.machines or 0)
 
 
 def _bytes_of(text: str) -> int:
@@ -251,21 +266,69 @@ def _planning(request: PlanRequest) -> str:
 
 
 def command(request: PlanRequest, plan: Plan) -> str:
-    """The command that serves the plan."""
+    """The command that serves the plan, on the first of its machines."""
     flags = [f"--model {request.model}"]
-    if request.dtype is not None:
-        flags.append(f"--dtype {plan.wanted.dtype}")
-    if plan.wanted.quantize != "off":
-        flags.append(f"--quantize {plan.wanted.quantize}")
+    for name, value in _settings_of(request, plan).items():
+        flags.append(f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}")
+    if (machines := plan.wanted.num_machines) > 1:
+        flags.append(f"--machines {machines} --peer-host {FIRST}")
+    return " ".join(["tinsmith serve", *flags])
+
+
+def _settings_of(request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """The settings of the plan that differ from the defaults."""
     degrees = plan.degrees
+    values: dict[str, object] = {"dtype": plan.wanted.dtype} if request.dtype is not None else {}
+    values |= {"quantize": plan.wanted.quantize} if plan.wanted.quantize != "off" else {}
     named = {"data": degrees.data, "tensor": degrees.tensor, "context": degrees.context, "expert": degrees.experts}
-    for flag, degree in {**named, "pipeline": degrees.pipeline}.items():
-        flags += [f"--{flag}-parallel {degree}"] if degree > 1 else []
-    return " ".join(["tinsmith serve", *flags, *(["--shard-base"] if degrees.shard_base else [])])
+    named["pipeline"] = degrees.pipeline
+    values |= {f"{name}_parallel": degree for name, degree in named.items() if degree > 1}
+    return values | ({"shard_base": True} if degrees.shard_base else {})
+
+
+FIRST, HEAD = "FIRST", "HEAD"
+"""Placeholders: the addresses of the first machine and of the head of a Ray cluster."""
+
+SKYPILOT_TASK = "deploy/skypilot/tinsmith.yaml"
+SKYPILOT_NAMES = {"H100 SXM": "H100", "A100 80 GB": "A100-80GB", "A100 40 GB": "A100", "RTX 4090": "RTX4090"}
+"""SkyPilot's names of devices, where they are not those of `DEVICES`."""
+
+
+def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
+    """Other commands that serve a plan that fits: by what they are for, with the same degrees."""
+    if not plan.fits:
+        return {}
+    machines, found = plan.wanted.num_machines, {}
+    here = plan.degrees.devices // machines
+    settings = _settings_of(request, plan)
+    variables = {f"TINSMITH_{name.upper()}": str(value).lower() for name, value in settings.items()}
+    if machines > 1:
+        found["other machines"] = f"tinsmith rank --join {FIRST}:29500 --ranks {here} --model {request.model}"
+    given = [f"{name}={value}" for name, value in variables.items()]
+    reserved = f"--engine-gpus {here}" if plan.wanted.cuda else f"--engine-cpus {here}"
+    several = [f"--machines {machines}"] if machines > 1 else []
+    found["Ray"] = " ".join(
+        [*given, f"tinsmith up --ray {HEAD}:6379 --model {request.model} --engines 1", reserved, *several]
+    )
+    if (device := next(_alike(plan.wanted), None)) is not None:
+        name = SKYPILOT_NAMES.get(device.name, device.name)
+        models = shlex.quote(json.dumps([request.model]))
+        nodes = [f"--num-nodes {machines}"] if machines > 1 else []
+        environment = [f"--env {each}" for each in (f"TINSMITH_MODELS={models}", *given)]
+        what = [f"sky launch -c tinsmith {SKYPILOT_TASK} --gpus {name}:{here}", *nodes, *environment]
+        found["SkyPilot"] = " ".join([*what, "--secret TINSMITH_SIGNING_SECRET"])
+    return found
 
 
 NEAR = 0.12
 """Largest relative difference between a listed device's memory and the wanted memory."""
+
+
+def _alike(wanted: Workload) -> Iterator[Device]:
+    """The listed devices with about the wanted memory."""
+    for device in DEVICES if wanted.cuda else ():
+        if abs(device.memory_bytes - wanted.memory_bytes) <= NEAR * device.memory_bytes:
+            yield device
 
 
 def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
@@ -293,9 +356,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             "with one; attention and adapters are not counted)"
         )
         return
-    for device in DEVICES:
-        if abs(device.memory_bytes - wanted.memory_bytes) > NEAR * device.memory_bytes:
-            continue
+    for device in _alike(wanted):
         work = StepShare(max(memory.MICRO_BATCH[True], wanted.context_of(plan.model)) // plan.degrees.context)
         step = step_time(plan, device, work)
         trained = work.rows * plan.degrees.groups / step.total
@@ -307,6 +368,35 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
         )
 
 
+def measured_speed(plan: Plan, rates: Rates) -> Iterator[str]:
+    """Yield what was measured, and the predicted time of a step of one micro-batch on each rank."""
+    names = {"tensor": "sums of a tensor group", "context": "exchanges of a context group"}
+    names |= {"base": "gathering among replicas", "gradients": "sums of all ranks"}
+    found = {names[name]: getattr(rates, name) for name in names}
+    links = "".join(
+        f"; {name} {one.bytes_s / 1e9:,.2f} GB/s, {1e6 * one.latency_s:,.0f} us each"
+        for name, one in found.items()
+        if one.bytes_s < math.inf
+    )
+    yield (
+        f"Measured: {rates.operations_s / 1e9:,.0f} GFLOP/s and {rates.memory_bytes_s / 1e9:,.1f} GB/s of weights on "
+        f"each device{links}"
+    )
+    step = step_time(plan, rates, micro_batch(plan))
+    rows = micro_batch(plan).rows * plan.degrees.groups
+    yield (
+        f"A step of {rows:,} tokens takes about {1e3 * step.total:,.0f} ms: products {1e3 * step.compute:,.0f}, tensor "
+        f"{1e3 * step.tensor:,.0f}, context {1e3 * step.context:,.0f}, layers {1e3 * step.base:,.0f}, gradients "
+        f"{1e3 * step.gradients:,.0f} ms; a sampled token {1e3 * token_s(plan, rates):,.2f} ms"
+    )
+
+
+def micro_batch(plan: Plan) -> StepShare:
+    """A device's share of a full micro-batch."""
+    rows = max(memory.MICRO_BATCH[plan.wanted.cuda], plan.wanted.context_of(plan.model))
+    return StepShare(rows // plan.degrees.context, recompute=plan.mode != "kept")
+
+
 def _exchanges(step: StepTime) -> str:
     """The shares of a step that exchanges between devices take, if they take any."""
     parts = {"tensor": step.tensor, "context": step.context, "experts": step.experts, "stages": step.stages}
@@ -315,41 +405,6 @@ def _exchanges(step: StepTime) -> str:
     if step.base > step.total - step.gradients - 1e-9:
         shares.append("gathered layers take longer than all computation")
     return f"; exchanges at {LINK_SHARE:.0%} of the links: {', '.join(shares)}" if shares else ""
-
-
-LARGEST_SIDE, MEASURED_ROWS, MAX_WEIGHTS = 2048, 256, 16
-"""Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
-MEASURING_S = 0.3
-
-
-def measured_products(dtype: str, hidden: int, num_weights: int) -> tuple[float, float]:
-    """Measure the operations/s of a product with MEASURED_ROWS rows, and the bytes/s of weights of a product with one
-    row. Each measurement takes about MEASURING_S. Weights are packed for oneDNN if torch has it. There are no more
-    weights than the model has, since those of a small model stay in caches.
-    """
-    import torch
-
-    form, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE)
-    weights = [torch.randn(side, side).to(form) for _ in range(max(1, min(MAX_WEIGHTS, num_weights // side**2)))]
-    product: Callable[..., torch.Tensor] = torch.nn.functional.linear
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
-        product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
-
-    def product_s(rows: int) -> float:
-        x = torch.randn(rows, side).to(form)
-        for weight in weights:  # the first product compiles the kernel
-            product(x, weight)
-        times, begun = [], time.perf_counter()
-        while not times or time.perf_counter() - begun < MEASURING_S:
-            for weight in weights:
-                started = time.perf_counter()
-                product(x, weight)
-                times.append(time.perf_counter() - started)
-        return min(times)  # other processes delay some of the runs
-
-    with torch.inference_mode():
-        return 2 * MEASURED_ROWS * side**2 / product_s(MEASURED_ROWS), NUMBER_BYTES[dtype] * side**2 / product_s(1)
 
 
 def _rounded(value: float) -> str:
@@ -372,6 +427,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "expert_parallel": plan.degrees.experts,
         "pipeline_parallel": plan.degrees.pipeline,
         "shard_base": plan.degrees.shard_base,
+        "machines": wanted.num_machines,
         "plan": described(plan.degrees),
         "fits": plan.fits,
         "mode": plan.mode or None,

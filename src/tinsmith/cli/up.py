@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,9 @@ def up(  # noqa: PLR0913 - one parameter a flag
     engine_cpus: Cpus = 1.0,
     engine_gpus: Gpus = 0.0,
     engine_resource: Others = None,
+    machines: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of each engine, with these resources each.")
+    ] = None,
     sampler_cpus: Cpus = 1.0,
     sampler_gpus: Gpus = 0.0,
     sampler_resource: Others = None,
@@ -92,21 +96,17 @@ def up(  # noqa: PLR0913 - one parameter a flag
     """Run engines, samplers and batch workers on a Ray cluster, scaled by demand.
 
     With `--ray local` everything ends with this command; on a cluster, with `tinsmith down`."""
-    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir}
+    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir, "machines": machines}
     settings = load({name: value for name, value in given.items() if value is not None})
+    _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
+    engine = replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
+    sampler = _of(sampler_cpus, sampler_gpus, sampler_resource)
+    worker = _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource)
     roles = {
-        ENGINE: _role("--engines", engines, tokens_per_engine, after, _of(engine_cpus, engine_gpus, engine_resource)),
-        SAMPLER: _role(
-            "--samplers", samplers, tokens_per_sampler, after, _of(sampler_cpus, sampler_gpus, sampler_resource)
-        ),
-        BATCH_WORKER: _role(
-            "--batch-workers",
-            batch_workers,
-            batches_per_worker,
-            after,
-            _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource),
-        ),
+        ENGINE: _role("--engines", engines, tokens_per_engine, after, engine),
+        SAMPLER: _role("--samplers", samplers, tokens_per_sampler, after, sampler),
+        BATCH_WORKER: _role("--batch-workers", batch_workers, batches_per_worker, after, worker),
     }
     fleet = _fleet(settings, roles)
     if ray == LOCAL:
@@ -174,6 +174,17 @@ def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
     configured = settings.signing_secret.get_secret_value()
     key = b"" if configured else load_secret("", _made(settings.resolved_data_dir))
     return Fleet(roles, names, portable(settings), key)
+
+
+def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
+    """Raises SettingsError."""
+    if settings.machines > 1 and is_local:
+        raise SettingsError(f"--machines is {settings.machines}, and --ray local has one; pass --ray HOST:PORT")
+    if gpus and settings.num_ranks > 1 and settings.num_ranks != settings.machines * gpus:
+        raise SettingsError(
+            f"the degrees of parallelism need {settings.num_ranks} devices, but --machines {settings.machines} and "
+            f"--engine-gpus {gpus:g} reserve {settings.machines * gpus:g}; change one of them"
+        )
 
 
 def _made(directory: Path) -> Path:

@@ -32,7 +32,9 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output if log_path else None,
-                env=engine_environment(metrics_directory(settings.resolved_data_dir), bucket=settings.has_bucket),
+                env=engine_environment(
+                    metrics_directory(settings.resolved_data_dir), bucket=settings.has_bucket, peer=settings.rank_peer
+                ),
                 bufsize=0,
                 start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step
             )

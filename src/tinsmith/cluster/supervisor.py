@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.auth.signing import Signer, load_secret
+from tinsmith.auth.signing import RANKS, Signer, load_secret
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, Engines, Seat
@@ -81,6 +81,7 @@ class Supervisor:
         self._settings = settings
         secret = load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)
         self._peer_key = Signer(secret).key("peers")  # signs requests between engines and samplers
+        self._rank_key = Signer(secret).key(RANKS)
         self._bases = bases
         self._engines = engines
         self._stopping = asyncio.Event()
@@ -206,7 +207,7 @@ class Supervisor:
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # server only
         settings["sampler_api_key"] = self._settings.sampler_api_key.get_secret_value()
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
-        spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
+        spec |= {"peer_key": self._peer_key.hex(), "rank_key": self._rank_key.hex(), "log": str(log_path)}
         return json.dumps(spec).encode() + b"\n"
 
     async def _wait_for_exit(self, process: EngineProcess) -> int:

@@ -64,13 +64,23 @@ from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, Ve
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
-from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, described, evaluate, gib, problem_of
+from tinsmith.plan.degrees import (
+    Degrees,
+    Plan,
+    Workload,
+    choose,
+    described,
+    evaluate,
+    gib,
+    machines_problem,
+    problem_of,
+)
 from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
-from tinsmith.settings import Settings
+from tinsmith.settings import RANK_ADDRESS_FILE, Settings
 from tinsmith.storage.buckets import open_directories
 from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
@@ -156,7 +166,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     """
     if settings.shard_base or any(getattr(settings, name) for name in DEGREES):
         return settings
-    if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) < 2:
+    if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) * settings.machines < 2:
         return settings
     try:
         if why := _reason_for_one_device(settings, shape):
@@ -165,7 +175,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     except SettingsError as error:
         log.info("one device is used", devices=len(free), reason=str(error))
         return settings
-    wanted = _wanted(model, settings, len(free), min(free), cuda=True)
+    wanted = _wanted(model, settings, len(free) * settings.machines, min(free), cuda=True)
     plan = choose(model, wanted)
     if not plan.fits:
         plan = choose(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT))
@@ -201,7 +211,7 @@ def _free_bytes(settings: Settings) -> list[int]:
         return []
     import torch
 
-    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+    if not torch.cuda.is_available() or torch.cuda.device_count() * settings.machines < 2:
         return []
     found = subprocess.run([sys.executable, "-c", FREE_BYTES], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -219,6 +229,20 @@ def _architecture(shape: ModelShape) -> Architecture:
 def _given_degrees(settings: Settings) -> Degrees:
     data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
     return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
+
+
+def check_machines(settings: Settings, kind: str) -> None:
+    """Raises SettingsError if this engine cannot have ranks on several machines."""
+    if settings.machines == 1:
+        return
+    refused = {
+        "a dedicated sampler runs on one machine": kind == SAMPLER,
+        "several machines are for one engine with one base model": settings.num_engines * len(settings.models) > 1,
+        f"backend {settings.backend!r} runs on one machine": settings.resolved_backend != "sharded",
+        machines_problem(_given_degrees(settings), settings.machines): True,
+    }
+    if reason := next((reason for reason, holds in refused.items() if holds and reason), None):
+        raise SettingsError(f"machines is {settings.machines}: {reason}")
 
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:
@@ -252,7 +276,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
 
 
 def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
-    memory_bytes, cuda = _device(settings, degrees.devices)
+    memory_bytes, cuda = _device(settings, degrees.devices // settings.machines)
     wanted = _wanted(model, settings, degrees.devices, memory_bytes, cuda=cuda)
     return evaluate(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT), degrees)
 
@@ -260,7 +284,8 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
 def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Workload:
     wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
     dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored)
-    return Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
+    wanted = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
+    return replace(wanted, machines=settings.machines)
 
 
 def _device(settings: Settings, devices: int) -> tuple[int, bool]:
@@ -386,7 +411,8 @@ def main() -> int:
     )
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
-        status = _serve(_Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"])), settings, stopping)
+        place = _Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"]), spec["rank_key"])
+        status = _serve(place, settings, stopping)
     except LeaseLostError:
         status = EXIT_LEASE_LOST
     finally:
@@ -409,6 +435,7 @@ class _Place:
     engines: Engines
     lease: Lease
     peer_key: bytes
+    rank_key: str
 
 
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
@@ -417,8 +444,9 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
         check_device(settings)
         settings = _with_sampler(settings, shape, seat.kind)
         settings = choose_degrees(settings, shape, seat.kind)
+        check_machines(settings, seat.kind)
         check_fit(settings, shape)
-        arguments = settings, shape, place.lease.engine_id, _options(settings)
+        arguments = settings, shape, place.lease.engine_id, _options(settings, place.rank_key)
         if seat.kind == SAMPLER:
             holder = open_version_holder(*arguments)
             start = partial(_sampler, place, holder)
@@ -497,7 +525,7 @@ def open_stores(database: Database, settings: Settings, ownership: Ownership, tr
     )
 
 
-def _options(settings: Settings) -> dict[str, str]:
+def _options(settings: Settings, rank_key: str = "") -> dict[str, str]:
     if settings.backend == "fake":
         return {}
     if settings.engine_threads:
@@ -508,7 +536,7 @@ def _options(settings: Settings) -> dict[str, str]:
         raise SettingsError("profile is for an engine on one device; leave it out, or the degrees of parallelism")
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
-    given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
+    given |= {**_degrees(settings), "rank_key": rank_key} if settings.resolved_backend == "sharded" else {}
     for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens"):
         if value := int(getattr(settings, name)):
             given[name] = str(value)
@@ -522,6 +550,9 @@ def _degrees(settings: Settings) -> dict[str, str]:
         **{name: str(getattr(settings, name) or 1) for name in DEGREES},
         "shard_base": "on" if settings.shard_base else "off",
         "rank_timeout_s": str(settings.rank_timeout_s),
+        "machines": str(settings.machines),
+        "rank_address": f"{settings.peer_host}:{settings.rank_port}",
+        "rank_address_file": str(settings.resolved_data_dir / RANK_ADDRESS_FILE),
     }
 
 

@@ -21,7 +21,9 @@ from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
 
 DEVICES_OF_A_MACHINE = 8
-"""Tensor parallelism exchanges every layer's results, for which a network between machines is too slow."""
+"""Tensor parallelism exchanges every layer's results, for which a network between machines is too slow: a tensor group
+is on one machine.
+"""
 
 DEFAULT_CONTEXT = 8192
 GIBIBYTE = 2**30
@@ -108,6 +110,12 @@ class Workload:
     quantize: str = "off"
     models: int = 1
     cuda: bool = True
+    machines: int = 0  # 0: as few as hold the devices, with equally many each
+
+    @property
+    def num_machines(self) -> int:
+        least = -(-self.devices // DEVICES_OF_A_MACHINE)
+        return self.machines or next(count for count in range(least, self.devices + 1) if self.devices % count == 0)
 
     def context_of(self, model: Architecture) -> int:
         return min(self.context or DEFAULT_CONTEXT, model.context)
@@ -261,6 +269,15 @@ def _problem_of_stages(model: Architecture, degrees: Degrees) -> str:
     return f"the model has {model.layers} layers" if model.layers < degrees.pipeline else ""
 
 
+def machines_problem(degrees: Degrees, machines: int) -> str | None:
+    """Why the ranks cannot be on so many machines, equally many on each; None if they can."""
+    if degrees.devices % machines:
+        return f"{degrees.devices} devices are not equally many on each of {machines} machines"
+    if (here := degrees.devices // machines) % degrees.tensor:
+        return f"tensor parallel {degrees.tensor} does not divide the {here} devices of a machine"
+    return None
+
+
 def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
     """Numbers that the tensor-parallel degree must divide."""
     yield model.heads, "attention heads"
@@ -277,10 +294,13 @@ def evaluate(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
     return Plan(model, wanted, degrees, needs, mode)
 
 
-def candidates(model: Architecture, devices: int, *, quantize: str = "off") -> list[Degrees]:
-    """Every way to use all devices, in order of preference. Context ranks have equally many attention heads."""
+def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize: str = "off") -> list[Degrees]:
+    """Every way to use all devices, in order of preference. Context ranks have equally many attention heads, and a
+    tensor group is on one machine.
+    """
     found = []
-    for tensor in range(1, min(devices, DEVICES_OF_A_MACHINE) + 1):
+    here = devices // Workload(devices, 0, machines=machines).num_machines
+    for tensor in (tensor for tensor in range(1, min(here, DEVICES_OF_A_MACHINE) + 1) if here % tensor == 0):
         for context in range(1, model.heads // tensor + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
                 groups = devices // (tensor * context)
@@ -303,7 +323,7 @@ def _spreads(model: Architecture, devices: int) -> list[int]:
 
 
 def _candidates(model: Architecture, wanted: Workload) -> list[Degrees]:
-    return candidates(model, wanted.devices, quantize=wanted.quantize)
+    return candidates(model, wanted.devices, wanted.machines, quantize=wanted.quantize)
 
 
 def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
@@ -327,7 +347,8 @@ def choose(model: Architecture, wanted: Workload) -> Plan:
 
 def check(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
     """A user's choice. Raises SettingsError with the reason if it is impossible or does not fit."""
-    if problem := problem_of(model, degrees, wanted.devices, quantize=wanted.quantize):
+    problem = problem_of(model, degrees, wanted.devices, quantize=wanted.quantize)
+    if problem := problem or machines_problem(degrees, wanted.num_machines):
         raise SettingsError(f"{problem}; {_advice(model, wanted)}")
     plan = evaluate(model, wanted, degrees)
     if not plan.fits:
@@ -361,8 +382,8 @@ def _worded(plan: Plan, *, chosen: bool) -> Plan:
     words = [*_reasons(plan), *([] if plan.fits else _what_would_help(plan))]
     if plan.fits:
         words.append(f"It fits: {MODES[plan.mode]}.")
-    if plan.fits and plan.degrees.devices > DEVICES_OF_A_MACHINE:
-        words.append(f"An engine's ranks run on one machine, so this needs one with {plan.degrees.devices} devices.")
+    if plan.fits and (machines := plan.wanted.num_machines) > 1:
+        words.append(f"The ranks are on {machines} machines with {plan.degrees.devices // machines} devices each.")
     if not chosen:
         best = choose(plan.model, plan.wanted).degrees
         if best != plan.degrees:

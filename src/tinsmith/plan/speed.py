@@ -2,18 +2,20 @@
 
 The traffic is that of `backends.distributed`; `tests/cluster/test_ranks.py` compares it with the bytes given to the
 collectives. Families whose fused linears are gathered within a layer (Phi-3) exchange more than is counted. Times come
-from data sheets and assumed shares of them; attention and adapters are not counted. Measures nothing.
+from `Rates`: from data sheets and assumed shares of them, or measured (`tinsmith doctor MODEL --measure`).
+Attention and adapters are not counted. Measures nothing itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
-from tinsmith.plan.degrees import DEVICES_OF_A_MACHINE, Degrees, Plan, Workload
+from tinsmith.plan.degrees import Degrees, Plan, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,57 @@ class Device:
     link: float
     network: float
 
+    def rates(self, plan: Plan) -> Rates:
+        """What ranks of the plan are assumed to reach on devices of this kind."""
+        degrees, here = plan.degrees, plan.wanted.devices // plan.wanted.num_machines
+
+        def among(span: int) -> LinkRate:
+            """Among so many neighbouring devices."""
+            return LinkRate(LINK_SHARE * (self.link if span <= here else self.network) * 1e9)
+
+        return Rates(
+            TRAINING_SHARE * self.tflops * 1e12,
+            SAMPLING_SHARE * self.gigabytes_s * 1e9,
+            tensor=among(degrees.tensor),
+            context=among(degrees.context * degrees.group_size),
+            stages=among(degrees.group_size),
+            base=among(degrees.devices),
+            gradients=among(degrees.devices),
+            experts=among(degrees.experts),
+        )
+
+
+class LinkRate(NamedTuple):
+    """The collectives of a group: bytes/s that a rank sends, and seconds of each in addition."""
+
+    bytes_s: float = math.inf
+    latency_s: float = 0.0
+
+    def seconds(self, num_bytes: float, calls: float = 0.0) -> float:
+        return num_bytes / self.bytes_s + calls * self.latency_s
+
+
+class Rates(NamedTuple):
+    """Operations/s of a rank's device in training and bytes/s of its memory in sampling, and its collectives: sums of
+    its tensor group, exchanges of its context group, messages between stages, gathering of layers from its replicas, sums
+    over all ranks, exchanges of its expert group.
+    """
+
+    operations_s: float
+    memory_bytes_s: float
+    tensor: LinkRate
+    context: LinkRate
+    stages: LinkRate
+    base: LinkRate
+    gradients: LinkRate
+    experts: LinkRate
+
+    @classmethod
+    def read(cls, fields: Sequence[Sequence[float]]) -> Rates:
+        """From plain numbers: those of the device, then of each exchange."""
+        (operations_s, bytes_s), *exchanges = fields
+        return cls(operations_s, bytes_s, *(LinkRate(*each) for each in exchanges))
+
 
 DEVICES = (
     Device("H200", 989, 4800, 141 * 10**9, 450, 50),
@@ -42,9 +95,9 @@ DEVICES = (
 TRAINING_SHARE, SAMPLING_SHARE, LINK_SHARE = 0.4, 0.6, 0.7
 """Assumed shares of the peak: of arithmetic in training, of memory bandwidth in sampling, of a link."""
 
-OPERATIONS = 6
+OPERATIONS, KEPT_OPERATIONS = 6, 4
 """For each token and active number in a step that recomputes activations: two forwards, and the backward pass through
-the frozen base without the gradients of its weights.
+the frozen base without the gradients of its weights. A step that keeps them has one forward.
 """
 
 
@@ -101,10 +154,8 @@ def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepS
 
 def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
-    linears = [linear for linear in model.linears if linear.copies == 1]
-    outputs = sum(linear.layers * linear.outputs for linear in linears if linear.along == "inputs")
-    readers = {(one.name.rpartition(".")[0], one.layers) for one in linears if one.along == "outputs"}
-    inputs = sum(layers for _, layers in readers) * model.hidden
+    outputs = sum(one.layers * one.outputs for one in model.linears if one.copies == 1 and one.along == "inputs")
+    inputs = _row_parallel(model)[1] * model.hidden
     if not degrees.shard_base and degrees.pipeline == 1:
         inputs -= model.hidden  # the embeddings require no gradient
     numbers = (outputs * (1 + work.recompute) + inputs) / degrees.pipeline
@@ -188,34 +239,63 @@ class StepTime(NamedTuple):
         return max(busy / (1 - self.waiting), self.base) + self.gradients
 
 
-def step_time(plan: Plan, device: Device, work: StepShare) -> StepTime:
-    """An estimate for devices of this kind."""
-    degrees = plan.degrees
-    sent = traffic(plan.model, plan.wanted, degrees, work)
-    operations = OPERATIONS * plan.model.num_active * work.rows / degrees.group_size
-    micro_batches = max(work.micro_batches, memory.MICRO_BATCHES_PER_STAGE * degrees.pipeline)
-    return StepTime(
-        compute=operations / (TRAINING_SHARE * device.tflops * 1e12),
-        tensor=_seconds(sent.tensor + sent.logits, device, degrees.tensor),
-        context=_seconds(sent.context, device, degrees.context * degrees.group_size),
-        stages=_seconds(sent.stages, device, degrees.group_size),
-        base=_seconds(sent.base, device, degrees.devices),
-        gradients=_seconds(sent.gradients, device, degrees.devices),
-        experts=_seconds(sent.experts, device, degrees.experts),
-        waiting=(degrees.pipeline - 1) / (micro_batches + degrees.pipeline - 1),
+def calls(model: Architecture, degrees: Degrees, work: StepShare) -> Traffic:
+    """How many collectives a device takes part in, by kind, for one adapter."""
+    outputs, inputs = _row_parallel(model)
+    forwards, times = 1 + work.recompute, work.micro_batches
+    mixtures = sum(one.layers for one in model.linears if one.copies > 1 and one.name.endswith("w2"))
+    return Traffic(
+        tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
+        logits=3.0 * times if degrees.tensor > 1 and model.vocab % degrees.tensor == 0 else 0.0,
+        context=times * (EXCHANGES * model.attending * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
+        stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, work)),
+        base=2.0 * times * model.layers if degrees.shard_base else 0.0,
+        gradients=2.0 if degrees.devices > 1 else 0.0,
+        experts=float(times * mixtures * (4 * forwards + 3)) if degrees.experts > 1 else 0.0,
     )
 
 
-def token_s(plan: Plan, device: Device) -> float:
+def _in_stages(degrees: Degrees, work: StepShare) -> int:
+    """Micro-batches of a step, which are more with stages."""
+    return max(work.micro_batches, memory.MICRO_BATCHES_PER_STAGE * degrees.pipeline)
+
+
+EXCHANGES = 2
+"""Exchanges of an attention in one direction: to the ranks of its heads, and back."""
+
+
+def _row_parallel(model: Architecture) -> tuple[int, int]:
+    """The number of row-parallel linears, and of inputs that column-parallel ones share."""
+    linears = [linear for linear in model.linears if linear.copies == 1]
+    readers = {(one.name.rpartition(".")[0], one.layers) for one in linears if one.along == "outputs"}
+    outputs = sum(linear.layers for linear in linears if linear.along == "inputs")
+    return outputs, sum(layers for _, layers in readers)
+
+
+def step_time(plan: Plan, source: Device | Rates, work: StepShare) -> StepTime:
+    """An estimate for devices of this kind, or from measured rates."""
+    rates = source.rates(plan) if isinstance(source, Device) else source
+    degrees = plan.degrees
+    sent, times = traffic(plan.model, plan.wanted, degrees, work), calls(plan.model, degrees, work)
+    operations = OPERATIONS if work.recompute else KEPT_OPERATIONS
+    return StepTime(
+        compute=operations * plan.model.num_active * work.rows / degrees.group_size / rates.operations_s,
+        tensor=rates.tensor.seconds(sent.tensor + sent.logits, times.tensor + times.logits),
+        context=rates.context.seconds(sent.context, times.context),
+        stages=rates.stages.seconds(sent.stages, times.stages),
+        base=rates.base.seconds(sent.base, times.base),
+        gradients=rates.gradients.seconds(sent.gradients, times.gradients),
+        experts=rates.experts.seconds(sent.experts, times.experts),
+        waiting=(degrees.pipeline - 1) / (_in_stages(degrees, work) + degrees.pipeline - 1),
+    )
+
+
+def token_s(plan: Plan, source: Device | Rates) -> float:
     """Seconds of one sampled token: all active weights are read, and a sharded base is gathered."""
+    rates = source.rates(plan) if isinstance(source, Device) else source
     model, wanted, degrees = plan.model, plan.wanted, plan.degrees
     number_bytes = memory.QUANTISED_BYTES.get(wanted.quantize, memory.NUMBER_BYTES[wanted.dtype])
-    read = model.num_active * number_bytes / degrees.tensor / (SAMPLING_SHARE * device.gigabytes_s * 1e9)
-    base = _base(model, wanted, degrees, StepShare(1)) / 2  # only for a forward
-    return max(read, _seconds(base, device, degrees.devices))
-
-
-def _seconds(num_bytes: float, device: Device, span: int) -> float:
-    """`span`: among how many neighbouring devices the ranks are."""
-    speed = device.link if span <= DEVICES_OF_A_MACHINE else device.network
-    return num_bytes / (LINK_SHARE * speed * 1e9)
+    read = model.num_active * number_bytes / degrees.tensor / rates.memory_bytes_s
+    times = calls(model, degrees, StepShare(1))
+    base = rates.base.seconds(_base(model, wanted, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
+    return max(read, base)

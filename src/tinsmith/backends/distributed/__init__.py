@@ -1,14 +1,18 @@
 """The sharded backend: one base model on several devices, with one process per device.
 
-Rank 0 is the engine's own process; `processes` starts the others and sends them commands. `ranks` has their
+Rank 0 is the engine's own process; `processes` starts the others of its machine and sends commands to all; ranks of
+other machines come through `joining`. `ranks` has their
 collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
 `expert_parallel` spreads routed experts; `pipeline_parallel` runs micro-batches through stages of layers; `trainer` and
 `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine calls.
 """
 
 import atexit
+from functools import partial
+from pathlib import Path
 
 from tinsmith.backends.distributed.backend import Group, ShardedBackend
+from tinsmith.backends.distributed.joining import Machines
 from tinsmith.backends.torch.backend import positive
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Degrees
@@ -30,13 +34,36 @@ def load(  # noqa: PLR0913 - the degrees of parallelism
     device: str = "auto",
     **options: str,
 ) -> ShardedBackend:
-    """Start one rank per device. Raises SettingsError if that is impossible."""
+    """Start one rank per device; `options` are those of `read_machines` and of the torch backend. Raises SettingsError
+    if that is impossible.
+    """
     degrees = read_degrees(
         data_parallel, tensor_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel
     )
-    group = Group(degrees.devices, device=device, timeout_s=float(rank_timeout_s))
+    machines = read_machines(options)
+    group = Group(degrees.devices, device=device, timeout_s=float(rank_timeout_s), machines=machines)
     atexit.register(group.close)
     return ShardedBackend(shape, degrees, group, **options)
+
+
+def read_machines(options: dict[str, str]) -> Machines | None:
+    """Take `machines` and what belongs to it out of the options; None for one machine. Ranks of others join at
+    `rank_address`, HOST:PORT, with the key `rank_key`, in hexadecimal. `rank_address_file` has the address while
+    they can.
+    """
+    count = positive("machines", options.pop("machines", "1"))
+    host, _, port = options.pop("rank_address", "127.0.0.1:0").rpartition(":")
+    key, file = options.pop("rank_key", ""), options.pop("rank_address_file", "")
+    if count == 1:
+        return None
+    announce = partial(_write, Path(file)) if file else lambda _address: None
+    return Machines(count, host.strip("[]"), int(port), bytes.fromhex(key), announce)
+
+
+def _write(path: Path, address: str) -> None:
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(address)
+    draft.replace(path)
 
 
 def read_degrees(

@@ -9,18 +9,23 @@ the answers are compared. If ranks disagree, a rank exits, or one does not answe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
 
 from tinsmith.backends import Capture, MicroBatches
-from tinsmith.backends.distributed.processes import RankProcesses, encode
+from tinsmith.backends.distributed.joining import Listener, Machines, address_of, listening_socket, version
+from tinsmith.backends.distributed.processes import Link, RankProcesses, encode
 from tinsmith.backends.distributed.rank import CommandOutcome, Rank, execute
-from tinsmith.backends.distributed.ranks import join_process_group
+from tinsmith.backends.distributed.ranks import join_process_group, open_store
 from tinsmith.backends.distributed.sampler import GroupSampler
 from tinsmith.errors import RanksLostError, SettingsError, UserError
 from tinsmith.plan.degrees import Degrees
@@ -28,6 +33,11 @@ from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 WITHOUT_TIMEOUT = frozenset({"load"})
 """Commands without a time limit, such as reading a model from a slow disk. The exit of a rank is noticed anyway."""
+
+ALONE = frozenset({"load", "place"})
+"""Commands that a rank executes by itself: one that fails on a rank fails."""
+
+CHUNK_BYTES = 1 << 26
 
 log = structlog.get_logger()
 
@@ -39,19 +49,74 @@ def end_engine(reason: str) -> None:
 
 
 class Group:
-    """This process as rank 0, and the other ranks. It outlives a backend: another one may use the same ranks later."""
+    """This process as rank 0, and the other ranks. It outlives a backend: another one may use the same ranks later.
+
+    With `machines`, the ranks of the others are awaited first. Rank k * n + i is the i-th of machine k, with n ranks on
+    each.
+    """
 
     def __init__(
-        self, world: int, *, device: str, timeout_s: float, on_lost: Callable[[str], None] = end_engine
+        self,
+        world: int,
+        *,
+        device: str,
+        timeout_s: float,
+        on_lost: Callable[[str], None] = end_engine,
+        machines: Machines | None = None,
     ) -> None:
         self.world = world
+        self.ranks_here = _ranks_here(world, machines)
         self._on_lost = on_lost
         self._timeout_s = timeout_s
-        device = _device(device, world)
-        threads = max(1, torch.get_num_threads() // world)
-        self._others = RankProcesses.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
-        join_process_group(0, world, self._others.rendezvous_dir, device=device)
-        self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
+        device = _device(device, self.ranks_here)
+        threads = max(1, torch.get_num_threads() // self.ranks_here)
+        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))  # readable by this user only
+        listening = None if machines is None else listening_socket(machines.host, 0)
+        links: dict[int, Link] = {}
+        place = str(self._rendezvous_dir / "store")
+        if machines is not None and listening is not None:
+            links = self._await(machines, device)
+            place = f"tcp://{address_of(machines.host, listening.getsockname()[1])}"
+        common = {"world": world, "timeout_s": timeout_s, "threads": threads, "store": place}
+        specs = [{**common, "rank": rank, "device": self._device_of(rank, device)} for rank in range(world)]
+        self._others = RankProcesses.start(specs, on_lost, links)
+        store = open_store(place, world, listening.detach() if listening else None)
+        join_process_group(0, world, store, device=self._device_of(0, device))
+        self.own = Rank(0, device=self._device_of(0, device), timeout_s=timeout_s, threads=threads)
+
+    def _device_of(self, rank: int, device: str) -> str:
+        return "cpu" if device == "cpu" else f"cuda:{rank % self.ranks_here}"
+
+    def _await(self, machines: Machines, device: str) -> dict[int, Link]:
+        """The links of the ranks on other machines, by rank."""
+        listener = Listener(machines.host, machines.port, machines.key)
+        machines.announce(listener.address)
+        try:
+            found = listener.gather(
+                machines.count - 1, self.ranks_here, version(torch.__version__), cuda=device == "cuda"
+            )
+        finally:
+            machines.announce("")
+            listener.close()
+        return {self.ranks_here * k + i: link for k, links in enumerate(found, 1) for i, link in enumerate(links)}
+
+    @contextmanager
+    def placed(self, directory: Path) -> Iterator[None]:
+        """The files of this directory, on the other machines as well."""
+        elsewhere = range(self.ranks_here, self.world, self.ranks_here)  # one rank of each machine
+        if not elsewhere:
+            yield
+            return
+        try:
+            for path in sorted(path for path in directory.iterdir() if path.is_file()):
+                with path.open("rb") as file:
+                    while (content := file.read(CHUNK_BYTES)) or not file.tell():
+                        self.call("place", str(directory), path.name, np.frombuffer(content, np.uint8), ranks=elsewhere)
+                        if not content:
+                            break
+            yield
+        finally:
+            self.call("discard", str(directory), ranks=elsewhere)
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -77,6 +142,7 @@ class Group:
     def close(self) -> None:
         self._others.close()
         dist.destroy_process_group()
+        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
 
 
 class ShardedBackend:
@@ -87,8 +153,8 @@ class ShardedBackend:
         self._group = group
         self._call = group.call
         self._call("join", degrees)
-        for rank in range(degrees.devices):
-            self._call("load", shape, options, ranks=[rank])
+        for index in range(group.ranks_here):  # a machine's memory holds one whole model at a time
+            self._call("load", shape, options, ranks=range(index, degrees.devices, group.ranks_here))
         self._call("assemble")
         self.own = group.own.backend
         self._degrees = degrees
@@ -153,14 +219,16 @@ class ShardedBackend:
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
-        self._call("load_model", model_id, spec, str(directory), optimizer, optimizer_type)
+        with self._group.placed(directory):
+            self._call("load_model", model_id, spec, str(directory), optimizer, optimizer_type)
         self._call("digest", model_id)
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._call("publish", model_id, version_id)
 
     def load_version(self, version_id: str, directory: Path) -> None:
-        self._call("load_version", version_id, str(directory))
+        with self._group.placed(directory):
+            self._call("load_version", version_id, str(directory))
 
     def save_version(self, version_id: str, directory: Path) -> None:
         self.own.save_version(version_id, directory)
@@ -173,6 +241,8 @@ class ShardedBackend:
 
 
 def _agreed(name: str, outcomes: Mapping[int, CommandOutcome]) -> dict[int, object]:
+    if name in ALONE and (failed := next((one.error for one in outcomes.values() if one.error), None)):
+        raise failed
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
         described = "; ".join(f"rank {rank}: {outcome.described}" for rank, outcome in sorted(outcomes.items()))
@@ -186,15 +256,24 @@ def _agreed(name: str, outcomes: Mapping[int, CommandOutcome]) -> dict[int, obje
     return {rank: outcome.value for rank, outcome in outcomes.items()}
 
 
-def _device(device: str, world: int) -> str:
-    """'cpu' or 'cuda'. Raises SettingsError if there are too few devices."""
+def _ranks_here(world: int, machines: Machines | None) -> int:
+    count = 1 if machines is None else machines.count
+    if world % count:
+        raise SettingsError(
+            f"the degrees need {world} devices, and {count} machines cannot have equally many; change one"
+        )
+    return world // count
+
+
+def _device(device: str, ranks: int) -> str:
+    """'cpu' or 'cuda'. Raises SettingsError if this machine has too few devices."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
-        raise SettingsError(f"device is {device!r}, but {world} devices are needed; choose 'cuda' or 'cpu'")
-    if device == "cuda" and torch.cuda.device_count() < world:
+        raise SettingsError(f"device is {device!r}, but {ranks} devices are needed; choose 'cuda' or 'cpu'")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
         raise SettingsError(
-            f"data_parallel x context_parallel x pipeline_parallel x tensor_parallel is {world}, and there are "
+            f"the product of the degrees needs {ranks} devices on this machine, and there are "
             f"{torch.cuda.device_count()} CUDA devices"
         )
     return device

@@ -1,8 +1,8 @@
 """The processes of the other ranks, the streams that carry rank 0's commands, and their encoding.
 
-Rank 0 owns `RankProcesses`: a child process for each other rank, with a socket to it. When a child dies, `on_lost` is
-called with the reason, in a thread of its own; when the parent dies, the children exit. Messages are length-prefixed
-bytes. Knows no torch.
+Rank 0 owns `RankProcesses`: a child process for each other rank of its machine, and a link to each of them and to the
+ranks that joined from other machines (`joining`). When a rank dies, `on_lost` is called with the reason, in a thread of
+its own; when rank 0 dies, the others exit. Messages are length-prefixed bytes. Knows no torch.
 
 Commands and results are MessagePack with extensions for arrays and the values of `tinsmith.types`. Decoding calls no
 code from the message: it only constructs the classes listed here from their fields.
@@ -14,15 +14,12 @@ import dataclasses
 import inspect
 import os
 import select
-import shutil
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 import msgpack
@@ -112,6 +109,18 @@ class Link:
     def fileno(self) -> int:
         return self._stream.fileno()
 
+    @property
+    def peer(self) -> str:
+        """The address of the other end; empty for a process of this machine."""
+        return str(self._stream.getpeername()[0]) if self._stream.family != socket.AF_UNIX else ""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the other end is gone."""
+        poll = select.poll()
+        poll.register(self._stream, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def send(self, message: bytes) -> None:
         self._stream.sendall(LENGTH.pack(len(message)))
         self._stream.sendall(message)
@@ -146,19 +155,18 @@ class RankProcesses:
         self._on_lost = on_lost
         self._links: dict[int, Link] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._hosts: dict[int, str] = {}  # of ranks on other machines
         self._closing = False
         self._waker, self._woken = socket.socketpair()
-        # Rendezvous files of the ranks, readable by this user only.
-        self.rendezvous_dir = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))
 
     @classmethod
     def start(
-        cls, world: int, *, device: str, timeout_s: float, threads: int, on_lost: Callable[[str], None]
+        cls, specs: Sequence[Mapping[str, object]], on_lost: Callable[[str], None], elsewhere: Mapping[int, Link]
     ) -> RankProcesses:
+        """`specs` are of ranks 0 and up; those without a link in `elsewhere` become child processes."""
         processes = cls(on_lost)
-        for rank in range(1, world):
-            spec = {"rank": rank, "world": world, "device": device, "timeout_s": timeout_s, "threads": threads}
-            processes._add(rank, {**spec, "rendezvous_dir": str(processes.rendezvous_dir)})
+        for rank, spec in enumerate(specs[1:], 1):
+            processes._add(rank, spec, elsewhere.get(rank))
         threading.Thread(target=processes._watch, name="ranks", daemon=True).start()
         return processes
 
@@ -193,15 +201,19 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.rendezvous_dir, ignore_errors=True)
 
-    def _add(self, rank: int, spec: Mapping[str, object]) -> None:
-        parent_end, child_end = socket.socketpair()
-        with child_end:
-            command = [sys.executable, "-m", "tinsmith.backends.distributed", str(child_end.fileno())]
-            self._processes[rank] = subprocess.Popen(command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL)
-        self._links[rank] = Link(parent_end)
-        self._links[rank].send(encode(spec))
+    def _add(self, rank: int, spec: Mapping[str, object], link: Link | None) -> None:
+        if link is None:
+            parent_end, child_end = socket.socketpair()
+            with child_end:
+                number = child_end.fileno()
+                command = [sys.executable, "-m", "tinsmith.backends.distributed", str(number)]
+                self._processes[rank] = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+            link = Link(parent_end)
+        else:
+            self._hosts[rank] = link.peer
+        self._links[rank] = link
+        self.send([rank], encode(spec))
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -214,7 +226,8 @@ class RankProcesses:
             self._on_lost(self._exit_reason(next(ranks[number] for number, _ in events if number in ranks)))
 
     def _exit_reason(self, rank: int) -> str:
-        process = self._processes[rank]
+        if (process := self._processes.get(rank)) is None:
+            return f"the connection to rank {rank} (on {self._hosts[rank]}) has ended"
         try:
             status = process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:

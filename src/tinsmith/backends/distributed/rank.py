@@ -7,15 +7,19 @@ the commands; `execute` runs one and returns a `CommandOutcome`, plain data that
 from __future__ import annotations
 
 import hashlib
+import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import structlog
 import torch
 
 from tinsmith.backends import MicroBatches
+from tinsmith.backends.distributed.measuring import measure
 from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.ranks import Ranks
@@ -33,7 +37,7 @@ from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
 RANK_COMMANDS = frozenset(
     {
         "join", "load", "assemble", "load_model", "begin_passes", "run_micro_batch", "abandon_passes", "load_version",
-        "step", "digest", "open_sampler",
+        "step", "digest", "open_sampler", "place", "discard", "measure",
     }
 )  # fmt: skip
 BACKEND_COMMANDS = frozenset(
@@ -41,6 +45,22 @@ BACKEND_COMMANDS = frozenset(
 )
 SAMPLER_COMMANDS = frozenset({"submit", "cancel", "hold", "release"})
 """The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
+
+
+COMPARED_BYTES = 1 << 16
+"""Of the end of each file of weights; the files themselves are too large to read twice."""
+
+
+def digest_of_files(directory: Path) -> str:
+    """A digest of the configuration and of the names, sizes and last bytes of a base model's weights."""
+    found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            file.seek(max(0, size - COMPARED_BYTES))
+            found.update(file.read())
+    return found.hexdigest()
 
 
 class RankBackend(TorchBackend):
@@ -51,12 +71,20 @@ class RankBackend(TorchBackend):
                 "deterministic is 'on', and the bits of a sum over ranks depend on how many there are; leave "
                 "data_parallel, context_parallel, pipeline_parallel and tensor_parallel at 1"
             )
+        self._base_name, self._files = shape.name, digest_of_files(Path(shape.path))
         super().__init__(shape, **options)
         if isinstance(self._base, ShardedBase):
             self._module_names = self._base.module_names
 
     def agree(self) -> None:
-        """With all ranks: check that the shards make up the whole model, and agree on the memory budget."""
+        """With all ranks: check that all have the same files and that the shards make up the whole model, and agree on
+        the memory budget.
+        """
+        if len(set(self.ranks.gather(self._files))) > 1:
+            raise SettingsError(
+                f"the files of base model {self._base_name} differ between the machines of its ranks; give all of them "
+                "the same files"
+            )
         if isinstance(self._base, ShardedBase):
             self._base.compare()
         super()._log_kernels()
@@ -84,8 +112,22 @@ class RankBackend(TorchBackend):
         return super()._adapter(spec, layout, flat_P)
 
 
+@dataclass(frozen=True, slots=True)
+class OtherMachine:
+    """What a rank on another machine than rank 0 has there: `base_models` are directories by name, and `scratch` is a
+    directory of all its ranks there, for files that rank 0 sends.
+    """
+
+    base_models: Mapping[str, str]
+    scratch: Path
+
+
 class Rank:
-    def __init__(self, rank: int, *, device: str, timeout_s: float, threads: int) -> None:
+    def __init__(
+        self, rank: int, *, device: str, timeout_s: float, threads: int, here: OtherMachine | None = None
+    ) -> None:
+        """`device` is this rank's own: cpu or cuda:N. `here` is None on rank 0's machine."""
+        self._here = here
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
@@ -105,10 +147,37 @@ class Rank:
         self._loaded = None
         self._ranks = Ranks(degrees, self._rank, self._device, self._timeout_s)
 
+    def measure(self, dtype: str, hidden: int, num_weights: int) -> list[list[float]]:
+        assert self._ranks is not None
+        return measure(self._ranks, dtype, hidden, num_weights)
+
     def load(self, shape: ModelShape, options: Mapping[str, str]) -> None:
         """Called on one rank after the other: the host holds one whole model at a time."""
         assert self._ranks is not None
+        if self._here is not None:
+            shape = replace(shape, path=self._here.base_models.get(shape.name, shape.path))
+        if not Path(shape.path).is_dir():
+            raise SettingsError(
+                f"rank {self._rank} finds no directory {shape.path} on {socket.gethostname()}; pass --model "
+                f"{shape.name}=DIRECTORY to `tinsmith rank` there"
+            )
         self._loaded = RankBackend(shape, self._ranks, **options)
+
+    def place(self, directory: str, name: str, content: np.ndarray) -> None:
+        """Append to a file of a directory that rank 0 has and this machine has not."""
+        path = self._local(directory) / Path(name).name
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(content.tobytes())
+
+    def discard(self, directory: str) -> None:
+        """Delete what `place` wrote."""
+        shutil.rmtree(self._local(directory), ignore_errors=True)
+
+    def _local(self, directory: str) -> Path:
+        if self._here is None:
+            return Path(directory)
+        return self._here.scratch / hashlib.blake2b(directory.encode(), digest_size=16).hexdigest()
 
     def assemble(self) -> None:
         self.backend.agree()
@@ -118,7 +187,7 @@ class Rank:
         _ = self.backend.sampler
 
     def load_model(self, model_id: str, spec: LoraSpec, directory: str, optimizer: bool, optimizer_type: str) -> None:
-        self.backend.load(model_id, spec, Path(directory), optimizer=optimizer, optimizer_type=optimizer_type)
+        self.backend.load(model_id, spec, self._local(directory), optimizer=optimizer, optimizer_type=optimizer_type)
 
     def digest(self, model_id: str) -> str:
         """Digest of an adapter's weights, which are equal on all ranks."""
@@ -143,7 +212,7 @@ class Rank:
         self._passes.close()
 
     def load_version(self, version_id: str, directory: str) -> None:
-        self.backend.load_version(version_id, Path(directory))
+        self.backend.load_version(version_id, self._local(directory))
 
     def step(self, scopes: Sequence[str] | None) -> tuple[Finished, list[Partial], CacheUse]:
         sampler = self.backend.sampler

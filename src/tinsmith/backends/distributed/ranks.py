@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.errors import RanksLostError
@@ -25,13 +25,29 @@ START_TIMEOUT_S = 1800.0
 """How long ranks may take to start; the exit of a rank meanwhile is noticed anyway."""
 
 
-def join_process_group(rank: int, world: int, rendezvous_dir: Path, *, device: str) -> None:
+def open_store(place: str, world: int, listening: int | None = None) -> Store:
+    """The ranks' rendezvous: a file of one machine, or `tcp://HOST:PORT`, which rank 0 serves on an open socket."""
+    if not place.startswith("tcp://"):
+        return dist.FileStore(place, world)  # pyright: ignore[reportPrivateImportUsage]
+    host, _, port = place.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        host.strip("[]"),
+        int(port),
+        world,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=START_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+def join_process_group(rank: int, world: int, store: Store, *, device: str) -> None:
     """Join the other processes. NCCL for tensors on CUDA, gloo for everything else."""
     if device.startswith("cuda"):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(torch.device(device))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
-        store=dist.FileStore(str(rendezvous_dir / "store"), world),  # pyright: ignore[reportPrivateImportUsage]
+        store=store,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=START_TIMEOUT_S),
@@ -47,7 +63,7 @@ class Ranks:
         self.group_index, place = divmod(rank, degrees.group_size)
         self.stage, self.tensor_index = divmod(place, degrees.tensor)
         self.data_index, self.context_index = divmod(self.group_index, degrees.context)
-        self.device = torch.device("cuda", rank) if device.startswith("cuda") else torch.device("cpu")
+        self.device = torch.device(device)
         timeout = timedelta(seconds=timeout_s)
         all_ranks = list(range(degrees.devices))
         self._all = _group(all_ranks, timeout)
@@ -127,6 +143,13 @@ class Ranks:
         with self._naming("a gathering"):
             dist.all_gather(parts, x.contiguous(), group=self._tensor)
         return torch.cat(parts, -1)
+
+    def gather_replicas(self, x: torch.Tensor) -> torch.Tensor:
+        """Gathers shares of x from the ranks with the same heads and columns, as a sharded layer is."""
+        gathered = torch.empty_like(x)
+        with self._naming("a gathering"):
+            dist.all_gather_single(gathered, x[: len(x) // self.degrees.groups], group=self._replicas)
+        return gathered
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The first tensor rank's value, on all of them."""

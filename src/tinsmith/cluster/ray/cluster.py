@@ -1,9 +1,10 @@
 """The only module that imports Ray: shells and the controller as detached, named actors.
 
-Each actor has a placement group, which reserves the resources of one process on one node, counts as demand for Ray's
-autoscaler while no node has room, and is rescheduled when its node is lost. Detached actors outlive their creator; Ray
-restarts dead ones with the same arguments. The object store is not used. Names begin with the role, and a namespace has
-one fleet. `settings.prepare_ray` must set Ray's environment before this module is imported.
+Each process has a placement group, which reserves its resources on one node, counts as demand for Ray's autoscaler
+while no node has room, and is rescheduled when its node is lost. That of an engine with several machines has a bundle
+for each, on a node of its own, and an actor in each bundle; the first stands for all of them. Detached actors outlive
+their creator; Ray restarts dead ones with the same arguments. The object store is not used. Names begin with the role,
+and a namespace has one fleet. `settings.prepare_ray` must set Ray's environment before this module is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,6 +31,8 @@ from tinsmith.runtime.background import supervised_thread
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
+RANKS_OF = "rank-"
+"""Begins the names of the shells of an engine's ranks on its other machines, `rank-engine-0-1`."""
 TICK_S = 1.0
 ANSWER_S = 3.0
 """Timeout of a query of the shells."""
@@ -97,24 +101,26 @@ class RayCluster:
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
         resources = role.resources
-        group = _group(name) or placement_group(
-            [resources.bundle or {"CPU": 0.001}], strategy="STRICT_PACK", name=name, lifetime="detached"
-        )
-        options = {
-            "name": name,
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            "num_cpus": resources.cpus,
-            "num_gpus": resources.gpus,
-            "resources": dict(resources.others),
-            "max_restarts": -1,
-            "max_concurrency": 4,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
-        }
-        given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key, get_node_ip_address
-        with contextlib.suppress(ValueError):  # another process has started it
-            remote: Any = ray.remote(Shell)
-            remote.options(**options).remote(*given)
+        bundles = [resources.bundle or {"CPU": 0.001}] * resources.machines
+        strategy = "STRICT_PACK" if resources.machines == 1 else "STRICT_SPREAD"  # a bundle is on one node anyway
+        group = _group(name) or placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
+        for index in reversed(range(resources.machines)):  # an engine that exists has all its ranks
+            options = {
+                "name": f"{RANKS_OF}{name}-{index}" if index else name,
+                "namespace": NAMESPACE,
+                "lifetime": "detached",
+                "num_cpus": resources.cpus,
+                "num_gpus": resources.gpus,
+                "resources": dict(resources.others),
+                "max_restarts": -1,
+                "max_concurrency": 4,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+            }
+            given = options["name"], name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key
+            leader = partial(_join_address, name) if index else None
+            with contextlib.suppress(ValueError):  # another process has started it
+                remote: Any = ray.remote(Shell)
+                remote.options(**options).remote(*given, get_node_ip_address, leader=leader)
 
     def drain(self, name: str) -> None:
         shell = _actor(name)
@@ -122,9 +128,9 @@ class RayCluster:
             shell.drain.remote()
 
     def remove(self, name: str) -> None:
-        shell = _actor(name)
-        if shell is not None:
-            ray.kill(shell, no_restart=True)
+        for each in (*(rank for rank in _names() if rank.startswith(f"{RANKS_OF}{name}-")), name):
+            if (shell := _actor(each)) is not None:
+                ray.kill(shell, no_restart=True)
         group = _group(name)
         if group is not None:
             remove_placement_group(group)
@@ -226,6 +232,15 @@ def _actor(name: str) -> Any:  # noqa: ANN401  an actor handle has the methods o
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def _join_address(engine: str) -> str:
+    """Where an engine accepts ranks of other machines; empty while it does not."""
+    with contextlib.suppress(*SILENT):
+        if (shell := _actor(engine)) is not None:
+            answer: Any = ray.get(shell.state.remote(), timeout=ANSWER_S)
+            return str(answer["join"])
+    return ""
 
 
 def _group(name: str) -> Any:  # noqa: ANN401

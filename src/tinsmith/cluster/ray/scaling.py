@@ -94,11 +94,12 @@ MOST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The resources that Ray reserves for one process, on one node."""
+    """The resources that Ray reserves for one process, on one node, or for an engine's ranks on each of `machines`."""
 
     cpus: float = 1.0
     gpus: float = 0.0
     others: Mapping[str, float] = field(default_factory=dict)
+    machines: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 A shell is the actor that Ray places. It sends its process the settings as one line on standard input, which stays open.
 When the shell dies, the input closes and the process ends at once, since a replacement may be starting. A process that
-refuses its settings is not restarted. States: starting -> running -> restarting -> running; refused; draining -> ended.
-Calls return at once; a thread does the work.
+refuses its settings is not restarted. The ranks of an engine on another machine have a shell there, which asks the
+engine's shell (`leader`) for the address before each start. States: starting -> running -> restarting -> running;
+refused; draining -> ended. Calls return at once; a thread does the work.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.runtime.background import Backoff, supervised_thread
-from tinsmith.settings import role_environment
+from tinsmith.settings import RANK_ADDRESS_FILE, role_environment
 
 EXIT_REFUSED = 2
 """Exit status of `tinsmith serve` when it refuses its settings."""
@@ -31,8 +32,18 @@ DRAIN_S = 120.0
 """How long a process may take to drain before it is killed, which loses only time."""
 TAIL_BYTES = 2000
 
-ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
+ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None, "rank_port": 0}
 """Each shell has one process, without ports that could conflict with others on the same node."""
+
+WITHOUT_RANKS: dict[str, object] = {
+    "machines": 1,
+    **dict.fromkeys(("data_parallel", "tensor_parallel", "context_parallel"), 0),
+    "shard_base": False,
+}
+"""Other roles have no ranks on other machines: their processes use the devices of their node."""
+
+LEADER_S = 0.5
+"""How often ranks ask where their engine accepts them."""
 
 COMMAND = (sys.executable, "-m", "tinsmith.cli.serve_role")
 
@@ -47,13 +58,20 @@ class Shell:
         signing_key: bytes = b"",
         address: Callable[[], str] | None = None,
         command: Sequence[str] = COMMAND,
+        leader: Callable[[], str] | None = None,
     ) -> None:
         """The process has its own data directory on this node: `name` below that of `settings`. `address` returns the
-        node's address in the cluster."""
+        node's address in the cluster. With `leader`, which returns where its engine accepts ranks, or "", the process
+        runs ranks.
+        """
         self._command = command
+        self._leader = leader
         self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
         directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
         own: dict[str, object] = {"role": role, "data_dir": str(directory), **ALONE}
+        if role != "engine" and settings.get("machines", 1) != 1:
+            own |= WITHOUT_RANKS
+        self._join_path = directory / RANK_ADDRESS_FILE
         if address is not None:
             own["peer_host"] = address()
         self._first = {"settings": {**settings, **own}, "signing_key": signing_key.hex()}
@@ -68,7 +86,21 @@ class Shell:
         with self._lock:
             pid = self._process.pid if self._process else None
             found = {"state": self._state, "detail": self._detail, "restarts": self._restarts, "pid": pid}
-        return {**self._fixed, **found, "shell_pid": os.getpid()}
+        return {**self._fixed, **found, "shell_pid": os.getpid(), "join": self._join_address()}
+
+    def _join_address(self) -> str:
+        try:
+            return self._join_path.read_text().strip()
+        except OSError:
+            return ""
+
+    def _join_leader(self) -> dict[str, str]:
+        """Wait until the engine accepts ranks; empty for an engine, and when this shell stops."""
+        while self._leader is not None and not self._stopping.is_set():
+            if address := self._leader():
+                return {"join": address}
+            self._stopping.wait(LEADER_S)
+        return {}
 
     def drain(self, patience_s: float = DRAIN_S) -> None:
         """Let the process finish its step and release its work. A second call does nothing."""
@@ -103,6 +135,7 @@ class Shell:
 
     def _run_once(self) -> int:
         self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        first = {**self._first, **self._join_leader()}
         with self._log_path.open("ab") as log, self._lock:
             if self._stopping.is_set():
                 return 0
@@ -115,7 +148,7 @@ class Shell:
         assert process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(self._first).encode() + b"\n")
+                process.stdin.write(json.dumps(first).encode() + b"\n")
                 process.stdin.flush()
             return process.wait()
         finally:
