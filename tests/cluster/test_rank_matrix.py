@@ -26,7 +26,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import RanksLostError, SettingsError
-from tinsmith.types import ModelShape
+from tinsmith.types import ModelShape, SampleResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -165,6 +165,43 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
         assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
     many.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
     ranked.train_alike(one, many, 1, seed=1)
+
+
+@pytest.mark.parametrize("name", ["pp4", "dp2-pp2"])
+def test_samples_and_dropped_steps_between_micro_batches_meet_no_message(
+    ranks: Group, deep: ModelShape, name: str
+) -> None:
+    """At each pause in turn, rows that one stage has sent and the next has not used yet are kept, or forgotten."""
+    one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(deep, ranks, FOUR[name])
+    passes = [ranked.pass_of(np.random.default_rng(model), model, [40, 33, 38, 21, 40, 37, 9]) for model in (0, 1)]
+    for backend in (one, many):
+        ranked.publish(backend)
+        for sample in ranked.samples():
+            backend.sampler.submit(sample)
+    expected = ranked.finish(one)
+    for dropped_at in (1, 2):
+        steps = many.run_passes(passes)
+        for _ in range(dropped_at):
+            next(steps)
+        steps.close()
+    found: dict[str, SampleResult] = {}
+
+    def between() -> None:
+        found.update(
+            (request_id, result) for request_id, result in many.sampler.step() if isinstance(result, SampleResult)
+        )
+
+    run_to_end(many.run_passes(passes), between)
+    run_to_end(one.run_passes(passes))
+    for model in (0, 1):
+        theirs, ours = ranked.gradient(one, model), ranked.gradient(many, model)
+        assert theirs is not None and ours is not None and ranked.relative(ours, theirs) < ranked.TOLERANCE
+    found |= ranked.finish(many)
+    for request_id, result in expected.items():
+        tokens = [sequence.tokens_T.tolist() for sequence in result.sequences]
+        assert [sequence.tokens_T.tolist() for sequence in found[request_id].sequences] == tokens
 
 
 LONG = 4096

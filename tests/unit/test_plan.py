@@ -566,7 +566,7 @@ def test_products_are_measured_on_this_machine() -> None:
             "Plan for larger",
             "doctor {} --gpus 1 --memory 80GB --rank 4",
         ),
-        ("deepseek-ai/DeepSeek-V3", "--memory 80GB", "Plan for larger ones", "doctor {} --gpus 32 --memory"),
+        ("deepseek-ai/DeepSeek-V3", "--memory 80GB", "Plan for larger ones", "doctor {} --gpus 128 --memory"),
     ],
 )
 def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(

@@ -86,8 +86,8 @@ class Stage:
         self.layers = own
         self.is_first, self.is_last = own.start == 0, own.stop == len(layers)
         self.entering: Tensor | None = None
-        self.arrived: deque[Tensor] = deque()
-        """Rows from the stage before that were received early."""
+        self.arrived: Tensor | None = None
+        """The next call's rows, if they were received early."""
         self._leaving: Tensor | None = None
         self._boundaries = boundaries
         self.ranks = ranks
@@ -123,7 +123,8 @@ class Stage:
             if alone:
                 rows_TD.zero_()
             else:
-                rows_TD = self.arrived.popleft() if self.arrived else self.ranks.receive(rows_TD, forward=True)
+                rows_TD = self.ranks.receive(rows_TD, forward=True) if self.arrived is None else self.arrived
+            self.arrived = None
             self.entering = rows_TD.requires_grad_() if torch.is_grad_enabled() else rows_TD
         hidden_TD = forward()
         if self.is_last:
@@ -242,8 +243,9 @@ class Schedule:
         self._forward, self._head = forward, head
         self._flights: dict[int, tuple[Tensor | None, Tensor]] = {}
         """By micro-batch between its forward and its backward: what entered, and what left."""
+        self._arrived: deque[Tensor] = deque()
         self._gradients: dict[int, Tensor] = {}
-        """What arrived early from the stage after."""
+        """What arrived early from the stage before, and from the one after."""
 
     def run(self) -> Generator[None, None, None]:
         """Pauses once in as many ticks as take about as long as one micro-batch takes one process."""
@@ -264,6 +266,7 @@ class Schedule:
     def _perform(self, action: Action) -> None:
         number, train = action.micro_batch, self._batches[action.micro_batch].train
         if action.is_forward:
+            self._stage.arrived = self._arrived.popleft() if self._arrived else None
             hidden_TD = self._forward(number)
             if train:
                 self._flights[number] = self._stage.entering, hidden_TD
@@ -294,9 +297,9 @@ class Schedule:
         """Receive the rows of forwards that the stage before has done and this one has not."""
         numbers = [each.micro_batch for each in sent if each is not None and each.is_forward and each not in done]
         waiting = [number for number in numbers if self._batches[number].num_rows]
-        for number in waiting[len(self._stage.arrived) :]:
+        for number in waiting[len(self._arrived) :]:
             buffer_TD = self._stage.buffer(self._batches[number].num_rows, self._stage.layers.start - 1)
-            self._stage.arrived.append(self._ranks.receive(buffer_TD, forward=True))
+            self._arrived.append(self._ranks.receive(buffer_TD, forward=True))
 
     def _receive_gradients(self, sent: Sequence[Action | None], done: Sequence[Action | None]) -> None:
         """Receive the gradients of backwards that the stage after has done and this one has not."""
