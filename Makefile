@@ -77,14 +77,14 @@ test-benchmarks: $(STAMP)
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
-	$(PYTEST) tests/cluster/test_ray.py tests/cluster/test_ray_nodes.py
+	$(PYTEST) tests/cluster/test_ray.py tests/cluster/test_ray_nodes.py tests/cluster/test_ray_ranks.py
 
 test-recipes: $(STAMP)
 	$(PYTEST) -m recipes
 
 # Base models on several ranks: four of them, every family on two, and ranks that die.
 test-ranks: $(STAMP)
-	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py
+	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py tests/cluster/test_joining.py
 
 # On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one. After
 # 7 minutes it begins no test, and has failed.
