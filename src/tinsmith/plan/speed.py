@@ -63,8 +63,8 @@ class LinkRate(NamedTuple):
 
 class Rates(NamedTuple):
     """Operations/s of a rank's device in training and bytes/s of its memory in sampling, and its collectives: sums of
-    its tensor group, exchanges of its context group, messages between stages, gathering of layers from its replicas, sums
-    over all ranks, exchanges of its expert group.
+    its tensor group, exchanges of its context group, messages between stages, gathering of layers from its replicas,
+    sums over all ranks, exchanges of its expert group.
     """
 
     operations_s: float
