@@ -126,7 +126,12 @@ def _wanted(request: PlanRequest, model: Architecture) -> Workload:
         devices, memory_bytes = devices or found[0], memory_bytes or found[1]
         cuda = found[2] or request.gpus is not None
         if not cuda:  # ranks of a CPU share its memory
-            degrees = request.data_parallel, request.tensor_parallel, request.context_parallel
+            degrees = (
+                request.data_parallel,
+                request.tensor_parallel,
+                request.context_parallel,
+                request.pipeline_parallel,
+            )
             devices = math.prod(degree or 1 for degree in degrees)
             memory_bytes = memory_bytes if request.memory is not None else found[1] // max(1, devices)
     dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored)

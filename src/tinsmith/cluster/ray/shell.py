@@ -37,7 +37,7 @@ ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None,
 
 WITHOUT_RANKS: dict[str, object] = {
     "machines": 1,
-    **dict.fromkeys(("data_parallel", "tensor_parallel", "context_parallel"), 0),
+    **{f"{name}_parallel": 0 for name in ("data", "tensor", "context", "expert", "pipeline")},
     "shard_base": False,
 }
 """Other roles have no ranks on other machines: their processes use the devices of their node."""
