@@ -236,9 +236,9 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
     passed = bench.forward(model, 1)
     with monkeypatch.context() as patched:
         patched.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
-        bench.engine._training_turn()
+        bench.engine._run_training_step()
         bench.engine._arrivals.fetch_late()
-        bench.engine._training_turn()
+        bench.engine._run_training_step()
     monkeypatch.undo()
     outcome = bench.outcome(passed)
     assert outcome is not None and outcome.error is None

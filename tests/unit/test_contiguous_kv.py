@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support import tiny_models
 from support.local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
 from support.properties import examples
+from tinsmith.backends.torch.attention import Window
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import contiguous_kv
 from tinsmith.samplers.local.contiguous_kv import CAPACITY_STEP, ContiguousKV, DecodeRow, capacity_for, position_bytes
@@ -82,7 +83,7 @@ def attention(
     q_HD: torch.Tensor,
     k_TGD: torch.Tensor,
     v_TGD: torch.Tensor,
-    window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -92,7 +93,7 @@ def attention(
     if softcap is not None:
         scores_HT = softcap * torch.tanh(scores_HT / softcap)
     if window is not None:
-        scores_HT[:, : max(len(k_TGD) - window, 0)] = -torch.inf
+        scores_HT[:, : max(len(k_TGD) - window.size, 0)] = -torch.inf
     if sinks_H is not None:
         scores_HT = torch.cat([scores_HT, sinks_H.double()[:, None]], 1)
     probs_HT = scores_HT.softmax(-1)[:, : len(k_TGD)]
@@ -104,7 +105,13 @@ def attention(
     events=st.lists(st.tuples(st.sampled_from("jjls"), st.integers(0, 130)), min_size=3, max_size=25),
     seed=st.integers(0, 99),
     options=st.sampled_from(
-        [{}, {"window": 9}, {"softcap": 3.0}, {"sinks_H": torch.linspace(-1, 1, HEADS)}, {"window": 500}]
+        [
+            {},
+            {"window": Window(9)},
+            {"softcap": 3.0},
+            {"sinks_H": torch.linspace(-1, 1, HEADS)},
+            {"window": Window(500)},
+        ]
     ),
 )
 def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(

@@ -118,7 +118,7 @@ def test_free_memory_is_asked_of_the_driver(two_gpus: None, monkeypatch: pytest.
     compile(engine_main.FREE_BYTES, "child", "exec")
 
 
-def test_ranks_take_a_device_each_and_both_transports(two_gpus: None, tmp_path: Path) -> None:
+def test_ranks_take_a_device_each_and_both_transports(two_gpus: None) -> None:
     assert sharded._device("auto", 2) == sharded._device("cuda", 2) == "cuda"
     for name, why in (("cuda:1", "2 devices are needed"), ("cuda", "there are 2 CUDA devices")):
         with pytest.raises(SettingsError, match=why):
@@ -127,8 +127,8 @@ def test_ranks_take_a_device_each_and_both_transports(two_gpus: None, tmp_path: 
         mock.patch.object(torch.cuda, "set_device") as chosen,
         mock.patch.object(ranks.dist, "init_process_group") as joined,
     ):
-        ranks.join_process_group(1, 2, tmp_path, device="cuda")
-    chosen.assert_called_once_with(1)
+        ranks.join_process_group(1, 2, mock.Mock(), device="cuda:1")
+    chosen.assert_called_once_with(torch.device("cuda:1"))
     assert joined.call_args.args[0] == "cpu:gloo,cuda:nccl"
 
 

@@ -21,7 +21,7 @@ from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.attention import PackedCausal, Window
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.memory import SAMPLED_ROWS
 from tinsmith.backends.torch.model import BaseModel
@@ -303,11 +303,11 @@ def test_experts_whose_sizes_do_not_fit_are_named_as_a_loop(tmp_path: Path) -> N
         (torch.bfloat16, 64, None, False),
         (torch.float32, 64, None, True),
         (torch.bfloat16, 320, None, True),
-        (torch.bfloat16, 64, 4, True),
+        (torch.bfloat16, 64, Window(4), True),
     ],
 )
 def test_heads_are_repeated_where_a_fused_kernel_needs_it(
-    dtype: torch.dtype, dim: int, window: int | None, repeated: bool
+    dtype: torch.dtype, dim: int, window: Window | None, repeated: bool
 ) -> None:
     with fake_cuda():
         q = torch.empty(12, 4, dim, dtype=dtype, device=DEVICE)
