@@ -253,6 +253,7 @@ class ShardedBase(BaseModel):
         self.stage = Stage(layers, own, ranks, boundaries)
         if not self.stage.is_first:
             empty(embeddings)
+            embeddings.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # some families ask for its device
             width = cast(int, embeddings.embedding_dim)
             embeddings.forward = lambda ids: torch.zeros(*ids.shape, width, dtype=self.dtype, device=ids.device)
         if not self.stage.is_last:
