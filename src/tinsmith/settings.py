@@ -40,6 +40,9 @@ HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.mall
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
+DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
+"""Settings of how an engine divides its base model; `shard_base` is apart."""
+
 RANK_ADDRESS_FILE = "ranks.address"
 """The file of an engine's data directory with the address at which ranks of other machines join."""
 
@@ -367,8 +370,7 @@ class Settings(BaseSettings):
     @property
     def num_ranks(self) -> int:
         """The product of the given degrees."""
-        degrees = (self.data_parallel, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
-        return math.prod(max(1, degree) for degree in degrees)
+        return math.prod(max(1, getattr(self, name)) for name in DEGREES if name != "expert_parallel")
 
     @property
     def rank_peer(self) -> str:

@@ -123,7 +123,7 @@ def test_a_silent_peer_is_dropped(listener: Listener, drips: bool, monkeypatch: 
 
 
 def test_a_rank_refuses_an_engine_without_the_key() -> None:
-    """The rank sends its introduction to nobody who has not proved the key."""
+    """The rank introduces itself only to an engine that has proved the key."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         heard: list[bytes] = []

@@ -94,7 +94,7 @@ def test_an_engine_that_has_just_joined_or_is_not_there_gets_nothing(db: Databas
     Engines(db, "here").set_state(Seat(BASE, index=1), "loading")
     assert mine.migration_target() is None and not mine.migrate(run, two.engine_id)
     Engines(db, "here").release(Seat(BASE, index=1), "ready")
-    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id), "nobody hears of it"
+    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id), "the engine has ended"
     assert counts(db) == [4]
 
 

@@ -285,9 +285,7 @@ def _settings_of(request: PlanRequest, plan: Plan) -> dict[str, object]:
     degrees = plan.degrees
     values: dict[str, object] = {"dtype": plan.wanted.dtype} if request.dtype is not None else {}
     values |= {"quantize": plan.wanted.quantize} if plan.wanted.quantize != "off" else {}
-    named = {"data": degrees.data, "tensor": degrees.tensor, "context": degrees.context, "expert": degrees.experts}
-    named["pipeline"] = degrees.pipeline
-    values |= {f"{name}_parallel": degree for name, degree in named.items() if degree > 1}
+    values |= {name: degree for name, degree in degrees.settings.items() if degree > 1}
     return values | ({"shard_base": True} if degrees.shard_base else {})
 
 
@@ -377,6 +375,7 @@ def measured_speed(plan: Plan, rates: Rates) -> Iterator[str]:
     """Yield what was measured, and the predicted time of a step of one micro-batch on each rank."""
     names = {"tensor": "sums of a tensor group", "context": "exchanges of a context group"}
     names |= {"base": "gathering among replicas", "gradients": "sums of all ranks"}
+    names |= {"experts": "exchanges of an expert group", "stages": "messages between stages"}
     found = {names[name]: getattr(rates, name) for name in names}
     links = "".join(
         f"; {name} {one.bytes_s / 1e9:,.2f} GB/s, {1e6 * one.latency_s:,.0f} us each"
@@ -391,8 +390,9 @@ def measured_speed(plan: Plan, rates: Rates) -> Iterator[str]:
     rows = micro_batch(plan).rows * plan.degrees.groups
     yield (
         f"A step of {rows:,} tokens takes about {1e3 * step.total:,.0f} ms: products {1e3 * step.compute:,.0f}, tensor "
-        f"{1e3 * step.tensor:,.0f}, context {1e3 * step.context:,.0f}, layers {1e3 * step.base:,.0f}, gradients "
-        f"{1e3 * step.gradients:,.0f} ms; a sampled token {1e3 * token_s(plan, rates):,.2f} ms"
+        f"{1e3 * step.tensor:,.0f}, context {1e3 * step.context:,.0f}, experts {1e3 * step.experts:,.0f}, stages "
+        f"{1e3 * step.stages:,.0f}, layers {1e3 * step.base:,.0f}, gradients {1e3 * step.gradients:,.0f} ms; a sampled "
+        f"token {1e3 * token_s(plan, rates):,.2f} ms"
     )
 
 
@@ -426,11 +426,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "parameters": model.num_parameters,
         "active_parameters": model.num_active,
         "wanted": {**asdict(wanted), "context": wanted.context_of(model)},
-        "data_parallel": plan.degrees.data,
-        "tensor_parallel": plan.degrees.tensor,
-        "context_parallel": plan.degrees.context,
-        "expert_parallel": plan.degrees.experts,
-        "pipeline_parallel": plan.degrees.pipeline,
+        **plan.degrees.settings,
         "shard_base": plan.degrees.shard_base,
         "machines": wanted.num_machines,
         "plan": described(plan.degrees),

@@ -80,7 +80,7 @@ from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
-from tinsmith.settings import RANK_ADDRESS_FILE, Settings
+from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, Settings
 from tinsmith.storage.buckets import open_directories
 from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
@@ -131,8 +131,6 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
 
 
-DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
-
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
@@ -182,9 +180,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     layout = described(plan.degrees)
     log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
     degrees = plan.degrees
-    found = (degrees.data, degrees.tensor, degrees.context, degrees.experts, degrees.pipeline)
-    chosen = zip(DEGREES, found, strict=True)
-    return settings.model_copy(update=dict(chosen) | {"shard_base": degrees.shard_base})
+    return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
 
 
 def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:

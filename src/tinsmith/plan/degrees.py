@@ -58,6 +58,17 @@ class Degrees:
         return self.data * self.context
 
     @property
+    def settings(self) -> dict[str, int]:
+        """By the names of their settings, without `shard_base`."""
+        return {
+            "data_parallel": self.data,
+            "tensor_parallel": self.tensor,
+            "context_parallel": self.context,
+            "expert_parallel": self.experts,
+            "pipeline_parallel": self.pipeline,
+        }
+
+    @property
     def group_size(self) -> int:
         return self.pipeline * self.tensor
 

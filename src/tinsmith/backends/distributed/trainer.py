@@ -26,6 +26,7 @@ from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.host import read
+from tinsmith.backends.torch.lora import Run
 from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
@@ -248,42 +249,37 @@ class _ShardedHead(_RankedHead):
     """
 
     def _logprobs(self, chunk: Chunk) -> Tensor:
-        raw_CW, _ = self._unembedding.forward_part(
-            chunk.hidden_CD, self._unembedding.work(chunk.routing), torch.float32
-        )
-        return self._normalised(self._base.finish_logits_(raw_CW), chunk)[0]
+        raw_CW, _ = self._raw_logits(chunk.hidden_CD, self._unembedding.work(chunk.routing))
+        return self._log_sums(self._base.finish_logits_(raw_CW), chunk)[1]
 
-    def _differentiate(
-        self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
-    ) -> Tensor:
-        work = self._unembedding.work(chunk.routing)
-        raw_CW, inner = self._unembedding.forward_part(chunk.hidden_CD, work, torch.float32)
-        logits_CW = self._base.finish_logits_(raw_CW)
-        logprob_p, log_sum_C = self._normalised(logits_CW, chunk)
-        logprob_P[chunk.pairs_p] = logprob_p
-        grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
-        # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs, as on one rank.
-        grad_C = torch.zeros(len(logits_CW), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
-        grad_CW = (logits_CW - log_sum_C[:, None]).exp_().mul_(-grad_C[:, None])
+    def _raw_logits(self, hidden_CD: Tensor, work: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
+        return self._unembedding.forward_part(hidden_CD, work, torch.float32)
+
+    def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        log_sum_C, logprob_p = self._log_sums(logits_CV, chunk)
+        return (logits_CV - log_sum_C[:, None]).exp_(), logprob_p
+
+    def _at_targets(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
         is_own_p, cells_p = self._own_cells(chunk)
         # Not a product with zero: the first cell, which stands in for others' targets, may be another tenant's NaN.
-        grad_CW.view(-1).index_add_(0, cells_p, torch.where(is_own_p, grad_p, 0.0))
-        grad_CW = self._base.unfinish_gradient_(grad_CW, logits_CW).to(chunk.hidden_CD.dtype)
-        return self._unembedding.backward_part(grad_CW, chunk.hidden_CD, work, inner)
+        return cells_p, torch.where(is_own_p, grad_p, 0.0)
+
+    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+        return self._unembedding.backward_part(grad_CV, hidden_CD, work, inner)
 
     @property
     def _unembedding(self) -> GatheredLinear:
         return cast(GatheredLinear, self._base.unembedding)
 
-    def _normalised(self, logits_CW: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """[p] log probabilities, and [C] the logarithms of the rows' sums over the whole vocabulary."""
+    def _log_sums(self, logits_CW: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """[C] the logarithms of the rows' sums over the whole vocabulary, and [p] log probabilities."""
         most_C = self._ranks.max_tensor(logits_CW.amax(-1))
         is_own_p, cells_p = self._own_cells(chunk)
         own_p = torch.where(is_own_p, logits_CW.view(-1)[cells_p], 0.0)
         sums = torch.cat([(logits_CW - most_C[:, None]).exp_().sum(-1), own_p])
         sum_C, target_p = self._ranks.sum_tensor(sums).split([len(most_C), len(own_p)])
         log_sum_C = most_C + sum_C.log()
-        return target_p - log_sum_C[chunk.local_p], log_sum_C
+        return log_sum_C, target_p - log_sum_C[chunk.local_p]
 
     def _own_cells(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Whether each pair's target is in this rank's part, and its index in the flattened part, 0 for others."""

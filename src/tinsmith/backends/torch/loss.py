@@ -91,23 +91,34 @@ class Head:
         self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
     ) -> Tensor:
         """[C, D]"""
-        unembedding = self._base.unembedding
-        work = unembedding.work(chunk.routing)
-        raw_CV, inner = unembedding.forward_rows(chunk.hidden_CD, work, torch.float32)
+        work = self._base.unembedding.work(chunk.routing)
+        raw_CV, inner = self._raw_logits(chunk.hidden_CD, work)
         logits_CV = self._base.finish_logits_(raw_CV)
-        probs_CV = torch.softmax(logits_CV, -1)
-        # The log-sum of a row from its most probable token: log_softmax would compute the exponential of every logit
-        # again, and logsumexp is slower than both.
-        log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
-        logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
+        probs_CV, logprob_p = self._normalised(logits_CV, chunk)
         logprob_P[chunk.pairs_p] = logprob_p
         grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
         grad_C = torch.zeros(len(probs_CV), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
         grad_CV = probs_CV.mul_(-grad_C[:, None])
-        grad_CV.view(-1).index_add_(0, chunk.cells_p, grad_p)
+        grad_CV.view(-1).index_add_(0, *self._at_targets(chunk, grad_p))
         grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
         return self._back(grad_CV, chunk.hidden_CD, work, inner)
+
+    def _raw_logits(self, hidden_CD: Tensor, work: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
+        """[C, V] float32, not finished, and what `_back` needs of the adapters."""
+        return self._base.unembedding.forward_rows(hidden_CD, work, torch.float32)
+
+    def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """[C, V] probabilities and [p] log probabilities."""
+        probs_CV = torch.softmax(logits_CV, -1)
+        # The log-sum of a row from its most probable token: log_softmax would compute the exponential of every logit
+        # again, and logsumexp is slower than both.
+        log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
+        return probs_CV, logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
+
+    def _at_targets(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Each pair's index into the chunk's flattened logits, and what is added to the gradient there."""
+        return chunk.cells_p, grad_p
 
     def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
         """[C, D]: the gradient of the hidden states; adds the gradients of the unembedding's adapters."""

@@ -2,7 +2,7 @@
 
 Each process has a placement group, which reserves its resources on one node, counts as demand for Ray's autoscaler
 while no node has room, and is rescheduled when its node is lost. That of an engine with several machines has a bundle
-for each, on a node of its own, and an actor in each bundle; the first stands for all of them. Detached actors outlive
+for each, on a node of its own, and an actor in each bundle; the controller sees the first. Detached actors outlive
 their creator; Ray restarts dead ones with the same arguments. The object store is not used. Names begin with the role,
 and a namespace has one fleet. `settings.prepare_ray` must set Ray's environment before this module is imported.
 """

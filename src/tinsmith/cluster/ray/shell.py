@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.runtime.background import Backoff, supervised_thread
-from tinsmith.settings import RANK_ADDRESS_FILE, role_environment
+from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, role_environment
 
 EXIT_REFUSED = 2
 """Exit status of `tinsmith serve` when it refuses its settings."""
@@ -37,7 +37,7 @@ ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None,
 
 WITHOUT_RANKS: dict[str, object] = {
     "machines": 1,
-    **{f"{name}_parallel": 0 for name in ("data", "tensor", "context", "expert", "pipeline")},
+    **dict.fromkeys(DEGREES, 0),
     "shard_base": False,
 }
 """Other roles have no ranks on other machines: their processes use the devices of their node."""
