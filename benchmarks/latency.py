@@ -17,6 +17,7 @@ the same minutes. Two minutes in all.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import tempfile
 import time
@@ -72,6 +73,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
     prompt = data[0].model_input
     one_token = types.SamplingParams(max_tokens=1)
     figures: Figures = {}
+    seeds = itertools.count(1)
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         client = service.create_lora_training_client(model, rank=RANK).result()
         sampler = service.create_sampling_client(base_model=model).result()
@@ -88,6 +90,12 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
         def sample() -> None:
             sampler.sample(prompt, 1, one_token).result()
 
+        def sample_two() -> None:
+            """Of a prompt that no cache knows."""
+            sampler.sample(
+                random_datum(LENGTH, next(seeds)).model_input, 1, types.SamplingParams(max_tokens=2)
+            ).result()
+
         def change() -> None:
             client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
 
@@ -103,6 +111,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
             figures["sample, one token"] = measured(sample, runs)
         if "publish" in rows:
             step()
+            figures["prefill + decode step"] = summary(timed(sample_two, max(5, runs // 4)))
             figures["publish + first token"] = summary(timed(publish_and_sample, max(5, runs // 4), before=change))
         if "shapes" in rows:
             figures |= new_shapes(client)

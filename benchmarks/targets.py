@@ -104,51 +104,79 @@ def time_of(size: str, what: str, found: Figures, *, worst: bool = False, scale:
         yield Measured(what, values, "latency" if size == "tiny" else f"latency-{size}")
 
 
-def trained(
-    size: str, work: str, dtypes: tuple[str, ...], found: Figures, *, of: str = "of_peft"
-) -> Iterator[Measured]:
-    chosen = [row for row in found.training if (row["size"], row["work"]) == (size, work)]
-    rows = {(row["part"], row["what"]): row for row in chosen}
-    for dtype in dtypes:
-        for (part, what), row in rows.items():
-            if what != f"service {dtype}" or of not in row:
-                continue
-            other = "PEFT float32" if of != "of_step_alone" else what.replace("service", "step alone")
-            theirs = rows[part, other]
-            if of == "memory_of_peft":
-                value = {"median": row[of], "least": row[of], "most": row[of], "runs": 1}
-                yield Measured(dtype, value, part, _exactly(row["peak_mib"]), _exactly(theirs["peak_mib"]))
-            else:
-                yield Measured(dtype, row[of], part, row["tokens_per_s"], theirs["tokens_per_s"])
+def times_of(size: str, what: str, other: str, against: str, found: Figures) -> Iterator[Measured]:
+    """The median of a row over that of another row, or of another size's."""
+    rows = found.latency.get(size, {}), found.latency.get(other, {})
+    if what in rows[0] and against in rows[1]:
+        ours, theirs = rows[0][what], rows[1][against]
+        value = {"median": ours["p50_ms"] / theirs["p50_ms"], "least": ours["min_ms"] / theirs["p50_ms"],
+                 "most": ours["p95_ms"] / theirs["p50_ms"], "runs": ours["runs"]}  # fmt: skip
+        pair = (_exactly(row["p50_ms"]) for row in (ours, theirs))
+        yield Measured(f"{what} / {other}, {against}", value, f"latency-{size}", *pair)
+
+
+def spike(size: str, what: str, found: Figures) -> Iterator[Measured]:
+    """The 95th percentile over the median."""
+    if row := found.latency.get(size, {}).get(what):
+        ours, theirs = row["p95_ms"], row["p50_ms"]
+        value = _exactly(ours / theirs) | {"runs": row["runs"]}
+        yield Measured(what, value, f"latency-{size}", _exactly(ours), _exactly(theirs))
+
+
+def trained(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
+    """Of the service to `other`: `PEFT float32`, `products` or `step alone` (of the same dtype)."""
+    for part, rows in _works(size, work, found):
+        if row := rows.get(f"service {dtype}"):
+            key = {"products": "of_products", "step alone": "of_step_alone"}.get(other)
+            theirs = rows.get(f"{other} {dtype}" if key else other)
+            if theirs:
+                value = row[key] if key else row["of_peft"][other]
+                yield Measured(dtype, value, part, row["tokens_per_s"], theirs["tokens_per_s"])
+
+
+def memory(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
+    """Of the engine to PEFT."""
+    for part, rows in _works(size, work, found):
+        row = rows.get(f"service {dtype}", {})
+        if other in row.get("memory_of_peft", {}):
+            pair = (_exactly(each["peak_mib"]) for each in (row, rows[other]))
+            yield Measured(dtype, _exactly(row["memory_of_peft"][other]), part, *pair)
+
+
+def evenness(size: str, ragged: str, even: str, dtype: str, found: Figures) -> Iterator[Measured]:
+    """The share of the products' rate that ragged rows reach, over that of even rows."""
+    for part, rows in _works(size, ragged, found):
+        for _, others in _works(size, even, found):
+            row, other = rows.get(f"service {dtype}"), others.get(f"service {dtype}")
+            if row and other and "of_products" in row and "of_products" in other:
+                value = _exactly(row["of_products"]["median"] / other["of_products"]["median"])
+                yield Measured(dtype, value, part, row["tokens_per_s"], other["tokens_per_s"])
+
+
+def _works(size: str, work: str, found: Figures) -> Iterator[tuple[str, dict[str, Row]]]:
+    """The rows of one shape of work by what they measure, for each part that has them."""
+    parts: dict[str, dict[str, Row]] = {}
+    for row in found.training:
+        if (row["size"], row["work"]) == (size, work):
+            parts.setdefault(row["part"], {})[row["what"]] = row
+    yield from parts.items()
 
 
 def _exactly(value: float) -> dict[str, float]:
     return {"median": value, "least": value, "most": value, "runs": 1}
 
 
-def sampled(at_once: int, ours: str, other: str, found: Figures) -> Iterator[Measured]:
-    """Of one row of the service to another of the same turns."""
+def sampled(
+    at_once: int, other: str, found: Figures, ours: str = "bfloat16, 1 LoRA", size: str = "m50", load: str = "short"
+) -> Iterator[Measured]:
+    """Of a row of the service to another of the same turns."""
+    ours, wanted = f"service {ours}", (size, at_once, load)
     rows = {(row["part"], row["what"]): row for row in found.sampling
-            if (row["size"], row.get("at_once")) == ("m50", at_once)}  # fmt: skip
+            if (row["size"], row.get("at_once"), row.get("load")) == wanted}  # fmt: skip
     for (part, what), row in rows.items():
         if what == ours and other in row.get("of", {}):
             yield Measured(f"{ours} / {other}", row["of"][other], part, row["tokens_per_s"],
                            rows[part, other]["tokens_per_s"])  # fmt: skip
-
-
-def pairs(at_once: int, chosen: tuple[tuple[str, str], ...], found: Figures) -> Iterator[Measured]:
-    for ours, other in chosen:
-        yield from sampled(at_once, f"service {ours}", other, found)
-
-
-def against(engine: str, suffix: str = "") -> tuple[tuple[str, str], ...]:
-    """Each of ours with one adapter, beside theirs of the same dtype; and our bfloat16 beside their float32."""
-    given = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
-    return tuple((f"{ours}, 1 LoRA", f"{engine} {theirs}{suffix}") for ours, theirs in given)
-
-
-BOTH = ("bfloat16", "float32")
-EIGHT = tuple((f"{dtype}, 8 LoRA", f"service {dtype}, 1 LoRA") for dtype in BOTH)
 
 
 def _sampling(at_once: int) -> tuple[str, ...]:
@@ -156,51 +184,87 @@ def _sampling(at_once: int) -> tuple[str, ...]:
 
 
 PACKED = "packed --size m50 --work"
+EVEN, RAGGED, LARGE = "8 x 256, 1 client", "ragged 16-512, 1 client", "2 x 256, 1 client"
+FORWARD, STEP, PUBLISH = "forward, one datum", "forward_backward + optim_step", "publish + first token"
+QWEN = "Qwen3-0.6B's shape"
+PRODUCTS, PLAIN, VLLM = "the packed products alone", "a plain decode loop with LoRA", "vLLM on a CPU, same work"
+PLAIN_ROW, VLLM_ROW = "plain loop bfloat16, 1 LoRA", "vllm bfloat16, 1 LoRA"
+
+
+def _of_training() -> Iterator[Target]:
+    for size, dtype, limit in (("m50", "float32", 0.75), ("m50", "bfloat16", 0.65), ("tiny", "float32", 0.5),
+                               ("tiny", "bfloat16", 0.5)):  # fmt: skip
+        find = partial(trained, size, EVEN, dtype, "products")
+        flags = f"packed --size {size} --work 0 --dtype {dtype}"
+        yield Target(f"training {size}, 8 x 256, {dtype}", PRODUCTS, limit, "x", find, profile=(flags,))
+    for size, limit in (("tiny", 2.5), ("m50", 4.0)):
+        for clients, work in ((8, 3), (32, 4)):
+            find = partial(trained, size, f"1 x 32, {clients} clients", "bfloat16", "PEFT float32")
+            flags = tuple(f"{what} --size {size} --work {work}" for what in ("packed", "step"))
+            yield Target(f"{clients} tenants with 32 tokens each, {size}, bfloat16",
+                         "HF + PEFT float32, one after the other", limit, "x", find, profile=flags)  # fmt: skip
+    yield Target("training m50, ragged 16-512, bfloat16", "HF + PEFT float32, padded", 3, "x",
+                 partial(trained, "m50", RAGGED, "bfloat16", "PEFT float32"), profile=(f"{PACKED} 1",))  # fmt: skip
+    yield Target("the same, share of the packed products", "that of 8 x 256", 0.9, "x",
+                 partial(evenness, "m50", RAGGED, EVEN, "bfloat16"), profile=(f"{PACKED} 1",))  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        yield from _of_training_as(dtype)
+
+
+def _of_training_as(dtype: str) -> Iterator[Target]:
+    flags, peft = (f"packed --size m500 --work 7 --dtype {dtype}",), f"PEFT {dtype}"
+    what = f"{QWEN}, 2 x 256, {dtype}"
+    yield Target(f"training {what}", f"HF + {peft}", 1.6, "x", partial(trained, "m500", LARGE, dtype, peft),
+                 profile=flags)  # fmt: skip
+    yield Target(f"training {what}", PRODUCTS, 0.7, "x", partial(trained, "m500", LARGE, dtype, "products"),
+                 profile=flags)  # fmt: skip
+    yield Target(f"engine memory, {what}", f"HF + {peft}", 0.6, "x", partial(memory, "m500", LARGE, dtype, peft),
+                 is_most=True, profile=flags)  # fmt: skip
+    yield Target(f"engine memory, m50, 8 x 256, {dtype}", "HF + PEFT float32", 0.6, "x",
+                 partial(memory, "m50", EVEN, dtype, "PEFT float32"), is_most=True,
+                 profile=(f"{PACKED} 0 --dtype {dtype}",))  # fmt: skip
+    yield Target(f"training m50, 8 x 256, {dtype}", "the step in process", 0.9, "x",
+                 partial(trained, "m50", EVEN, dtype, "step alone"), profile=("step --size m50 --work 0",))  # fmt: skip
+
+
+def _of_sampling() -> Iterator[Target]:
+    for at_once, against, other, limit in (
+        (16, VLLM, VLLM_ROW, 3), (64, VLLM, VLLM_ROW, 3),
+        (64, "llama.cpp, without LoRA", "llama.cpp bfloat16, 0 LoRA", 1.1),
+        (16, "HF generate, without LoRA", "transformers bfloat16", 1),
+        (64, "HF generate, without LoRA", "transformers bfloat16", 1),
+        (16, PLAIN, PLAIN_ROW, 0.75), (64, PLAIN, PLAIN_ROW, 0.75),
+    ):  # fmt: skip
+        yield Target(f"sampling m50, bfloat16, one adapter, {at_once} at once", against, limit, "x",
+                     partial(sampled, at_once, other), profile=_sampling(at_once))  # fmt: skip
+    for at_once in (16, 64):
+        yield Target(f"8 adapters in one decode batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
+                     partial(sampled, at_once, "service bfloat16, 1 LoRA", ours="bfloat16, 8 LoRA"),
+                     profile=(f"decode --at-once {at_once} --adapters 8",))  # fmt: skip
+    for what, load, at_once in (("prompts of 1,024", "prompts", 16), ("groups of 8", "groups", 64)):
+        yield Target(f"sampling m50, bfloat16, {what}, {at_once} at once", PLAIN, 0.75, "x",
+                     partial(sampled, at_once, PLAIN_ROW, load=load), profile=_sampling(at_once))  # fmt: skip
+    yield Target(f"sampling {QWEN}, bfloat16, 8 at once", PLAIN, 0.75, "x",
+                 partial(sampled, 8, PLAIN_ROW, size="m500"), profile=("decode --size m500 --at-once 8",))  # fmt: skip
+
+
 TARGETS = (
-    Target("one-datum forward, tiny, p50", "absolute", 8, "ms", partial(time_of, "tiny", "forward, one datum"),
-           is_most=True, profile=("forward",)),
-    Target("the same, 8 clients", "absolute", 25, "ms", partial(time_of, "tiny", "forward, one datum, 8 clients"),
-           is_most=True, profile=("forward --clients 8",)),
-    Target("forward_backward + optim_step, tiny, p50", "absolute", 20, "ms",
-           partial(time_of, "tiny", "forward_backward + optim_step"), is_most=True, profile=("step",)),
-    Target("training m50, 8 x 256, bfloat16 base", "HF + PEFT float32", 1.8, "x",
-           partial(trained, "m50", "8 x 256, 1 client", ("bfloat16",)), profile=(f"{PACKED} 0",)),
-    Target("training m50, 8 x 256, float32 base", "HF + PEFT float32", 1.2, "x",
-           partial(trained, "m50", "8 x 256, 1 client", ("float32",)), profile=(f"{PACKED} 0 --dtype float32",)),
-    Target("training m50, ragged 16-512", "HF + PEFT float32, padded", 3, "x",
-           partial(trained, "m50", "ragged 16-512, 1 client", BOTH), profile=(f"{PACKED} 1",)),
-    *(Target(f"{clients} tenants with 32 tokens each, {size}", "HF + PEFT float32, one after the other", limit, "x",
-             partial(trained, size, f"1 x 32, {clients} clients", BOTH),
-             profile=tuple(f"{what} --size {size} --work {3 if clients == 8 else 4}" for what in ("packed", "step")))
-      for size, limit in (("tiny", 3), ("m50", 4)) for clients in (8, 32)),
-    Target("share of the step alone that the service keeps, m50, 8 x 256", "the step in process", 0.9, "x",
-           partial(trained, "m50", "8 x 256, 1 client", BOTH, of="of_step_alone"),
-           profile=("step --size m50 --work 0",)),
-    *(Target(f"sampling m50 with LoRA, {at_once} at once", "vLLM on a CPU, same work", 2, "x",
-             partial(pairs, at_once, against("vllm", ", 1 LoRA")), profile=_sampling(at_once))
-      for at_once in (16, 64)),
-    *(Target(f"sampling m50 with LoRA, {at_once} at once", "HF generate, without LoRA", 3, "x",
-             partial(pairs, at_once, against("transformers")), profile=_sampling(at_once))
-      for at_once in (16, 64)),
-    Target("sampling m50 with LoRA, 64 at once", "llama.cpp bfloat16, without LoRA", 1, "x",
-           partial(pairs, 64, (("bfloat16, 1 LoRA", "llama.cpp bfloat16, 0 LoRA"),)), profile=_sampling(64)),
-    *(Target(f"sampling m50 with LoRA, {at_once} at once", "a plain decode loop with LoRA", 0.75, "x",
-             partial(pairs, at_once, (("bfloat16, 1 LoRA", "plain loop bfloat16, 1 LoRA"),)),
-             profile=_sampling(at_once))
-      for at_once in (16, 64)),
-    *(Target(f"8 adapters in one decode batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
-             partial(pairs, at_once, EIGHT), profile=(f"decode --at-once {at_once} --adapters 8",))
-      for at_once in (16, 64)),
-    Target("publish + first token after it, m50, rank 32", "absolute", 30, "ms",
-           partial(time_of, "m50", "publish + first token"), is_most=True, profile=("publish --size m50",)),
-    Target("cold start to the first answered forward, tiny", "absolute", 8, "s",
+    *(Target(f"{what}, tiny, p50", "the SDK and a server with canned answers", limit, "x",
+             partial(times_of, "tiny", what, "canned", what), is_most=True, profile=(flags,))
+      for what, limit, flags in ((FORWARD, 1.6, "forward"), (STEP, 2.2, "step"),
+                                 (f"{FORWARD}, 8 clients", 1.25, "forward --clients 8"))),
+    *_of_training(),
+    *_of_sampling(),
+    Target("publish + first token, m50, rank 32, p50", "a prefill and a decode step", 1.5, "x",
+           partial(times_of, "m50", PUBLISH, "m50", "prefill + decode step"), is_most=True,
+           profile=("publish --size m50",)),
+    Target("the same, p95", "its p50", 2, "x", partial(spike, "m50", PUBLISH), is_most=True,
+           profile=("publish --size m50",)),
+    Target("cold start to the first answered forward, tiny", "absolute", 4, "s",
            partial(time_of, "tiny", "cold start to the first forward", scale=0.001), is_most=True,
            profile=("forward",)),
     Target("no compile stall: what a new shape of a batch takes more, tiny, the worst of 10", "absolute", STALL_MS,
            "ms", partial(time_of, "tiny", "what a new shape takes more", worst=True), is_most=True, profile=("step",)),
-    Target("engine memory, m50, 8 x 256", "HF + PEFT float32", 0.6, "x",
-           partial(trained, "m50", "8 x 256, 1 client", BOTH, of="memory_of_peft"), is_most=True,
-           profile=(f"{PACKED} 0",)),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                       # tiny and m50, every shape of work, five runs each: 12 minutes
     python benchmarks/training.py --sizes m50 --works 0 --runs 7 --json training.json
+    python benchmarks/training.py --sizes m500 --works 7 --peft float32 bfloat16 --runs 3     # Qwen3-0.6B's shape
     python benchmarks/training.py --url http://... --model NAME    # another Tinker-compatible address
 
 A run is one `forward_backward` and one `optim_step` of every client, all submitted together, until the last result is
@@ -10,14 +11,16 @@ process of its own with as many threads:
 
 - PEFT: LoRA on every linear, the unembedding included, as the service has it; one padded batch, one client after the
   other (a PEFT model trains one adapter at a time);
-- the step alone: the service's own backend without a service, which is the most that the service could reach.
+- the step alone: the service's own backend without a service, which is the most that the service could reach;
+- the products: those of the base model's linears, forward and for the gradient of their inputs, with weights packed by
+  oneDNN, and nothing else: no adapter, attention, norm or loss. A ceiling that no step reaches.
 
-Prints medians with their spread, the ratio to PEFT, the share of the step alone that the service keeps (both of runs
-that followed each other), and the most memory that each process (of the service: its engine) had resident while it did
-that work. `--works` takes numbers:
+Prints medians with their spread, the ratio to PEFT, the share of the products' rate, the share of the step alone that
+the service keeps (all of runs that followed each other), and the most memory that each process (of the service: its
+engine) had resident while it did that work. `--works` takes numbers:
 
 0: 8 x 256, 1 client; 1: ragged 16-512, 1 client; 2: 1 x 32, 1 client; 3: 1 x 32, 8 clients; 4: 1 x 32, 32 clients;
-5: 2 x 256, 4 clients; 6: ragged 16-384, 8 clients
+5: 2 x 256, 4 clients; 6: ragged 16-384, 8 clients; 7: 2 x 256, 1 client
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ if TYPE_CHECKING:
 RANK = 32
 VOCAB = 8000
 LEARNING_RATE = 1e-4
-PEFT = "PEFT float32"
+ROWS_AT_ONCE = 512
+"""Of a product alone, so that a large vocabulary's outputs take little memory."""
 RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 
@@ -74,6 +78,7 @@ WORKS = [
     Work("1 x 32, 32 clients", 32, (32,)),
     Work("2 x 256, 4 clients", 4, (256,) * 2),
     Work("ragged 16-384, 8 clients", 8, (16, 384, 48, 96)),
+    Work("2 x 256, 1 client", 1, (256,) * 2),
 ]
 
 
@@ -147,7 +152,8 @@ def in_service(size: str, directory: Path, dtype: str, stack: ExitStack, works: 
 
 
 def child(kind: str, directory: str, dtype: str) -> None:
-    runner = {"peft": peft_runner, "step": step_runner}[kind](Path(directory), dtype)
+    runners = {"peft": peft_runner, "step": step_runner, "products": products_runner}
+    runner = runners[kind](Path(directory), dtype)
     prepared, run = None, None
     for question, answer in questions():
         if question["work"] is None:
@@ -192,6 +198,39 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
     return runner
 
 
+def products_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
+    """One layer's weights serve all layers, which caches hold if they can."""
+    import torch
+    from ceilings import packed
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory)
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    shapes = [(heads + 2 * keys, hidden), (hidden, heads), (2 * config.intermediate_size, hidden),
+              (hidden, config.intermediate_size)]  # fmt: skip
+    layer = [(shape, config.num_hidden_layers) for shape in shapes] + [((config.vocab_size, hidden), 1)]
+
+    def runner(work: Work) -> Callable[[], None]:
+        actions = []
+        for (outputs, inputs), times in layer:
+            for weight_OI in (torch.randn(outputs, inputs), torch.randn(inputs, outputs)):
+                product = packed(weight_OI.to(getattr(torch, dtype)))
+                assert product is not None, "this torch has no packed products"
+                rows = torch.randn(work.num_tokens, weight_OI.shape[1]).to(getattr(torch, dtype))
+                actions += [(product, rows.split(ROWS_AT_ONCE))] * times
+
+        @torch.no_grad()
+        def run() -> None:
+            for product, parts in actions:
+                for rows in parts:
+                    product(rows)
+
+        return run
+
+    return runner
+
+
 def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.base_models import read_shape
@@ -228,12 +267,17 @@ def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
     return {"size": size, "work": work.name, "what": what, "tokens_per_s": rates, "seconds": seconds}
 
 
-def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> Iterator[list[Row]]:
-    """Every shape of work: PEFT, and the step alone and the service with each dtype of the base, in turns."""
+def compared(
+    size: str, directory: Path, works: list[int], dtypes: list[str], peft: list[str], runs: int
+) -> Iterator[list[Row]]:
+    """Every shape of work: PEFT, and the products, the step alone and the service with each dtype of the base, in
+    turns.
+    """
     with ExitStack() as stack:
         opened = ExitStack()
-        contestants = {PEFT: in_child("peft", directory, "float32", stack)}
+        contestants = {f"PEFT {dtype}": in_child("peft", directory, dtype, stack) for dtype in peft}
         for dtype in dtypes:
+            contestants[f"products {dtype}"] = in_child("products", directory, dtype, stack)
             contestants[f"step alone {dtype}"] = in_child("step", directory, dtype, stack)
             contestants[f"service {dtype}"] = in_service(size, directory, dtype, stack, opened)
         stack.enter_context(opened)  # the last, so that clients go before their servers
@@ -252,26 +296,29 @@ def compared(size: str, directory: Path, works: list[int], dtypes: list[str], ru
 
 
 def compare(figure: Row, rows: dict[str, Row]) -> None:
-    """With PEFT, and a service with the step that it does."""
-    if base := rows.get(PEFT):
-        figure["of_peft"] = times_as_fast(figure["seconds"], base["seconds"])
-        if base.get("peak_mib"):
-            figure["memory_of_peft"] = figure["peak_mib"] / base["peak_mib"]
-    if step := rows.get(str(figure["what"]).replace("service", "step alone")):
-        figure["of_step_alone"] = times_as_fast(figure["seconds"], step["seconds"])
+    """A service with PEFT of each dtype, with the products of its own, and with the step that it does."""
+    kind, _, dtype = str(figure["what"]).rpartition(" ")
+    if kind not in ("service", "step alone"):
+        return
+    for name, base in rows.items():
+        if name.startswith("PEFT"):
+            figure.setdefault("of_peft", {})[name] = times_as_fast(figure["seconds"], base["seconds"])
+            figure.setdefault("memory_of_peft", {})[name] = figure["peak_mib"] / base["peak_mib"]
+    for key, name in (("of_products", "products"), ("of_step_alone", "step alone")):
+        if kind != name and (base := rows.get(f"{name} {dtype}")):
+            figure[key] = times_as_fast(figure["seconds"], base["seconds"])
 
 
 def show(figure: Row) -> None:
     text = f"{figure['size']:5s} {figure['work']:24s} {figure['what']:20s}"
     text += f" {in_words(figure['tokens_per_s']):26s} tokens/s"
-    if figure["what"] != PEFT and "of_peft" in figure:
-        text += f"  {in_words(figure['of_peft'], '.2f')} x PEFT"
     if "peak_mib" in figure:
         text += f", {figure['peak_mib']:,.0f} MiB"
-    if "memory_of_peft" in figure:
-        text += f" ({figure['memory_of_peft']:.2f})"
-    if figure["what"].startswith("service") and "of_step_alone" in figure:
-        text += f", {in_words(figure['of_step_alone'], '.0%')} of the step alone"
+    for name, ratio in figure.get("of_peft", {}).items():
+        text += f"; {in_words(ratio, '.2f')} x {name}, {figure['memory_of_peft'][name]:.2f} of its memory"
+    for key, name in (("of_products", "products"), ("of_step_alone", "step alone")):
+        if key in figure:
+            text += f"; {in_words(figure[key], '.0%')} of the {name}"
     print(text, flush=True)
 
 
@@ -279,6 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--peft", nargs="*", choices=("float32", "bfloat16"), default=["float32"], help="its dtypes")
     numbers = range(len(WORKS))
     parser.add_argument("--works", nargs="+", type=int, choices=numbers, default=numbers, metavar="NUMBER")
     parser.add_argument("--runs", type=int, default=5)
@@ -303,7 +351,7 @@ def main() -> None:
         for size in given.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
                 made = make(size, Path(directory) / size)
-                for rows in compared(size, made, [*given.works], given.dtypes, given.runs):
+                for rows in compared(size, made, [*given.works], given.dtypes, given.peft, given.runs):
                     figures += rows
                     write_json(given.json, figures)  # after each: whoever is ended early has some
 

@@ -196,13 +196,16 @@ def test_training_beside_peft(run: Run, tmp_path: Path) -> None:
     flags = ("--sizes", "tiny", "--dtypes", "float32", "--works", "2", "--runs", "1")
     printed = run("training", *flags, "--json", str(tmp_path / "training.json"))
     rows = {row["what"]: row for row in json.loads((tmp_path / "training.json").read_text())}
-    assert rows.keys() == {"PEFT float32", "step alone float32", "service float32"}
-    service, step, peft = (rows[f"{what} float32"] for what in ("service", "step alone", "PEFT"))
+    service, step, peft, products = (
+        rows.pop(f"{what} float32") for what in ("service", "step alone", "PEFT", "products")
+    )
+    assert not rows
     assert "of the step alone" in printed
     (ours,), (alone,), (theirs,) = service["seconds"], step["seconds"], peft["seconds"]
-    assert service["of_peft"]["median"] == pytest.approx(theirs / ours)
+    assert service["of_peft"]["PEFT float32"]["median"] == pytest.approx(theirs / ours)
     assert service["of_step_alone"]["median"] == pytest.approx(alone / ours)
-    assert service["memory_of_peft"] == pytest.approx(service["peak_mib"] / peft["peak_mib"])
+    assert step["of_products"]["median"] == pytest.approx(products["seconds"][0] / alone)
+    assert service["memory_of_peft"]["PEFT float32"] == pytest.approx(service["peak_mib"] / peft["peak_mib"])
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -216,6 +219,20 @@ def test_sampling_beside_transformers(run: Run, tmp_path: Path) -> None:
     assert rows["publish and first token after it, float32"]["ms"]["least"] > 0
     assert rows["plain loop float32, 1 LoRA"]["tokens_per_s"]["median"] > 0
     assert "failed" in rows["llama.cpp bfloat16, 0 LoRA"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("load", ["prompts", "groups"])
+def test_sampling_of_other_loads(run: Run, tmp_path: Path, load: str) -> None:
+    """All engines answer the same number of tokens, in the same turns."""
+    flags = ("--sizes", "tiny", "--dtypes", "bfloat16", "--load", load, "--at-once", "2", "--adapters", "1")
+    run("sampling", *flags, "--runs", "1", "--json", str(tmp_path / "sampling.json"))
+    rows = {row["what"]: row for row in json.loads((tmp_path / "sampling.json").read_text()) if "at_once" in row}
+    tokens = 2 * 64 * (8 if load == "groups" else 1)
+    assert len(rows) == 4
+    for row in rows.values():
+        assert row["load"] == load
+        assert row["tokens_per_s"]["median"] == pytest.approx(tokens / row["seconds"][0])
 
 
 def test_where_the_time_of_a_request_goes(run: Run) -> None:
