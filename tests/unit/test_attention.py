@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from support.properties import examples
 from tinsmith.backends.torch.attention import (
+    FEW_ROWS,
+    SHORT_ROWS,
     AttentionOptions,
     PackedCausal,
     Window,
@@ -51,6 +55,37 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num", "length"), [(1, FEW_ROWS), (5, 27), (128, 1), (2, SHORT_ROWS)])
+@pytest.mark.parametrize("value_dim", [16, 24])
+def test_short_bfloat16_sequences_are_as_exact_as_the_reference(num: int, length: int, value_dim: int) -> None:
+    """Plain products, values and gradients, beside float64; each sequence alone, so that none reads its neighbours."""
+    dims = {4: 16, 2: 16, 1: value_dim}
+    given_rows = [rows(heads, num, max(heads, 2), length, dim).bfloat16() for heads, dim in dims.items()]
+    grad = rows(9, num, 4, length, value_dim).bfloat16()
+
+    def computed(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in given_rows]
+        out = attend(*leaves, None, scale=0.25)
+        assert ("ShortCausal" in str(out.grad_fn)) == (attend is prefill)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    ours, plain = computed(prefill, torch.bfloat16), computed(reference, torch.bfloat16)
+    for own, other, exact in zip(ours, plain, computed(reference_in_float64, torch.float64), strict=True):
+        assert (own - exact).norm() <= 2 * (other - exact).norm() + 1e-2 * exact.norm()
+    given_rows[1][0] = float("nan")
+    for own, other in zip(computed(prefill, torch.bfloat16), ours, strict=True):
+        assert torch.equal(own[1:], other[1:])
+
+
+def reference_in_float64(
+    q_nHLD: torch.Tensor, k_nGLD: torch.Tensor, v_nGLD: torch.Tensor, mask: None, scale: float
+) -> torch.Tensor:
+    k_nHLD, v_nHLD = (x.repeat_interleave(2, 1) for x in (k_nGLD, v_nGLD))
+    hidden_LL = torch.ones(q_nHLD.shape[2], q_nHLD.shape[2]).triu(1).bool()
+    scores_nHLL = (q_nHLD @ k_nHLD.mT * scale).masked_fill(hidden_LL, float("-inf"))
+    return torch.softmax(scores_nHLL, -1) @ v_nHLD
 
 
 @pytest.mark.parametrize("extra", [{}, {"softcap": 5.0}, {"sinks_H": rows(7, 4)}], ids=["plain", "softcap", "sinks"])
