@@ -382,7 +382,7 @@ class _ShortCausal(torch.autograd.Function):
         q_NRD, k_NLD, v_NLD, probs_NRL = ctx.saved_tensors
         grad_NRD = grad.reshape(*probs_NRL.shape[:2], -1)
         grad_probs_NRL = torch.bmm(grad_NRD, v_NLD.mT)
-        grad_scores_NRL = torch._softmax_backward_data(grad_probs_NRL, probs_NRL, -1, probs_NRL.dtype)
+        grad_scores_NRL = torch.ops.aten._softmax_backward_data(grad_probs_NRL, probs_NRL, -1, probs_NRL.dtype)
         grads = (
             torch.bmm(grad_scores_NRL, k_NLD).mul_(ctx.scale),
             torch.bmm(grad_scores_NRL.mT, q_NRD),
