@@ -6,6 +6,7 @@ the commands; `execute` runs one and returns a `CommandOutcome`, plain data that
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import shutil
 import socket
@@ -145,6 +146,9 @@ class Rank:
 
     def join(self, degrees: Degrees) -> None:
         self._loaded = None
+        if self._ranks is not None:
+            gc.collect()  # meshes of the model before refer to its groups
+            self._ranks.close()
         self._ranks = Ranks(degrees, self._rank, self._device, self._timeout_s)
 
     def measure(self, dtype: str, hidden: int, num_weights: int) -> list[list[float]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -64,30 +65,39 @@ class Ranks:
         self.stage, self.tensor_index = divmod(place, degrees.tensor)
         self.data_index, self.context_index = divmod(self.group_index, degrees.context)
         self.device = torch.device(device)
-        timeout = timedelta(seconds=timeout_s)
+        self._groups: list[dist.ProcessGroup] = []
+        group = partial(self._group, timeout=timedelta(seconds=timeout_s))
         all_ranks = list(range(degrees.devices))
-        self._all = _group(all_ranks, timeout)
+        self._all = group(all_ranks)
         stages = [(index, stage) for index in range(degrees.groups) for stage in range(degrees.pipeline)]
-        tensor_groups = {each: _group(degrees.tensor_group(*each), timeout) for each in stages}
-        replica_groups = [_group(degrees.replica_group(t), timeout) for t in range(degrees.tensor)]
+        tensor_groups = {each: group(degrees.tensor_group(*each)) for each in stages}
+        replica_groups = [group(degrees.replica_group(t)) for t in range(degrees.tensor)]
         self._tensor = self._sampling = tensor_groups[self.group_index, self.stage]
         self._replicas = self._context = replica_groups[self.tensor_index]
         if degrees.context > 1 and degrees.context < len(degrees.replica_group(0)):
             places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
-            groups = {place: _group(degrees.context_group(*place), timeout) for place in places}
+            groups = {place: group(degrees.context_group(*place)) for place in places}
             self._context = groups[self.data_index, place]
         self.expert_index = rank % degrees.experts
         if degrees.experts > 1:
-            blocks = [
-                _group(degrees.expert_group(index), timeout) for index in range(degrees.devices // degrees.experts)
-            ]
+            blocks = [group(degrees.expert_group(index)) for index in range(degrees.devices // degrees.experts)]
             self._experts = blocks[rank // degrees.experts]
         if degrees.pipeline > 1:
             # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
-            groups = [
-                [_group(degrees.sampling_group(index), timeout) for index in range(degrees.groups)] for _ in range(3)
-            ]
+            groups = [[group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)]
             self._sampling, self._forward, self._backward = (each[self.group_index] for each in groups)
+
+    def close(self) -> None:
+        """End the groups, each of which has threads that wake a hundred times a second. No collective may run."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+
+    def _group(self, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+        """All processes must create all groups, including those that they are not in."""
+        group = cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout))
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self._groups.append(group)
+        return group
 
     @property
     def replica_mesh(self) -> DeviceMesh:
@@ -235,8 +245,3 @@ class Ranks:
         except RuntimeError as error:
             first_line = str(error).strip().partition("\n")[0]
             raise RanksLostError(f"rank {self.rank}: {what} with other ranks failed: {first_line}") from error
-
-
-def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """All processes must create all groups, including those that they are not in."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=timeout))
