@@ -172,11 +172,12 @@ def compare(size: str, directory: Path, given: argparse.Namespace) -> dict[str, 
         def opened(name: str, url: str, model: str) -> Run:
             python = sys.executable if name in (OURS, OVERLAPPED) else given.client_python
             arguments = ("--child", url, model, "--prompts", str(given.prompts), "--group", str(given.group))
-            client = stack.enter_context(Child("steps.py", *arguments, python=python))
-            taken[name] = []
+            taken[name], started = [], list[Child]()
 
             def run() -> float:
-                taken[name].append(client.ask(overlaps=name == OVERLAPPED))
+                if not started:
+                    started.append(stack.enter_context(Child("steps.py", *arguments, python=python)))
+                taken[name].append(started[0].ask(overlaps=name == OVERLAPPED))
                 return taken[name][-1]["step"] / 1000
 
             return run
