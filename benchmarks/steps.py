@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     given = parser.parse_args()
     if given.child:
-        child(*given.child, given.prompts, given.group)
+        url, model = given.child
+        child(url, model, given.prompts, given.group)
         return
     if wrong := [each for each in given.beside or [] if each.count("=") < 2]:
         parser.error(f"--beside {wrong[0]}: give NAME=URL=MODEL")
