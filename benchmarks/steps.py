@@ -2,10 +2,16 @@
 
     python benchmarks/steps.py                          # tiny and m50, one client and four
     python benchmarks/steps.py --url http://... --model NAME    # another Tinker-compatible address
+    python benchmarks/steps.py --sizes m50 --prompts 16 --group 8 --beside NAME=http://...=MODEL \\
+        --client-python VENV/bin/python     # in turns with other servers, whose clients may need an earlier SDK
 
 In a step each client publishes its weights, draws 4 samples of 32 tokens for each of 8 prompts of 32, trains on all of
 them with importance_sampling, and takes an optimizer step. Prints the median of each phase as a client sees it, of
 the whole step, and how many tokens were sampled and trained a second by all clients together. Two minutes in all.
+
+With `--beside`, which may name no server, one client of each server takes its steps in turns with the others, in a
+process of its own. Prints the phases with their share of the step, and how many times as long as ours a step takes.
+Another client of ours overlaps: it trains on the samples of its step before while the next ones are drawn.
 """
 
 from __future__ import annotations
@@ -14,10 +20,13 @@ import argparse
 import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
@@ -26,12 +35,15 @@ import tinker
 from measured import API_KEY, Meet, machine, own_server, peak_mib, together, write_json
 from models import SIZES, make
 from tinker import types
+from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
 
 RANK = 32
 PROMPTS, GROUP, PROMPT, NEW = 8, 4, 32, 32
 VOCAB = 400
 """Of the prompts: every model has as many tokens."""
 PHASES = ("publish", "sample", "forward_backward", "optim_step")
+LOSS, ADAM = "importance_sampling", types.AdamParams(learning_rate=1e-4)
+OURS, OVERLAPPED = "tinsmith", "tinsmith, overlapped"
 
 
 @dataclass(slots=True)
@@ -40,28 +52,52 @@ class Client:
 
     training: tinker.TrainingClient
     seed: int
+    prompts: int = PROMPTS
+    group: int = GROUP
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*PHASES, "step")})
     sampled: int = 0
+    data: list[types.Datum] = field(default_factory=list)
+    """What the step before sampled."""
 
     def step(self) -> None:
         marks = [time.perf_counter()]
-        sampler = self.training.save_weights_and_get_sampling_client().result()
+        sampler = self.publish()
         marks.append(time.perf_counter())
-        params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
-        self.seed += 1
-        prompts = np.random.default_rng(self.seed).integers(1, VOCAB, (PROMPTS, PROMPT)).tolist()
-        waiting = [sampler.sample(types.ModelInput.from_ints(prompt), GROUP, params) for prompt in prompts]
-        groups = [future.result().sequences for future in waiting]
+        self.data = self.drawn(self.draw(sampler))
         marks.append(time.perf_counter())
-        data = [datum(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
-        self.training.forward_backward(data, "importance_sampling").result()
+        self.training.forward_backward(self.data, LOSS).result()
         marks.append(time.perf_counter())
-        self.training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        self.training.optim_step(ADAM).result()
         marks.append(time.perf_counter())
-        self.sampled += sum(len(one.tokens) for group in groups for one in group)
         for name, begun, ended in zip(PHASES, marks, marks[1:], strict=False):
             self.times[name].append(1000 * (ended - begun))
         self.times["step"].append(1000 * (marks[-1] - marks[0]))
+
+    def overlapped(self) -> None:
+        """Samples the next batch while it trains on the one before."""
+        begun = time.perf_counter()
+        drawing = self.draw(self.publish())
+        training = [self.training.forward_backward(self.data, LOSS), self.training.optim_step(ADAM)]
+        self.data = self.drawn(drawing)
+        for future in training:
+            future.result()
+        self.times["step"].append(1000 * (time.perf_counter() - begun))
+
+    def publish(self) -> tinker.SamplingClient:
+        sampler: Any = self.training.save_weights_and_get_sampling_client()
+        return sampler.result() if hasattr(sampler, "result") else sampler  # earlier SDKs wait themselves
+
+    def draw(self, sampler: tinker.SamplingClient) -> list[tuple[list[int], Any]]:
+        """Prompts, each with the future of its samples."""
+        self.seed += 1
+        prompts = np.random.default_rng(self.seed).integers(1, VOCAB, (self.prompts, PROMPT)).tolist()
+        params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
+        return [(prompt, sampler.sample(types.ModelInput.from_ints(prompt), self.group, params)) for prompt in prompts]
+
+    def drawn(self, waiting: list[tuple[list[int], Any]]) -> list[types.Datum]:
+        data = [datum(prompt, one) for prompt, future in waiting for one in future.result().sequences]
+        self.sampled += sum(len(one.model_input.to_ints()) - (PROMPT - 1) for one in data)
+        return data
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
@@ -75,7 +111,7 @@ def datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def measure(url: str, model: str, num_clients: int, runs: int) -> dict[str, float]:
+def measure(url: str, model: str, num_clients: int, given: argparse.Namespace) -> dict[str, float]:
     """Medians over all steps of all clients, which run together, after one that does not count."""
     seeds = itertools.count(1)
 
@@ -83,10 +119,10 @@ def measure(url: str, model: str, num_clients: int, runs: int) -> dict[str, floa
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
             training = service.create_lora_training_client(model, rank=RANK).result()
             seed = 10_000 * next(seeds)
-            Client(training, seed - 1).step()
-            client = Client(training, seed)
+            Client(training, seed - 1, given.prompts, given.group).step()
+            client = Client(training, seed, given.prompts, given.group)
             meet()
-            for _ in range(runs):
+            for _ in range(given.runs):
                 client.step()
             meet()
             return client
@@ -95,7 +131,7 @@ def measure(url: str, model: str, num_clients: int, runs: int) -> dict[str, floa
     figures = {f"{name}_ms": statistics.median(ms for c in clients for ms in c.times[name]) for name in PHASES}
     steps = [ms for client in clients for ms in client.times["step"]]
     sampled = sum(client.sampled for client in clients)
-    trained = sampled + num_clients * runs * PROMPTS * GROUP * (PROMPT - 1)
+    trained = sampled + num_clients * given.runs * given.prompts * given.group * (PROMPT - 1)
     return figures | {
         "steps": len(steps),
         "step_ms": statistics.median(steps),
@@ -114,26 +150,95 @@ def show(what: str, row: dict[str, float]) -> None:
     print(f"{what:26s} {row['steps']:4.0f} {phases} {spread:26s} {tokens}  {memory}", flush=True)
 
 
+def child(url: str, model: str, prompts: int, group: int) -> None:
+    """A client of a server. Answers with the milliseconds of each step."""
+    service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
+    training: Any = service.create_lora_training_client(model, rank=RANK)
+    client = Client(training.result() if hasattr(training, "result") else training, 0, prompts, group)
+    for question, answer in questions():
+        overlaps = question["overlaps"] and client.data
+        (client.overlapped if overlaps else client.step)()
+        answer({name: times[-1] for name, times in client.times.items() if times and (not overlaps or name == "step")})
+
+
+def compare(size: str, directory: Path, given: argparse.Namespace) -> dict[str, Row]:
+    """Steps of one client of each server, in turns."""
+    others = [each.split("=", 2) for each in given.beside]
+    taken: dict[str, list[Row]] = {}
+    with ExitStack() as stack:
+        url = stack.enter_context(own_server(f"bench/{size}={directory}")).url
+        ours = [(name, url, f"bench/{size}") for name in (OURS, OVERLAPPED)]
+
+        def opened(name: str, url: str, model: str) -> Run:
+            python = sys.executable if name in (OURS, OVERLAPPED) else given.client_python
+            arguments = ("--child", url, model, "--prompts", str(given.prompts), "--group", str(given.group))
+            taken[name], started = [], list[Child]()
+
+            def run() -> float:
+                if not started:
+                    started.append(stack.enter_context(Child("steps.py", *arguments, python=python)))
+                taken[name].append(started[0].ask(overlaps=name == OVERLAPPED))
+                return taken[name][-1]["step"] / 1000
+
+            return run
+
+        runs = {name: opened(name, *where) for name, *where in [*ours, *others]}
+        seconds = in_turns(runs, given.runs, lambda name, why: print(f"{name}: {why}", flush=True))
+    found: dict[str, Row] = {}
+    for name, whole in seconds.items():
+        row = found[f"{size}, {name}"] = {"step_ms": spread([1000 * each for each in whole])}
+        steps = taken[name][-given.runs :]
+        for phase in PHASES if PHASES[0] in steps[-1] else ():
+            row[f"{phase}_ms"] = statistics.median(step[phase] for step in steps)
+            row[f"{phase}_share"] = statistics.median(step[phase] / step["step"] for step in steps)
+        if OURS in seconds:
+            row["times_ours"] = times_as_fast(seconds[OURS], whole)
+        show_compared(f"{size}, {name}", row)
+    return found
+
+
+def show_compared(what: str, row: Row) -> None:
+    parts = [f"{row[f'{e}_ms']:,.0f} ({row[f'{e}_share']:.0%})" if f"{e}_ms" in row else "" for e in PHASES]
+    text = f"{what:28s} {' '.join(f'{part:>15s}' for part in parts)}  {in_words(row['step_ms'])} ms"
+    if "times_ours" in row:
+        text += f"  {in_words(row['times_ours'], '.2f')} x ours"
+    print(text, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server; without it, servers are started and stopped")
     parser.add_argument("--model", help="its base model, as it calls it")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--group", type=int, default=GROUP, help="samples of each prompt")
+    parser.add_argument("--beside", nargs="*", metavar="NAME=URL=MODEL", help="steps in turns with running servers")
+    parser.add_argument("--client-python", default=sys.executable, help="of the clients of those")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     given = parser.parse_args()
+    if given.child:
+        url, model = given.child
+        child(url, model, given.prompts, given.group)
+        return
+    if wrong := [each for each in given.beside or [] if each.count("=") < 2]:
+        parser.error(f"--beside {wrong[0]}: give NAME=URL=MODEL")
     if given.url and not given.model:
         parser.error("--url needs --model, the name of a base model there")
-    print(f"{PROMPTS} prompts of {PROMPT} x {GROUP} samples of {NEW}, rank {RANK}; {machine()}")
-    print(f"{'':26s} {'runs':>4s} {'publish':>9s} {'sample':>9s} {'backward':>9s} {'optimizer':>9s} {'step':>8s}, ms"
-          f"{'':15s} sampled, trained tokens a second")  # fmt: skip
-    found: dict[str, dict[str, float]] = {}
+    print(f"{given.prompts} prompts of {PROMPT} x {given.group} samples of {NEW}, rank {RANK}; {machine()}")
+    found: dict[str, dict[str, Any]] = {}
+    if given.beside is None:
+        names = " ".join(f"{name:>9s}" for name in ("publish", "sample", "backward", "optimizer"))
+        print(f"{'':26s} {'runs':>4s} {names} {'step':>8s}, ms{'':15s} sampled, trained tokens a second")
+    else:
+        print(f"{'':28s} {' '.join(f'{name:>15s}' for name in (*PHASES[:2], 'backward', 'optimizer'))}  step")
 
     def all_clients(size: str, url: str, model: str) -> None:
         for num_clients in given.clients:
             what = f"{size}, {num_clients} client{'s' if num_clients > 1 else ''}"
-            found[what] = measure(url, model, num_clients, given.runs)
+            found[what] = measure(url, model, num_clients, given)
             found[what] |= {f"{role}_mib": mib for role, mib in peak_mib().items()}
             show(what, found[what])
 
@@ -141,11 +246,15 @@ def main() -> None:
         all_clients(given.model, given.url, given.model)
     for size in [] if given.url else given.sizes:
         with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-            model = f"bench/{size}={make(size, Path(directory) / size)}"
-            with own_server(model) as (url, *_):
+            made = make(size, Path(directory) / size)
+            if given.beside is not None:
+                found |= compare(size, made, given)
+                continue
+            with own_server(f"bench/{size}={made}") as (url, *_):
                 all_clients(size, url, f"bench/{size}")
     write_json(given.json, found)
 
 
 if __name__ == "__main__":
+    end_in_peace()
     main()

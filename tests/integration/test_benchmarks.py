@@ -118,6 +118,33 @@ def test_steps(server: LiveServer, run: Run, tmp_path: Path) -> None:
         assert row["publish_ms"] + row["sample_ms"] + row["forward_backward_ms"] <= row["most_step_ms"]
 
 
+def test_steps_in_turns_with_another_server(server: LiveServer, run: Run, tmp_path: Path) -> None:
+    flags = (
+        "--sizes",
+        "tiny",
+        "--prompts",
+        "2",
+        "--group",
+        "3",
+        "--runs",
+        "1",
+        "--beside",
+        f"fake={server.url}={MODEL}",
+    )
+    run("steps", *flags, "--json", str(tmp_path / "found"))
+    found = json.loads((tmp_path / "found").read_text())
+    assert found.keys() == {"tiny, tinsmith", "tiny, tinsmith, overlapped", "tiny, fake"}
+    ours, overlapped, fake = found.values()
+    assert ours["times_ours"]["median"] == 1.0 and "sample_ms" not in overlapped
+    for row in (ours, fake):
+        shares = [row[f"{phase}_share"] for phase in ("publish", "sample", "forward_backward", "optim_step")]
+        assert min(shares) > 0 and sum(shares) == pytest.approx(1.0)
+    assert fake["times_ours"]["median"] == pytest.approx(fake["step_ms"]["median"] / ours["step_ms"]["median"])
+
+    printed = run("steps", *flags, "--client-python", str(tmp_path / "python"))
+    assert "fake: " in printed and "cannot be run" in printed and "tiny, tinsmith, overlapped" in printed
+
+
 def test_ceilings(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings = importlib.import_module("ceilings")
     for name, small in (("SIZE", 64), ("NUM_WEIGHTS", 2), ("ARRAY_BYTES", 1 << 16)):
