@@ -34,6 +34,9 @@ each sequence of a batch separately; with the float32 numbers that they keep for
 output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
 """
 
+WHOLE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "MiniMaxLightningAttention"})
+"""Mixers that continue from a state only one row at a time: context ranks compute whole sequences of them."""
+
 _NOT_ADAPTED = {
     "FalconH1Mixer": frozenset({"out_proj"}),
     "FalconMambaMixer": frozenset({"dt_proj", "out_proj"}),

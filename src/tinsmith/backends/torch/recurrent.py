@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import ForwardContext
-from tinsmith.plan.mixers import is_mixer
+from tinsmith.plan.mixers import WHOLE, is_mixer
 
 STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
 """Mixers that can only continue from a state one row at a time."""
+
+STATELESS = MixerState(None, None)
 
 
 def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMixer]:
@@ -46,6 +48,8 @@ class SequenceMixer:
     def __init__(self, module: nn.Module, context: ForwardContext) -> None:
         self.layer = cast(int, module.layer_idx)
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
+        self.is_whole = type(module).__name__ in WHOLE
+        self.state_like = STATELESS
         self._is_stepwise = type(module).__name__ in STEPWISE
         self._context = context
         known = inspect.signature(self._forward).parameters
@@ -59,6 +63,8 @@ class SequenceMixer:
         pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
         outputs = [self._piece(x, starts, cache) for x in pieces]
         y_nLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        if keep and cache is not None and self.state_like is STATELESS:
+            self.state_like = MixerState(*(x if x is None else x[:1].to("meta") for x in cache.state))
         return y_nLD, cache.state if cache is not None else None
 
     def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: _LayerCache | None) -> Tensor:
