@@ -269,7 +269,7 @@ def test_layers_with_a_state_are_split_by_tokens_unless_they_see_whole_sequences
         states = [traffic(model, wanted, Degrees(context=4), StepShare(rows)).context for rows in (1024, 2048)]
         sizes.append(states[1] / states[0])
     assert 3.5 < sizes[0] < 4.01 and sizes[2] < 2
-    assert sizes[1] < 2 and 1.9 < sizes[3]
+    assert sizes[1] < 2 and sizes[3] > 1.9
 
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
-from tinsmith.plan.mixers import WHOLE, MixerLinears, is_mixer, kept_numbers, state_numbers
+from tinsmith.plan.mixers import MixerLinears, is_mixer, is_whole, kept_numbers, state_numbers
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _read(text: str) -> Architecture:
         attending=attending,
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
-        is_whole=any(type(module).__name__ in WHOLE for module in mixers),
+        is_whole=any(is_whole(module) for module in mixers),
         layer_sizes=_layer_sizes(decoder),
         undivided=undivided(config),
     )

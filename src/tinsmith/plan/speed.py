@@ -289,9 +289,11 @@ def step_time(plan: Plan, source: Device | Rates, work: StepShare) -> StepTime:
     degrees = plan.degrees
     sent, times = traffic(plan.model, plan.wanted, degrees, work), calls(plan.model, degrees, work)
     operations = OPERATIONS if work.recompute else KEPT_OPERATIONS
-    # Context ranks wait for the states of a sequence on all of them, one after another.
-    waited = sum(linear.numbers_active for linear in plan.model.linears if linear.keeps_state) * (degrees.context - 1)
-    active = plan.model.num_active + waited
+    active = plan.model.num_active
+    if plan.model.is_whole:
+        # The last context rank computes all rows of these layers.
+        mixers = sum(linear.numbers_active for linear in plan.model.linears if linear.keeps_state)
+        active += (degrees.context - 1) * mixers
     return StepTime(
         compute=operations * active * work.rows / degrees.group_size / rates.operations_s,
         tensor=rates.tensor.seconds(sent.tensor + sent.logits, times.tensor + times.logits),

@@ -202,7 +202,7 @@ class ShardedBase(BaseModel):
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
         self.device = ranks.device
-        self.recompute.count(self._decoder)
+        self.recompute.count(self._decoder, ranks.degrees.context)
         self._ranks = ranks
 
     def compare(self) -> None:

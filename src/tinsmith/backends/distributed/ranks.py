@@ -121,11 +121,12 @@ class Ranks:
         assert work is not None
         self._sends.append((work, x))
 
-    def receive_context(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        """Fill the contiguous tensor with the next message of that rank."""
+    def receive_context(self, x: torch.Tensor, step: int) -> dist.Work:
+        """Begin to fill the contiguous tensor with the next message of that rank."""
         with self._naming("a message"):
-            dist.recv(x, src=self.rank + step * self.degrees.group_size, group=self._context)
-        return x
+            work = dist.irecv(x, src=self.rank + step * self.degrees.group_size, group=self._context)
+        assert work is not None
+        return work
 
     def exchange_experts(self, x: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
                          ) -> torch.Tensor:  # fmt: skip

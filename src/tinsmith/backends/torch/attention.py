@@ -104,10 +104,6 @@ class Mixer(Protocol):
     """A stateful layer, implemented by `recurrent.SequenceMixer`."""
 
     layer: int
-    is_whole: bool
-    """Whether it continues from a state only one row at a time."""
-    state_like: MixerState
-    """One sequence's state without its values, known after a call with `keep`."""
 
     def __call__(
         self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
