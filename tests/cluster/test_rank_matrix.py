@@ -345,8 +345,10 @@ def test_every_family_is_divided_exactly_or_refused(
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees)
-    # AdamW turns the rounding of one of its experts' smallest gradients into whole steps, with any degrees.
-    ranked.train_alike(one, many, 1 if family.model_type == "lfm2_moe" else 3)
+    # AdamW turns the rounding of one of its experts' smallest gradients into whole steps, with any degrees. Chunks of
+    # Qwen3-Next's delta rule that begin elsewhere round differently, also in one process.
+    rounds = family.model_type == "lfm2_moe" or (degrees.context > 1 and family.model_type == "qwen3_next")
+    ranked.train_alike(one, many, 1 if rounds else 3)
     ranked.sample_alike(one, many)
 
 

@@ -10,8 +10,9 @@ the degree divides; where it does not divide the query heads, padding heads are 
 A layer with a state runs on a rank's own rows. Where a sequence goes on at the next rank, its state (the convolution's
 last inputs and the recurrent state) is sent there, and the state's gradient comes back. A rank first computes the
 sequence that goes on, then those that are whole, then the one that continues, so it waits only for states of sequences
-longer than its rows, and only with the recurrence, not with projections. Layers that continue from a state one row at a time see all rows of their sequences up to the
-rank's last (`plan.mixers.is_whole`): hidden states are gathered, and every rank keeps the outputs of its own rows.
+longer than its rows, and only with the recurrence, not with projections. Layers that continue from a state one row at a
+time (`plan.mixers.is_whole`) see all rows of their sequences up to the rank's last: hidden states are gathered, and
+every rank keeps the outputs of its own rows.
 
 Backward exchanges gradients the same way, on every rank alike, with or without adapters on its rows.
 
@@ -148,7 +149,7 @@ class ContextParallel:
         if pieces.begun:
             outputs.append(self._mix_piece(mixer, begun, len(x_TD) - pieces.begun, continued=False, goes_on=True))
         if pieces.whole:
-            outputs.insert(0, self._inside.mix(_Renumbered(mixer, pieces.continued), whole))
+            outputs.insert(0, self._inside.mix(_renumbered(mixer, pieces.continued), whole))
         if pieces.continued:
             outputs.insert(0, self._mix_piece(mixer, continued, 0, continued=True, goes_on=pieces.passes))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -170,7 +171,7 @@ class ContextParallel:
         stop = share.start + share.num_rows
         all_TD = _exchanged(x_TD.expand(self._ranks.degrees.context, *x_TD.shape), self._ranks).flatten(0, 1)
         plan = PackedCausal(_cut(first, stop, ends), x_TD.device)
-        return plan.mix(_Renumbered(mixer, first - share.start), all_TD[first:stop])[share.start - first :]
+        return plan.mix(_renumbered(mixer, first - share.start), all_TD[first:stop])[share.start - first :]
 
     @cached_property
     def _inside(self) -> PackedCausal:
@@ -206,19 +207,11 @@ def _cut(start: int, stop: int, ends: Sequence[int]) -> list[int]:
     return [after - before for before, after in pairwise([start, *(e for e in ends if start < e < stop), stop])]
 
 
-class _Renumbered:
-    """A mixer for sequences whose first row here is `offset` in the rank's own rows. One that began on an earlier rank
-    has the adapter of the first own row.
+def _renumbered(mixer: Mixer, offset: int) -> Mixer:
+    """The mixer for sequences whose first row here is `offset` in the rank's own rows. One that began on an earlier
+    rank has the adapter of the first own row.
     """
-
-    def __init__(self, mixer: Mixer, offset: int) -> None:
-        self.layer = mixer.layer
-        self._mixer, self._offset = mixer, offset
-
-    def __call__(
-        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
-    ) -> tuple[Tensor, MixerState | None]:
-        return self._mixer(x_nLD, tuple(max(0, start + self._offset) for start in starts), state, keep=keep)
+    return cast(Mixer, lambda x_nLD, starts: mixer(x_nLD, tuple(max(0, start + offset) for start in starts)))
 
 
 def _heads(x_THD: Tensor, repeat: int, degree: int) -> Tensor:

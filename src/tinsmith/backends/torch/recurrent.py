@@ -93,7 +93,9 @@ class SequenceMixer:
 
 
 class LayerCache:
-    """transformers' cache as one layer sees it. Tensors passed in may be overwritten."""
+    """transformers' cache as one layer sees it. Tensors passed in may be overwritten. Layers update the convolution's
+    state between their projections and the recurrence, and the recurrent state before what follows it.
+    """
 
     def __init__(self, state: MixerState | None) -> None:
         self.state = state or MixerState(None, None)
