@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -474,20 +474,18 @@ def test_layers_with_a_state_continue_at_the_next_context_rank(
     train_alike(one, many, 2)
     agree_on(one, many, [pass_of(np.random.default_rng(1), 0, [9, 77, 10])])
     layout = own(one)._models["m0"].adapter.layout
-    expected_P, found_P = gradient(one, 0), gradient(many, 0)
-    assert expected_P is not None and found_P is not None
-    found, mixers = layout.views(found_P), 0
-    for target, matrices in layout.views(expected_P).items():
-        mixers += any(part in target for part in ("linear_attn", "mamba"))
-        for theirs, ours in zip(matrices, found[target], strict=True):
-            assert relative(ours, theirs) < 1e-3 or float(theirs.norm()) < 1e-4, target
-    assert mixers > 2
+    found, expected = (layout.views(cast(torch.Tensor, gradient(backend, 0))) for backend in (many, one))
+    mixers = [target for target in expected if "linear_attn" in target or "mamba" in target]
+    assert len(mixers) > 2
+    for target in mixers:
+        for ours, theirs in zip(found[target], expected[target], strict=True):
+            assert relative(ours, theirs) < 1e-3, target
     step_both(one, many)
     sent = count_bytes(monkeypatch, -1)
     run_to_end(many.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
     model, wanted = read_directory(tmp_path), Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-    expected = traffic(model, wanted, Degrees(context=2), StepShare(rows=48, recompute=False))
-    assert sum(sent) == pytest.approx(sum(expected), rel=0.05)
+    planned = traffic(model, wanted, Degrees(context=2), StepShare(rows=48, recompute=False))
+    assert sum(sent) == pytest.approx(sum(planned), rel=0.05)
 
 
 def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -> None:

@@ -160,7 +160,7 @@ class QueuedRanks:
 
     device = CPU
 
-    def __init__(self, index: int, queues: dict[tuple[int, int], list[Tensor]], log: list[str]) -> None:
+    def __init__(self, index: int, queues: dict[Any, list[Tensor]], log: list[str]) -> None:
         self.degrees, self.index, self.queues, self.log = Degrees(context=3), index, queues, log
 
     def send_context(self, x: Tensor, step: int) -> None:
@@ -196,12 +196,10 @@ def test_context_ranks_that_hand_over_states_are_one_process(family: str, length
         share = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
         plan = ContextParallel(cast(RowShare, share), cast(Ranks, QueuedRanks(index, queues, log)))
         outs.append(plan.mix(layer.mixer, own))
-        logs.append([*log])
-        log.clear()
+        logs.append([log.pop() for _ in log.copy()])
     for own, weight in list(zip(outs, weights, strict=True))[::-1]:
         (own * weight).sum().backward()
-        logs.append([*log])
-        log.clear()
+        logs.append([log.pop() for _ in log.copy()])
     for hook in hooks:
         hook.remove()
     found = [torch.cat(outs)[: len(x_TD)], torch.cat([cast(Tensor, own.grad) for own in leaves])[: len(x_TD)]]

@@ -309,7 +309,7 @@ def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize
     found = []
     here = devices // Workload(devices, 0, machines=machines).num_machines
     for tensor in (tensor for tensor in range(1, min(here, DEVICES_OF_A_MACHINE) + 1) if here % tensor == 0):
-        for context in range(1, model.heads // tensor + 1):
+        for context in range(1, (model.heads // tensor or devices) + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
                 groups = devices // (tensor * context)
                 found += [

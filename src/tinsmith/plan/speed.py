@@ -252,13 +252,12 @@ def calls(model: Architecture, degrees: Degrees, work: StepShare) -> Traffic:
     """How many collectives a device takes part in, by kind, for one adapter."""
     outputs, inputs = _row_parallel(model)
     forwards, times = 1 + work.recompute, work.micro_batches
+    exchanges = EXCHANGES * model.attending + model.mixers
     mixtures = sum(one.layers for one in model.linears if one.copies > 1 and one.name.endswith("w2"))
     return Traffic(
         tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
         logits=3.0 * times if degrees.tensor > 1 and model.vocab % degrees.tensor == 0 else 0.0,
-        context=times * ((EXCHANGES * model.attending + model.mixers) * (1 + forwards) + 1)
-        if degrees.context > 1
-        else 0.0,
+        context=times * (exchanges * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
         stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, work)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
         gradients=2.0 if degrees.devices > 1 else 0.0,

@@ -144,12 +144,12 @@ class ContextParallel:
         if mixer.is_whole:
             return self._mix_whole(mixer, x_TD)
         pieces = self._pieces
-        continued, whole, begun = x_TD.split([pieces.continued, sum(pieces.whole), pieces.begun])
+        continued, whole, begun = x_TD.split([pieces.continued, pieces.whole, pieces.begun])
         outputs = []
         if pieces.begun:
             outputs.append(self._mix_piece(mixer, begun, len(x_TD) - pieces.begun, continued=False, goes_on=True))
-        if pieces.whole:
-            outputs.insert(0, self._inside.mix(_renumbered(mixer, pieces.continued), whole))
+        if pieces.plan is not None:
+            outputs.insert(0, pieces.plan.mix(_renumbered(mixer, pieces.continued), whole))
         if pieces.continued:
             outputs.insert(0, self._mix_piece(mixer, continued, 0, continued=True, goes_on=pieces.passes))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -174,32 +174,27 @@ class ContextParallel:
         return plan.mix(_renumbered(mixer, first - share.start), all_TD[first:stop])[share.start - first :]
 
     @cached_property
-    def _inside(self) -> PackedCausal:
-        return PackedCausal(self._pieces.whole, self._ranks.device)
-
-    @cached_property
     def _pieces(self) -> _Pieces:
-        return _Pieces.of(self._share)
-
-
-class _Pieces(NamedTuple):
-    """A rank's rows: `continued` of a sequence that began on an earlier rank, `whole` sequences (and padding), and
-    `begun` of one that goes on at the next rank. `passes`: the continued one goes on, too.
-    """
-
-    continued: int
-    whole: tuple[int, ...]
-    begun: int
-    passes: bool
-
-    @classmethod
-    def of(cls, share: RowShare) -> _Pieces:
-        start, stop, ends = share.start, share.start + share.num_rows, [*accumulate(share.lengths)]
+        share, ends = self._share, [*accumulate(self._share.lengths)]
+        start, stop = share.start, share.start + share.num_rows
         sizes = _cut(start, stop, ends)
         continued = sizes.pop(0) if 0 < start < ends[-1] and start not in ends else 0
         goes_on = stop < ends[-1] and stop not in ends
         begun = sizes.pop() if goes_on and sizes else 0
-        return cls(continued, tuple(sizes), begun, goes_on and not begun)
+        plan = PackedCausal(sizes, self._ranks.device) if sizes else None
+        return _Pieces(continued, sum(sizes), begun, goes_on and not begun, plan)
+
+
+class _Pieces(NamedTuple):
+    """A rank's rows: of a sequence that began on an earlier rank, of whole sequences (and padding) with their `plan`,
+    and of one that goes on at the next rank. `passes`: the continued one goes on, too.
+    """
+
+    continued: int
+    whole: int
+    begun: int
+    passes: bool
+    plan: PackedCausal | None
 
 
 def _cut(start: int, stop: int, ends: Sequence[int]) -> list[int]:

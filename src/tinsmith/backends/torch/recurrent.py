@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
 """Mixers that can only continue from a state one row at a time."""
 
 STATELESS = MixerState(None, None)
+
+State: TypeAlias = "MixerState | LayerCache"
 
 
 def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMixer]:
@@ -58,13 +60,9 @@ class SequenceMixer:
         self._required: dict[str, None] = {"position_embeddings": None} if "position_embeddings" in known else {}
 
     def __call__(
-        self,
-        x_nLD: Tensor,
-        starts: tuple[int, ...],
-        state: MixerState | LayerCache | None = None,
-        *,
-        keep: bool = False,
+        self, x_nLD: Tensor, starts: tuple[int, ...], state: State | None = None, *, keep: bool = False
     ) -> tuple[Tensor, MixerState | None]:
+        """`state` may be a cache that takes care of its states itself."""
         cache = state if isinstance(state, LayerCache) else LayerCache(state) if keep or state is not None else None
         pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
         outputs = [self._piece(x, starts, cache) for x in pieces]
