@@ -246,7 +246,7 @@ def test_a_long_sequence_over_context_ranks_is_that_of_one_process(
 
 
 STATES = {"qwen3_next": FOUR["cp4"], "falcon_h1": FOUR["cp4"], "lfm2": FOUR["cp4"], "minimax": FOUR["cp4"],
-          "nemotron_h": FOUR["dp2-cp2"], "jamba": FOUR["dp2-cp2"], "kimi_linear": FOUR["fsdp-cp4"],
+          "nemotron_h": FOUR["dp2-cp2"], "jamba": FOUR["dp2-cp2"], "granitemoehybrid": FOUR["fsdp-cp4"],
           "bamba": FOUR["cp2-pp2"], "qwen3_5_moe_text": SPREAD["ep4-cp2-dp2"]}  # fmt: skip
 
 
