@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -150,11 +150,8 @@ def test_numbers_of_a_broken_adapter_stay_its_own(one: TorchBackend, many: Shard
         assert theirs is not None and ours is not None and relative(ours, theirs) < 1e-4
 
 
-def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values. Of an
-    exchange with experts, a rank's own tokens count, on their way there or back: how many of others it gets is chance.
-    """
-    own_pairs = 2 * 24
+def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
+    """Those that collectives of this process send from now on; see the next test."""
     sent: list[float] = []
 
     def count(name: str, num_bytes: Callable[..., float]) -> None:
@@ -173,6 +170,14 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monke
     count("all_gather", lambda parts, _, ranks: gathered(sum(part.nbytes for part in parts), ranks))
     count("all_to_all_single", lambda x, y, ranks: gathered((x if len(x) == own_pairs else y).nbytes, ranks))
     count("all_gather_single", lambda output, _, ranks: gathered(output.nbytes, ranks))  # FSDP's
+    return sent
+
+
+def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values. Of an
+    exchange with experts, a rank's own tokens count, on their way there or back: how many of others it gets is chance.
+    """
+    sent = count_bytes(monkeypatch, own_pairs=2 * 24)
     many.create_model("counted", LoraSpec(4))
     tokens = np.arange(24, dtype=np.int32)
     inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(24, np.float32)}
@@ -456,6 +461,33 @@ def test_ragged_micro_batches_of_any_number_go_through_stages(
     run()
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])
+def test_layers_with_a_state_continue_at_the_next_context_rank(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By handing over states, or by gathering hidden states; each matrix of their adapters has its own gradient."""
+    shape = families.make(tmp_path, next(family for family in families.FAMILIES if family.model_type == name))
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
+    create(one)
+    many = load(shape, group, Degrees(context=2), max_tokens_per_microbatch="128")
+    train_alike(one, many, 2)
+    agree_on(one, many, [pass_of(np.random.default_rng(1), 0, [9, 77, 10])])
+    layout = own(one)._models["m0"].adapter.layout
+    found, expected = (layout.views(cast(torch.Tensor, gradient(backend, 0))) for backend in (many, one))
+    mixers = [target for target in expected if "linear_attn" in target or "mamba" in target]
+    assert len(mixers) > 2
+    for target in mixers:
+        for ours, theirs in zip(found[target], expected[target], strict=True):
+            assert relative(ours, theirs) < 1e-3, target
+    step_both(one, many)
+    sent = count_bytes(monkeypatch, -1)
+    run_to_end(many.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
+    model, wanted = read_directory(tmp_path), Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
+    planned = traffic(model, wanted, Degrees(context=2), StepShare(rows=48, recompute=False))
+    assert sum(sent) == pytest.approx(sum(planned), rel=0.05)
+
+
 def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -> None:
     backend = load(shape, group, DEGREES["dp2"])
     for sample in samples():
@@ -475,7 +507,7 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
         ("gpt_oss", {}, Degrees(1, 2), {}, "experts of GptOssForCausalLM cannot be split"),
         ("gpt_oss", {"num_local_experts": 3}, Degrees(2, experts=2), {}, "has 3 experts, which 2 does not divide"),
         ("qwen3", {}, Degrees(2, experts=2), {}, "expert_parallel is 2, and tiny/qwen3 has no routed experts"),
-        ("qwen3_5", {}, Degrees(context=2), {}, "context_parallel is 2, and layers of Qwen3_5ForCausalLM"),
+        ("qwen3_5", {}, Degrees(1, 2), {}, "tensor_parallel is 2, and layers of Qwen3_5ForCausalLM"),
         ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be sharded"),
         ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
         ("qwen3", {"num_hidden_layers": 1}, Degrees(pipeline=2), {}, "Qwen3ForCausalLM has 1 layers; set it to 1"),

@@ -257,12 +257,13 @@ def test_sequences_are_split_only_where_nothing_else_fits() -> None:
     assert choose(known("Llama-3.1-70B"), wanted).degrees == Degrees(1, 1, shard_base=True, context=8)
 
 
-def test_layers_that_keep_a_state_are_not_split_by_tokens() -> None:
-    model = replace(known("Llama-3.2-1B"), state_numbers=100)
-    problem = problem_of(model, Degrees(context=2))
-    assert problem == "context parallel 2: llama has layers that keep a state, which is not split"
-    plan = choose(model, Workload(1, 8 * 2**30, context=131072))
-    assert "One sequence of 131072 tokens takes" in plan.words[-1] and "choose a shorter context" in plan.words[-1]
+@pytest.mark.parametrize(("name", "is_split"), [("bamba", True), ("jamba", False), ("mamba2", True)])
+def test_layers_with_a_state_are_split_by_tokens_if_they_can(tmp_path: Path, name: str, is_split: bool) -> None:
+    families.make(tmp_path, next(one for one in families.FAMILIES if one.model_type == name))
+    model, wanted = replace(read_directory(tmp_path), context=65536), Workload(4, GPU, context=65536)
+    assert model.mixers == 2 and Degrees(context=4) in candidates(model, 4)
+    split, whole = (needs_of(model, wanted, degrees).activations for degrees in (Degrees(context=4), Degrees(4)))
+    assert (3.5 < whole / split < 4.01) if is_split else (whole / split < 2)
 
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:

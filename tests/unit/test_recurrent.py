@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from support.families import FAMILIES, Family, build, make
 from support.properties import examples
+from tinsmith.backends.distributed import Degrees
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
+from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext, Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
@@ -37,6 +41,7 @@ torch.set_num_threads(1)
 
 STATEFUL = {family.model_type: family for family in FAMILIES if family.states}
 DELTA = ("qwen3_next", "qwen3_5_text")
+WHOLE = ("jamba", "mamba", "falcon_mamba", "minimax")
 CPU = torch.device("cpu")
 assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
@@ -149,6 +154,66 @@ def step(
     recurrence = Recurrence(pieces, CPU)
     with torch.no_grad():
         return recurrence.mix(layer.mixer, x_TD), recurrence
+
+
+class QueuedRanks:
+    """A context rank of several that run one after another in this process; messages wait in queues."""
+
+    device = CPU
+
+    def __init__(self, index: int, queues: dict[Any, list[Tensor]], log: list[str]) -> None:
+        self.degrees, self.index, self.queues, self.log = Degrees(context=3), index, queues, log
+
+    def send_context(self, x: Tensor, step: int) -> None:
+        self.log.append("send")
+        self.queues.setdefault((self.index, self.index + step), []).append(x.clone())
+
+    def receive_context(self, x: Tensor, step: int) -> None:
+        x.copy_(self.queues[self.index + step, self.index].pop(0))
+
+    def finish(self, _: None) -> None:
+        self.log.append("wait")
+
+
+@pytest.mark.parametrize("family", [family for family in STATEFUL if family not in WHOLE])
+@examples(4)
+@given(lengths=LENGTHS, seed=st.integers(0, 99))
+def test_context_ranks_that_hand_over_states_are_one_process(family: str, lengths: list[int], seed: int) -> None:
+    """Projections never wait, in neither direction."""
+    layer, log, logs = layer_of(family), list[str](), list[list[str]]()
+    x_TD, num_rows = layer.rows(lengths, seed), max(-(-sum(lengths) // 3), 2)
+    weight_TD = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    layer.mixer(x_TD[None, :1], (0,), keep=True)
+    parameters = list(layer.module.parameters())
+    leaf = x_TD.clone().requires_grad_()
+    out = packed(layer, lengths, leaf)
+    expected = [out, *torch.autograd.grad((out * weight_TD).sum(), [leaf, *parameters])]
+    layer.board.routing = Routing([Segment(0, num_rows, None)])
+    layer.module.zero_grad()
+    hooks = [own.register_forward_hook(partial(noted, log)) for own in layer.module.modules() if type(own) is nn.Linear]
+    rows, weights = (nn.functional.pad(x, (0, 0, 0, 3 * num_rows - len(x))).split(num_rows) for x in (x_TD, weight_TD))
+    leaves, outs, queues = [x.clone().requires_grad_() for x in rows], list[Tensor](), {}
+    for index, own in enumerate(leaves):
+        share = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
+        plan = ContextParallel(cast(RowShare, share), cast(Ranks, QueuedRanks(index, queues, log)))
+        outs.append(plan.mix(layer.mixer, own))
+        logs.append([log.pop() for _ in log.copy()])
+    for own, weight in list(zip(outs, weights, strict=True))[::-1]:
+        (own * weight).sum().backward()
+        logs.append([log.pop() for _ in log.copy()])
+    for hook in hooks:
+        hook.remove()
+    found = [torch.cat(outs)[: len(x_TD)], torch.cat([cast(Tensor, own.grad) for own in leaves])[: len(x_TD)]]
+    for ours, theirs in zip([*found, *(own.grad for own in parameters)], expected, strict=True):
+        assert_near(cast(Tensor, ours), theirs)
+    assert not any(queues.values()) and all(each[0] == each[-1] == "linear" for each in logs)
+    if len(lengths) == 1 and len(x_TD) > 4:
+        assert all({"wait", "send"} <= {*logs[index]} for index in (1, 4))
+
+
+def noted(log: list[str], module: nn.Module, args: object, output: Tensor) -> None:
+    log.append("linear")
+    output.register_hook(lambda _: log.append("linear"))
 
 
 @pytest.mark.parametrize("family", STATEFUL)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
-from tinsmith.plan.mixers import MixerLinears, is_mixer, kept_numbers, state_numbers
+from tinsmith.plan.mixers import MixerLinears, is_mixer, is_whole, kept_numbers, state_numbers
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
 if TYPE_CHECKING:
@@ -131,6 +131,9 @@ class Architecture:
     mixer_numbers: float = 0.0
     """float32 numbers that those layers keep per token for backward, in addition to their linears."""
 
+    is_whole: bool = False
+    """Whether a context rank computes whole sequences in those layers."""
+
     vision_numbers: int = 0
     """Numbers of a vision tower, which carries no adapters."""
 
@@ -174,6 +177,11 @@ class Architecture:
         """The number of routed experts that every mixture of the model has a multiple of; 1 without mixtures."""
         counts = [linear.copies for linear in self.linears if linear.copies > 1]
         return math.gcd(*counts) if counts else 1
+
+    @property
+    def mixers(self) -> int:
+        """The number of layers with a state."""
+        return max((linear.layers for linear in self.linears if linear.keeps_state), default=0)
 
     @property
     def has_experts(self) -> bool:
@@ -257,6 +265,7 @@ def _read(text: str) -> Architecture:
         attending=attending,
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
+        is_whole=any(is_whole(module) for module in mixers),
         layer_sizes=_layer_sizes(decoder),
         undivided=undivided(config),
     )

@@ -198,7 +198,8 @@ def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryN
     )  # fmt: skip
     packed = memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda)
     base += 0 if stages > 1 else packed // degrees.tensor
-    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor, stages=stages)
+    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor, stages=stages,
+                              context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
     numbers = memory.adapter_numbers(model, wanted.rank)
     image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
@@ -227,10 +228,6 @@ def problem_of(
         )
     if degrees.pipeline > 1 and (problem := _problem_of_stages(model, degrees)):
         return f"pipeline parallel {degrees.pipeline}: {problem}"
-    if model.state_numbers and degrees.context > 1:
-        return (
-            f"context parallel {degrees.context}: {model.model_type} has layers that keep a state, which is not split"
-        )
     parts = degrees.tensor
     if quantize != "off" and degrees.sharded:
         return f"a quantised base ({quantize}) cannot be divided; use data or context parallelism"
@@ -312,7 +309,7 @@ def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize
     found = []
     here = devices // Workload(devices, 0, machines=machines).num_machines
     for tensor in (tensor for tensor in range(1, min(here, DEVICES_OF_A_MACHINE) + 1) if here % tensor == 0):
-        for context in range(1, model.heads // tensor + 1):
+        for context in range(1, (model.heads // tensor or devices) + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
                 groups = devices // (tensor * context)
                 found += [

@@ -98,14 +98,18 @@ def logits_bytes(vocab: int, *, cuda: bool, tensor: int = 1) -> float:
     return 4.0 * LOGIT_COPIES * rows * (vocab / tensor if vocab % tensor == 0 else vocab)
 
 
-def activations(model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1, stages: int = 1) -> Activations:
+def activations(
+    model: Architecture, *, dtype: str, cuda: bool, tensor: int = 1, stages: int = 1, context: int = 1
+) -> Activations:
     """With tensor parallelism a device keeps its share of the inputs or outputs of split linears. A stage keeps its
     layers' for as many micro-batches as there are stages from it on; those of the stage that keeps most are counted.
+    Some layers with a state compute the rows of all `context` ranks.
     """
-    kept = sum(_kept_by(linear, tensor) for linear in model.linears)
+    times = context if model.is_whole else 1
+    kept = sum(_kept_by(linear, tensor) * (times if linear.keeps_state else 1) for linear in model.linears)
     if model.has_fused_layers:
         kept = _kept_by_fused(model, tensor)
-    kept += model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
+    kept += times * model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
     layers = max((stages - stage) * count for stage, count in enumerate(stages_of(model, stages)))
     return Activations(
         kept=kept * layers / model.layers,

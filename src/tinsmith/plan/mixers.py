@@ -34,6 +34,8 @@ each sequence of a batch separately; with the float32 numbers that they keep for
 output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
 """
 
+_WHOLE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "MiniMaxLightningAttention"})
+
 _NOT_ADAPTED = {
     "FalconH1Mixer": frozenset({"out_proj"}),
     "FalconMambaMixer": frozenset({"dt_proj", "out_proj"}),
@@ -65,6 +67,11 @@ MAMBA2 = ("num_heads", "head_dim", "ssm_state_size")
 
 def is_mixer(module: nn.Module) -> bool:
     return type(module).__name__ in KEPT
+
+
+def is_whole(mixer: nn.Module) -> bool:
+    """Whether it continues from a state only one row at a time. Context ranks compute whole sequences of these."""
+    return type(mixer).__name__ in _WHOLE
 
 
 def kept_numbers(mixer: nn.Module) -> float:

@@ -178,15 +178,24 @@ def _addend_bytes(wanted: Workload) -> int:
 
 
 def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
-    """Queries, keys and values to the ranks of their heads and results back, and the same in backward."""
+    """Queries, keys and values to the ranks of their heads and results back, and the same in backward. Of a sequence on
+    all ranks, the states of layers that keep one, and their gradients, or such layers' hidden states.
+    """
     ranks, tensor = degrees.context, degrees.tensor
     heads, keys = model.heads // tensor, max(model.key_heads // tensor, 1)
     keys = heads if heads % ranks else math.lcm(keys, ranks)
     heads, keys = (-(-number // ranks) * ranks for number in (heads, keys))
     numbers = (heads + keys) * (model.key_dim + model.value_dim)
     exchanged = memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.attending * numbers * (2 + work.recompute)
+    states = 0.0
+    if model.is_whole:
+        hidden = work.rows * ranks * model.hidden * model.mixers
+        exchanged += memory.NUMBER_BYTES[wanted.dtype] * hidden * (2 + work.recompute)
+    elif ranks > 1:
+        # Of two ranks, one sends states and the other their gradients.
+        states = 4 * model.state_numbers * work.micro_batches * (1 + work.recompute + (ranks > 2)) / degrees.pipeline
     exchanged /= degrees.pipeline
-    return gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
+    return states + gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
 
 
 def _experts(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
@@ -243,11 +252,12 @@ def calls(model: Architecture, degrees: Degrees, work: StepShare) -> Traffic:
     """How many collectives a device takes part in, by kind, for one adapter."""
     outputs, inputs = _row_parallel(model)
     forwards, times = 1 + work.recompute, work.micro_batches
+    exchanges = EXCHANGES * model.attending + model.mixers
     mixtures = sum(one.layers for one in model.linears if one.copies > 1 and one.name.endswith("w2"))
     return Traffic(
         tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
         logits=3.0 * times if degrees.tensor > 1 and model.vocab % degrees.tensor == 0 else 0.0,
-        context=times * (EXCHANGES * model.attending * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
+        context=times * (exchanges * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
         stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, work)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
         gradients=2.0 if degrees.devices > 1 else 0.0,
@@ -278,8 +288,13 @@ def step_time(plan: Plan, source: Device | Rates, work: StepShare) -> StepTime:
     degrees = plan.degrees
     sent, times = traffic(plan.model, plan.wanted, degrees, work), calls(plan.model, degrees, work)
     operations = OPERATIONS if work.recompute else KEPT_OPERATIONS
+    active = plan.model.num_active
+    if plan.model.is_whole:
+        # The last context rank computes all rows of these layers.
+        mixers = sum(linear.numbers_active for linear in plan.model.linears if linear.keeps_state)
+        active += (degrees.context - 1) * mixers
     return StepTime(
-        compute=operations * plan.model.num_active * work.rows / degrees.group_size / rates.operations_s,
+        compute=operations * active * work.rows / degrees.group_size / rates.operations_s,
         tensor=rates.tensor.seconds(sent.tensor + sent.logits, times.tensor + times.logits),
         context=rates.context.seconds(sent.context, times.context),
         stages=rates.stages.seconds(sent.stages, times.stages),

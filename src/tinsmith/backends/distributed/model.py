@@ -181,11 +181,6 @@ class ShardedBase(BaseModel):
 
     def shard(self, ranks: Ranks) -> None:
         """Keep this rank's shard, on its device."""
-        if ranks.degrees.context > 1 and self.mixers:
-            raise SettingsError(
-                f"context_parallel is {ranks.degrees.context}, and layers of {type(self.model).__name__} that keep a "
-                "state cannot be split; use data_parallel, with shard_base where the model does not fit on one device"
-            )
         self.pin_threads()
         self.module_names = [name for name, _ in self.model.named_modules()]
         self._expected = self._probe(None)
@@ -207,7 +202,7 @@ class ShardedBase(BaseModel):
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
         self.device = ranks.device
-        self.recompute.count(self._decoder)
+        self.recompute.count(self._decoder, ranks.degrees.context)
         self._ranks = ranks
 
     def compare(self) -> None:

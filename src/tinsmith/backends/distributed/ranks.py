@@ -7,6 +7,7 @@ unpickled. Knows no model.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,6 +75,7 @@ class Ranks:
         replica_groups = [group(degrees.replica_group(t)) for t in range(degrees.tensor)]
         self._tensor = self._sampling = tensor_groups[self.group_index, self.stage]
         self._replicas = self._context = replica_groups[self.tensor_index]
+        self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         if degrees.context > 1 and degrees.context < len(degrees.replica_group(0)):
             places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
             groups = {place: group(degrees.context_group(*place)) for place in places}
@@ -118,6 +120,23 @@ class Ranks:
         with self._naming("an exchange"):
             dist.all_to_all_single(received, x_CnW, group=self._context)
         return received
+
+    def send_context(self, x: torch.Tensor, step: int) -> None:
+        """Begin to send to the next context rank, or with `step` -1 to the one before."""
+        while self._sends and self._sends[0][0].is_completed():
+            self.finish(self._sends.popleft()[0])
+        x = x.contiguous()
+        with self._naming("a message"):
+            work = dist.isend(x, dst=self.rank + step * self.degrees.group_size, group=self._context)
+        assert work is not None
+        self._sends.append((work, x))
+
+    def receive_context(self, x: torch.Tensor, step: int) -> dist.Work:
+        """Begin to fill the contiguous tensor with the next message of that rank."""
+        with self._naming("a message"):
+            work = dist.irecv(x, src=self.rank + step * self.degrees.group_size, group=self._context)
+        assert work is not None
+        return work
 
     def exchange_experts(self, x: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
                          ) -> torch.Tensor:  # fmt: skip

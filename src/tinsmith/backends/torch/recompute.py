@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
-from tinsmith.plan.mixers import is_mixer, kept_numbers
+from tinsmith.plan.mixers import is_mixer, is_whole, kept_numbers
 
 RECOMPUTE_SHARE = 0.4
 
@@ -52,11 +52,14 @@ class Recompute:
                 layer.forward = self._recomputing(layer.forward)
         self.count(decoder)
 
-    def count(self, decoder: nn.Module) -> None:
-        """Count what the decoder's linears keep; call again after linears were replaced."""
+    def count(self, decoder: nn.Module, context: int = 1) -> None:
+        """Count what the decoder's linears keep; call again after linears were replaced. Of so many context ranks, each
+        computes all rows of some mixers.
+        """
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
-        self._mixers_bytes = sum(4.0 * kept_numbers(module) for module in decoder.modules() if is_mixer(module))
+        mixers = [module for module in decoder.modules() if is_mixer(module)]
+        self._mixers_bytes = sum(4.0 * kept_numbers(own) * (context if is_whole(own) else 1) for own in mixers)
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:

@@ -17,17 +17,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import ForwardContext
-from tinsmith.plan.mixers import is_mixer
+from tinsmith.plan.mixers import is_mixer, is_whole
 
 STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
 """Mixers that can only continue from a state one row at a time."""
+
+STATELESS = MixerState(None, None)
+
+State: TypeAlias = "MixerState | LayerCache"
 
 
 def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMixer]:
@@ -46,6 +50,9 @@ class SequenceMixer:
     def __init__(self, module: nn.Module, context: ForwardContext) -> None:
         self.layer = cast(int, module.layer_idx)
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
+        self.is_whole = is_whole(module)
+        self.state_like = STATELESS
+        """One sequence's state without its values, known after a call with `keep`."""
         self._is_stepwise = type(module).__name__ in STEPWISE
         self._context = context
         known = inspect.signature(self._forward).parameters
@@ -53,15 +60,18 @@ class SequenceMixer:
         self._required: dict[str, None] = {"position_embeddings": None} if "position_embeddings" in known else {}
 
     def __call__(
-        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+        self, x_nLD: Tensor, starts: tuple[int, ...], state: State | None = None, *, keep: bool = False
     ) -> tuple[Tensor, MixerState | None]:
-        cache = _LayerCache(state) if keep or state is not None else None
+        """`state` may be a cache that takes care of its states itself."""
+        cache = state if isinstance(state, LayerCache) else LayerCache(state) if keep or state is not None else None
         pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
         outputs = [self._piece(x, starts, cache) for x in pieces]
         y_nLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        if keep and cache is not None and self.state_like is STATELESS:
+            self.state_like = MixerState(*(x if x is None else x[:1].to("meta") for x in cache.state))
         return y_nLD, cache.state if cache is not None else None
 
-    def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: _LayerCache | None) -> Tensor:
+    def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: LayerCache | None) -> Tensor:
         routing = self._context.routing
         assert routing is not None
         self._context.routing = routing.for_sequences(starts, x_nLD.shape[1])
@@ -80,8 +90,10 @@ class SequenceMixer:
         return (y_1TD, y_1TD.new_empty(0)) if self._required else y_1TD
 
 
-class _LayerCache:
-    """transformers' cache as one layer sees it. Tensors passed in may be overwritten."""
+class LayerCache:
+    """transformers' cache as one layer sees it. Tensors passed in may be overwritten. Layers update the convolution's
+    state between their projections and the recurrence, and the recurrent state before what follows it.
+    """
 
     def __init__(self, state: MixerState | None) -> None:
         self.state = state or MixerState(None, None)
