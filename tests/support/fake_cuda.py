@@ -4,6 +4,9 @@ error: reading a value, a size that depends on values, a copy from memory that i
 `Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
 to the host must be awaited before (`_Event`).
 
+What needs values runs on the host with plain tensors (`on_host`): an image processor, a custom loss, and the sizes that
+a Qwen tower reads from its grid.
+
 Torch without CUDA has no device guard for it, so the guard of `meta`, which does nothing, is used; and its autograd
 engine has no stream for it, so `_backward` walks the graph instead.
 """
@@ -11,6 +14,7 @@ engine has no stream for it, so `_backward` walks the graph instead.
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,14 +25,20 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support import tiny_models
-from tinsmith.backends.torch import TorchBackend, moe, trainer
-from tinsmith.backends.torch.attention import ATTENTION_NAME, register
-from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.full import FullBackend
+from tinsmith.backends.full.base import FullBase
+from tinsmith.backends.torch import TorchBackend, lora, moe, trainer, vision
+from tinsmith.backends.torch.attention import register
+from tinsmith.backends.torch.custom_loss import CustomRun
+from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.model import BaseModel, _attention
+from tinsmith.backends.torch.vision import Features, Vision
 from tinsmith.samplers.local import engine, paged_attention
 from tinsmith.types import ModelShape
 
@@ -59,8 +69,8 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.backward:
             with self:
                 return _backward(args[0], given["gradient"])
-        if func is Tensor.__float__ and args[0].device.type == "cpu":
-            return 0.0
+        if func in (Tensor.__float__, Tensor.__bool__) and args[0].device.type == "cpu":
+            return 0.0 if func is Tensor.__float__ else False
         if func is Tensor.pin_memory:
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
@@ -123,14 +133,18 @@ def _backward(x: Tensor, gradient: Tensor) -> None:
     with torch.no_grad():
         for node in reversed(order):
             own = given.pop(node, None)
-            if own is None or "AccumulateGrad" in type(node).__name__:
+            if own is None:
+                continue
+            if hasattr(node, "variable"):  # a leaf
+                leaf = node.variable
+                leaf.grad = own[0] if leaf.grad is None else leaf.grad.add_(own[0])
                 continue
             outputs = (getattr(node, "apply", None) or node)(*(own.get(i) for i in range(max(own) + 1)))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             for (other, place), found in zip(node.next_functions, outputs, strict=False):
                 if other is not None and found is not None:
                     meta = other._input_metadata[place]
-                    assert found.device == DEVICE, f"{node} gives a gradient on {found.device}"
+                    assert found.device == x.device, f"{node} gives a gradient on {found.device}"
                     found = found.sum_to_size(meta.shape).to(meta.dtype)
                     before = given.setdefault(other, {})
                     before[place] = found if place not in before else before[place] + found
@@ -162,6 +176,64 @@ def _move(model: nn.Module) -> None:
 
 
 @contextmanager
+def on_host() -> Iterator[None]:
+    """Plain tensors, with values."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _custom(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`CustomRun.weights` or `finish` on the host, of log probabilities that are zeros."""
+
+    def run(run: CustomRun, *args: Any) -> Any:  # noqa: ANN401
+        with on_host():
+            return own(run, *(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+
+    return run
+
+
+def _read_image(own: Callable[..., Any]) -> Callable[..., Any]:
+    def read(*args: object) -> object:
+        with on_host():
+            return own(*args)
+
+    return read
+
+
+def _grid(module: Any, name: str, grid_thw: Tensor) -> Callable[..., Any]:  # noqa: ANN401
+    """One of transformers' functions of a grid on the device: computed on the host, copied to the device."""
+    own = getattr(module, name)
+
+    def run(_grid: Tensor, *args: object, **kwargs: object) -> object:
+        with on_host():
+            found = own(grid_thw, *args, **kwargs)
+        parts = found if isinstance(found, tuple) else (found,)
+        there = tuple(upload(x.numpy(), DEVICE) if isinstance(x, Tensor) else x for x in parts)
+        return there if isinstance(found, tuple) else there[0]
+
+    return run
+
+
+GRID_FUNCTIONS = ("interpolation_indices_and_weights", "position_ids", "attention_seqlens")
+
+
+def _qwen_features(own: Callable[..., Features], device: FakeDevice) -> Callable[..., Features]:
+    def features(tower: Any, pixels: Any, there: torch.device) -> Features:  # noqa: ANN401
+        module, was_strict = sys.modules[type(tower.module).__module__], device.strict
+        device.strict = False  # the tower reads its grid once for each new image
+        with ExitStack() as stack:
+            for name in GRID_FUNCTIONS:
+                name = f"get_vision_{name}"
+                stack.enter_context(mock.patch.object(module, name, _grid(module, name, pixels.grid_thw)))
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda _: [len(pixels.patches)]))
+            found = own(tower, pixels, there)
+        device.strict = was_strict
+        return found
+
+    return features
+
+
+@contextmanager
 def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
     """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
     with ExitStack() as stack:
@@ -177,28 +249,52 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
+        device = FakeDevice()
+        for kind, name, change in (
+            (CustomRun, "weights", _custom),
+            (CustomRun, "finish", _custom),
+            (vision._QwenTower, "read", _read_image),
+            (vision._GemmaTower, "read", _read_image),
+            (vision._QwenTower, "features", lambda own: _qwen_features(own, device)),
+        ):
+            stack.enter_context(mock.patch.object(kind, name, change(getattr(kind, name))))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
+        lora.anchor.cache_clear()  # a fake tensor belongs to one mode
+        stack.callback(lora.anchor.cache_clear)
         stack.enter_context(_guard())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(FakeDevice())
+        yield stack.enter_context(device)
+
+
+def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options: str, on_device: bool = True) -> Any:  # noqa: ANN401
+    """A base model of random weights, without its checks."""
+    register()
+    config = AutoConfig.from_pretrained(shape.path)
+    auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
+    model = auto.from_config(
+        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+    )
+    if on_device:
+        _move(model)
+    images = Vision.load(model, shape) if shape.vision else None
+    return kind(model, tiny_models.tokenizer(), shape, *options, images)  # pyright: ignore[reportArgumentType]
 
 
 class FakeCudaBackend(TorchBackend):
     """A backend with its weights on the fake device, in bfloat16. Create it within `fake_cuda`."""
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
-        register()
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(shape.path),
-            dtype=torch.bfloat16,
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation="eager",
-        )
-        _move(model)
-        base = BaseModel(model, tiny_models.tokenizer(), shape, recompute, quantize)
+        base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
         if base._fused is not None:
             base._fused.prepare()
         return base
+
+
+class FakeCudaFullBackend(FullBackend):
+    """The same with all weights trained, in float32."""
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
+        return load(FullBase, shape, torch.float32, recompute, quantize)

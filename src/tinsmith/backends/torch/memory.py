@@ -77,9 +77,9 @@ def use_expandable_segments() -> None:
     """Let CUDA's allocator extend segments, which micro-batches of many sizes would fragment, unless the environment
     configures it. Not through the environment: vLLM would inherit that, and its sleep mode refuses such segments.
     """
-    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        choose = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (choose or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # absent before torch 2.10
+    if torch.cuda.is_available() and current is not None and not current():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 BASE, IMAGES, MODELS, VERSIONS, SAMPLING = "base", "images", "models", "versions", "sampling"

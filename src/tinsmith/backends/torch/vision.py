@@ -84,7 +84,7 @@ class ImageRows(NamedTuple):
 
 
 def _add_features(own: Callable[..., Tensor], hidden_1TD: Tensor, rows: Tensor, features_RD: Tensor) -> Tensor:
-    """A decoder's `_deepstack_process`, which takes a mask, or the image rows: a mask's size is read from the device."""
+    """A decoder's `_deepstack_process` of a mask, or of the image rows: what a mask selects is read from the device."""
     if rows.dtype == torch.bool:
         return own(hidden_1TD, rows, features_RD)
     return hidden_1TD.index_add(1, rows, features_RD[None].to(hidden_1TD.dtype))
