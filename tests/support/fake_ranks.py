@@ -1,4 +1,4 @@
-"""One rank of several on a simulated CUDA device, with torch's fake process group, whose collectives do nothing. Each one
+"""One rank of several on a simulated CUDA device, with torch's fake process group, whose collectives do nothing. Each
 is checked against NCCL's rules, or gloo's where its tensors are on the host. The other ranks are taken to be like this
 one: `Ranks.gather` repeats its value, and every expert rank gets as many rows as the others.
 """
@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.fake_cuda import DEVICE, FakeDevice, fake_cuda, load
@@ -22,7 +22,9 @@ from tinsmith.backends.distributed import Degrees, expert_parallel
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.rank import RankBackend
 from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.torch import moe
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.types import ModelShape
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "all_to_all_single", "isend", "recv")
@@ -54,7 +56,7 @@ def _checked(name: str, own: Callable[..., Any], calls: Counter[tuple[str, str]]
 
 
 def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
-    """The counts that experts' ranks read, whose values a simulated device has not."""
+    """The counts that experts read, whose values a simulated device has not."""
     pairs: list[int] = []
     own = expert_parallel.PairOrder.by
 
@@ -70,7 +72,14 @@ def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
         return [counts, counts]
 
     stack.enter_context(mock.patch.object(expert_parallel.PairOrder, "by", by))
+
+    def read_ends(*ends: Tensor) -> list[np.ndarray]:
+        assert {each.device for each in ends} == {DEVICE}
+        device.reads += 1
+        return [np.arange(1, len(each) + 1) * pairs[-1] // len(each) for each in ends]
+
     stack.enter_context(mock.patch.object(expert_parallel, "read", read))
+    stack.enter_context(mock.patch.object(moe, "read", read_ends))
 
 
 @contextmanager
@@ -80,11 +89,31 @@ def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, 
         device = stack.enter_context(fake_cuda(pages=False))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees.devices)
         stack.callback(dist.destroy_process_group)
+        stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(dist, name, _checked(name, getattr(dist, name), calls)))
         stack.enter_context(mock.patch.object(Ranks, "gather", lambda self, value: [value] * degrees.devices))
         _spread_evenly(device, stack)
         yield device, Ranks(degrees, rank, str(DEVICE), 60.0), calls
+
+
+def _move(module: nn.Module, device: torch.device) -> nn.Module:
+    """`Module.to` of fake tensors, which keeps the parameters' identity as it does for others."""
+    for held in (each for own in module.modules() for each in (own._parameters, own._buffers)):
+        for value in held.values():
+            if value is not None and value.device != device:
+                value.data = value.data.to(device)
+                value.fake_device = device
+    return module
+
+
+class _Base(ShardedBase):
+    def _probe(self, ranks: Ranks | None) -> list[Tensor]:
+        """On the host there is nothing to simulate."""
+        return [torch.zeros(1)] if ranks is None else super()._probe(ranks)
+
+    def _compared(self, decoder: Decoder) -> Decoder:
+        return decoder
 
 
 class FakeCudaRank(RankBackend):
@@ -93,7 +122,10 @@ class FakeCudaRank(RankBackend):
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         degrees = self.ranks.degrees
         if not degrees.sharded and degrees.context == 1:
-            return load(BaseModel, shape, torch.bfloat16, recompute, quantize)
-        base = load(ShardedBase, shape, torch.bfloat16, recompute, quantize, on_device=not degrees.sharded)
+            base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
+            base._fused.prepare()
+            return base
+        base = load(_Base, shape, torch.bfloat16, recompute, quantize, on_device=not degrees.sharded)
+        base._check_training()
         base.shard(self.ranks)
         return base

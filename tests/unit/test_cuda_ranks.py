@@ -5,11 +5,9 @@ for the device beyond the ones that are needed.
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from support import tiny_models
 from support.fake_cuda import DEVICE
@@ -18,7 +16,6 @@ from support.local_sampling import make_prompt, make_sample
 from support.ranked import datum
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees
-from tinsmith.backends.distributed import backend as sharded
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, OptimStep, Pass, PassResult, SamplingParams
 
 LAYERS = 2
