@@ -70,7 +70,7 @@ class FakeDevice(TorchFunctionMode):
             with self:
                 return _backward(args[0], given["gradient"])
         if func in (Tensor.__float__, Tensor.__bool__) and args[0].device.type == "cpu":
-            return 0.0 if func is Tensor.__float__ else False
+            return 0.0 if func is Tensor.__float__ else True
         if func is Tensor.pin_memory:
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)

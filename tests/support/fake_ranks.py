@@ -93,6 +93,8 @@ def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, 
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(dist, name, _checked(name, getattr(dist, name), calls)))
         stack.enter_context(mock.patch.object(Ranks, "gather", lambda self, value: [value] * degrees.devices))
+        own = Ranks.any_of_forward
+        stack.enter_context(mock.patch.object(Ranks, "any_of_forward", lambda self, flag: (own(self, flag), flag)[1]))
         _spread_evenly(device, stack)
         yield device, Ranks(degrees, rank, str(DEVICE), 60.0), calls
 

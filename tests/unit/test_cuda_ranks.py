@@ -5,9 +5,11 @@ for the device beyond the ones that are needed.
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from support import tiny_models
 from support.fake_cuda import DEVICE
@@ -15,8 +17,9 @@ from support.fake_ranks import FakeCudaRank, fake_rank
 from support.local_sampling import make_prompt, make_sample
 from support.ranked import datum
 from tinsmith.backends import run_to_end
-from tinsmith.backends.distributed import Degrees
+from tinsmith.backends.distributed import Degrees, measuring
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, OptimStep, Pass, PassResult, SamplingParams
+from unit.test_cuda_steps import custom
 
 LAYERS = 2
 CASES = {
@@ -69,9 +72,10 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str, rec
         wanted = SamplingParams(max_tokens=8, stop_eos=False)
         for sample in (
             make_sample("s", make_prompt(9), wanted, version_id="v0", num_samples=2, topk_sample_logprobs=2),
-            make_sample("t", make_prompt(5), wanted, version_id=None),
+            make_sample("t", make_prompt(5), wanted, version_id=None, prompt_logprobs=True),
         ):
-            backend.base.exchange and sampler.hold(sample.request_id, sample.version_id)
+            if degrees.experts > 1:
+                sampler.hold(sample.request_id, sample.version_id)
             sampler.submit(sample)
         found = []
         for _ in range(4):
@@ -79,3 +83,28 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str, rec
             sampler.step()
             found.append(device.reads)
         assert found[1:] == [step_reads] * 3
+
+
+@pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(context=2)])
+def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Path, degrees: Degrees) -> None:
+    shape, (loss, one) = tiny_models.make(tmp_path), custom("clipped")
+    with fake_rank(degrees, 1) as (device, ranks, calls):
+        backend = FakeCudaRank(shape, ranks)
+        backend.create_model("0", LoraSpec(8))
+        device.strict, device.reads = True, 0
+        calls.clear()
+        (result,) = run_to_end(
+            backend.run_passes([Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, False, loss)])
+        )
+        assert isinstance(result, PassResult), result
+        assert device.reads == 2, "the log probabilities that it is a function of, and those of the result"
+        assert (calls["broadcast", "cpu"], calls["broadcast", "cuda"]) == (1, 0)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
+def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
+    with fake_rank(degrees, 1) as (_, ranks, calls):
+        with mock.patch.object(measuring, "measured_products", lambda *_: (1.0, 1.0)):
+            assert len(measuring.measure(ranks, "bfloat16", 64, 1000)) == len(measuring.Rates._fields) - 1
+        assert {where for _, where in calls} == {"cuda"}
+        assert ranks.gather_tensor(torch.empty(4, 6, device=DEVICE).t()).is_contiguous()

@@ -173,7 +173,7 @@ def finishes(programs: Sequence[Sequence[Call]], *, communicators: str) -> bool:
 
     sends: defaultdict[tuple[int, Any], list[int | None]] = defaultdict(list)
     while True:
-        if any([advance(rank) for rank in range(len(programs))]):
+        if any(advance(rank) for rank in range(len(programs))):
             continue
         here = [program[place] if place < len(program) else None for program, place in zip(programs, at, strict=True)]
         if not all(call is not None and call.kind == "pause" for call in here):
