@@ -4,8 +4,7 @@ error: reading a value, a size that depends on values, a copy from memory that i
 `Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
 to the host must be awaited before (`_Event`).
 
-What needs values runs on the host with plain tensors (`on_host`): an image processor, a custom loss, and the sizes that
-a Qwen tower reads from its grid.
+What needs values runs on the host with plain tensors (`on_host`): image processors and custom losses.
 
 Torch without CUDA has no device guard for it, so the guard of `meta`, which does nothing, is used; and its autograd
 engine has no stream for it, so `_backward` walks the graph instead.
@@ -14,7 +13,6 @@ engine has no stream for it, so `_backward` walks the graph instead.
 from __future__ import annotations
 
 import ctypes
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -36,7 +34,6 @@ from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.torch import TorchBackend, lora, moe, trainer, vision
 from tinsmith.backends.torch.attention import register
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.model import BaseModel, _attention
 from tinsmith.backends.torch.vision import Features, Vision
 from tinsmith.samplers.local import engine, paged_attention
@@ -44,6 +41,7 @@ from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
 FREE_BYTES = 2**31
+TOWERS = vision._QwenTower, vision._GemmaTower
 CUDA_TYPE, META_TYPE = 1, 14
 """Numbers of device types in c10/core/DeviceType.h."""
 
@@ -182,55 +180,31 @@ def on_host() -> Iterator[None]:
         yield
 
 
-def _custom(own: Callable[..., Any]) -> Callable[..., Any]:
-    """`CustomRun.weights` or `finish` on the host, of log probabilities that are zeros."""
+def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same on the host, of tensors of zeros."""
 
-    def run(run: CustomRun, *args: Any) -> Any:  # noqa: ANN401
+    def run(*args: Any) -> Any:  # noqa: ANN401
         with on_host():
-            return own(run, *(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+            return own(*(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
 
     return run
 
 
-def _read_image(own: Callable[..., Any]) -> Callable[..., Any]:
-    def read(*args: object) -> object:
-        with on_host():
-            return own(*args)
-
-    return read
-
-
-def _grid(module: Any, name: str, grid_thw: Tensor) -> Callable[..., Any]:  # noqa: ANN401
-    """One of transformers' functions of a grid on the device: computed on the host, copied to the device."""
-    own = getattr(module, name)
-
-    def run(_grid: Tensor, *args: object, **kwargs: object) -> object:
-        with on_host():
-            found = own(grid_thw, *args, **kwargs)
-        parts = found if isinstance(found, tuple) else (found,)
-        there = tuple(upload(x.numpy(), DEVICE) if isinstance(x, Tensor) else x for x in parts)
-        return there if isinstance(found, tuple) else there[0]
-
-    return run
-
-
-GRID_FUNCTIONS = ("interpolation_indices_and_weights", "position_ids", "attention_seqlens")
-
-
-def _qwen_features(own: Callable[..., Features], device: FakeDevice) -> Callable[..., Features]:
-    def features(tower: Any, pixels: Any, there: torch.device) -> Features:  # noqa: ANN401
-        module, was_strict = sys.modules[type(tower.module).__module__], device.strict
-        device.strict = False  # the tower reads its grid once for each new image
-        with ExitStack() as stack:
-            for name in GRID_FUNCTIONS:
-                name = f"get_vision_{name}"
-                stack.enter_context(mock.patch.object(module, name, _grid(module, name, pixels.grid_thw)))
-            stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda _: [len(pixels.patches)]))
-            found = own(tower, pixels, there)
-        device.strict = was_strict
-        return found
-
-    return features
+def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  # noqa: ANN401
+    """What the tower gives. It reads its grid on the device, once for each image."""
+    config, num_rows = (
+        tower.module.config,
+        len(pixels.patches) // tower._processor.merge_size**2,
+    )
+    deeper = len(getattr(config, "deepstack_visual_indexes", ()))
+    first, *others = torch.empty(
+        1 + deeper,
+        num_rows,
+        config.out_hidden_size,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    return Features(first, tuple(others))
 
 
 @contextmanager
@@ -249,15 +223,13 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
-        device = FakeDevice()
-        for kind, name, change in (
-            (CustomRun, "weights", _custom),
-            (CustomRun, "finish", _custom),
-            (vision._QwenTower, "read", _read_image),
-            (vision._GemmaTower, "read", _read_image),
-            (vision._QwenTower, "features", lambda own: _qwen_features(own, device)),
+        for kind, name in (
+            (CustomRun, "weights"),
+            (CustomRun, "finish"),
+            *((each, "read") for each in TOWERS),
         ):
-            stack.enter_context(mock.patch.object(kind, name, change(getattr(kind, name))))
+            stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
+        stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
         lora.anchor.cache_clear()  # a fake tensor belongs to one mode
@@ -266,16 +238,25 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(device)
+        yield stack.enter_context(FakeDevice())
 
 
-def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options: str, on_device: bool = True) -> Any:  # noqa: ANN401
+def load(
+    kind: type[BaseModel],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    *options: str,
+    on_device: bool = True,
+) -> Any:  # noqa: ANN401
     """A base model of random weights, without its checks."""
     register()
     config = AutoConfig.from_pretrained(shape.path)
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     model = auto.from_config(
-        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+        config,
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        experts_implementation="eager",
     )
     if on_device:
         _move(model)
@@ -286,7 +267,15 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
 class FakeCudaBackend(TorchBackend):
     """A backend with its weights on the fake device, in bfloat16. Create it within `fake_cuda`."""
 
-    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
+    def _load_base(
+        self,
+        shape: ModelShape,
+        *,
+        device: str,
+        dtype: str,
+        recompute: str,
+        quantize: str,
+    ) -> BaseModel:
         base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
         if base._fused is not None:
             base._fused.prepare()
@@ -296,5 +285,13 @@ class FakeCudaBackend(TorchBackend):
 class FakeCudaFullBackend(FullBackend):
     """The same with all weights trained, in float32."""
 
-    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
+    def _load_base(
+        self,
+        shape: ModelShape,
+        *,
+        device: str,
+        dtype: str,
+        recompute: str,
+        quantize: str,
+    ) -> FullBase:
         return load(FullBase, shape, torch.float32, recompute, quantize)

@@ -16,9 +16,16 @@ from pydantic import ByteSize, ValidationError
 from structlog.testing import capture_logs
 from torch import nn
 
-from support import tiny_models
-from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
+from support import tiny_models, traced_losses, vision_models
+from support.fake_cuda import (
+    DEVICE,
+    FREE_BYTES,
+    FakeCudaBackend,
+    FakeCudaFullBackend,
+    fake_cuda,
+)
 from support.local_sampling import make_prompt, make_sample
+from support.ranked import NAMED_LOSSES
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal, Window
@@ -34,6 +41,7 @@ from tinsmith.settings import Settings
 from tinsmith.types import (
     AdamParams,
     Adjustments,
+    CustomLoss,
     Datum,
     DimuonParams,
     LoraSpec,
@@ -98,7 +106,9 @@ def data(*lengths: int) -> tuple[Datum, ...]:
         lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
     ],
 )
-def test_waits_for_the_device_are_errors(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def test_waits_for_the_device_are_errors(
+    waits: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
     with fake_cuda() as device:
         x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
         device.strict = True
@@ -116,7 +126,9 @@ def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
     assert device.reads == 1
 
 
-def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: ModelShape) -> None:
+def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(
+    shape: ModelShape,
+) -> None:
     with fake_cuda() as device:
         backend = opened(shape)
         passes = [
@@ -133,7 +145,11 @@ def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: Mod
             assert trained.gradient_P.dtype == torch.float32
         device.reads = 0
         params = AdamParams(1e-3, grad_clip_norm=0.5)
-        steps = [OptimStep("a", "0", params), OptimStep("b", "1", params), OptimStep("c", "2", DimuonParams(1e-3))]
+        steps = [
+            OptimStep("a", "0", params),
+            OptimStep("b", "1", params),
+            OptimStep("c", "2", DimuonParams(1e-3)),
+        ]
         outcomes = backend.optim_step(steps)
         assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
         assert device.reads == 1
@@ -141,9 +157,95 @@ def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: Mod
         assert device.reads == 2
 
 
+def step(backend: TorchBackend, *passes: Pass) -> None:
+    results = run_to_end(backend.run_passes(passes))
+    assert all(isinstance(result, PassResult) for result in results), results
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path, arch: str) -> None:
+    is_gemma = arch == "gemma3"
+    shape = vision_models.make_gemma3(tmp_path) if is_gemma else vision_models.make(tmp_path, arch)
+    kind = vision_models.GEMMA3 if is_gemma else vision_models.VISION
+    files = [vision_models.picture(width, height) for width, height in ((61, 22), (20, 75))]
+    prompts = [vision_models.model_input(list(range(9)), file, [1], vision=kind) for file in files]
+    shown = [Datum(tokens, {"target_tokens": tokens.astype(np.int64)}, images) for tokens, images in prompts]
+    with fake_cuda(pages=False) as device:
+        backend = opened(shape)
+        device.strict = True
+        step(backend, Pass("a", "0", (*shown, *data(5)), "cross_entropy", {}, False))
+        assert device.reads == 1
+        for number, (tokens, images) in enumerate(prompts):
+            backend.sampler.submit(make_sample(str(number), tokens, version_id="0/1", images=images))
+        for expected in (1, 2):
+            backend.sampler.step()
+            assert device.reads == expected, "tokens are read a step later"
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_loss_reads_once(qwen: ModelShape, forward_only: bool) -> None:
+    with fake_cuda() as device:
+        backend = opened(qwen)
+        device.strict = True
+        for number, loss_fn in enumerate(NAMED_LOSSES, 1):
+            step(backend, Pass("a", "0", data(9, 4), loss_fn, {}, forward_only))
+            assert device.reads == number, loss_fn
+
+
+def custom(name: str) -> tuple[CustomLoss, Datum]:
+    fn, ranks = traced_losses.LOSSES[name]
+    one = traced_losses.datum(np.random.default_rng(0), 9, tiny_models.VOCAB, ranks)
+    inputs = {key: tensor.to_numpy() for key, tensor in one.loss_fn_inputs.items()}
+    loss = traced_losses.sent(traced_losses.trace(fn, ranks))
+    return loss, Datum(np.array(one.model_input.to_ints(), np.int32), inputs)
+
+
+@pytest.mark.parametrize("name", ["clipped", "top_k"])
+def test_a_custom_loss_reads_its_log_probabilities_besides(qwen: ModelShape, name: str) -> None:
+    loss, one = custom(name)
+    with fake_cuda() as device:
+        backend = opened(qwen)
+        device.strict = True
+        for forward_only, reads in ((True, 1), (False, 3)):
+            step(
+                backend,
+                Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, forward_only, loss),
+            )
+            assert device.reads == reads
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "llama"])
+def test_training_of_all_weights_reads_once(tmp_path: Path, arch: str, recompute: str) -> None:
+    shape = tiny_models.make(tmp_path, arch)
+    with fake_cuda() as device:
+        backend = FakeCudaFullBackend(shape, recompute=recompute)
+        for name in ("0", "1"):
+            backend.create_model(name, LoraSpec(0))
+        backend.publish("0", "0/1")
+        device.strict = True
+        step(backend, Pass("a", "0", data(9, 4), "cross_entropy", {}, False))
+        assert device.reads == 1
+        trained, model = backend._models["0"], backend.base.model
+        assert trained.gradient_P is not None and trained.gradient_P.device == DEVICE
+        assert all(each.grad is None and each.device == DEVICE for each in model.parameters())
+        (outcome,) = backend.optim_step([OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5))])
+        assert isinstance(outcome, dict) and device.reads == 2
+        for version_id in ("0/1", None):
+            backend.sampler.submit(make_sample(str(version_id), make_prompt(9), version_id=version_id))
+        for _ in range(2):
+            backend.sampler.step()
+        assert device.reads == 3, "tokens are read a step later"
+
+
 def crowd() -> list[Sample]:
     adjustments = (
-        Adjustments(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_p=0.1),
+        Adjustments(
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.2,
+            min_p=0.1,
+        ),
         Adjustments(logit_bias=((5, 4.0), (17, -100.0)), bad_words=((3, 4), (7,)), min_tokens=4),
         Adjustments(allowed_token_ids=tuple(range(40))),
     )
@@ -197,7 +299,13 @@ def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: Mode
             sampler.step()
             reads.append(device.reads - before)
             assert {s.num_unread for s in sampler._batcher.running} == {1}
-        sampler.submit(make_sample("needs", make_prompt(5), SamplingParams(adjustments=Adjustments(bad_words=((1,),)))))
+        sampler.submit(
+            make_sample(
+                "needs",
+                make_prompt(5),
+                SamplingParams(adjustments=Adjustments(bad_words=((1,),))),
+            )
+        )
         before = device.reads
         sampler.step()
         assert {s.num_unread for s in sampler._batcher.running} == {0}
@@ -225,20 +333,39 @@ def test_a_prompt_in_pieces_is_read_when_it_has_ended(qwen: ModelShape, pages: b
 def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -> None:
     prompt = make_prompt(60)
     targets = np.stack([prompt[1:], prompt[:-1]], 1).astype(np.int64)
-    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
+    wanted = {
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 5,
+        "prompt_alt_tokens_k": 3,
+    }
     with fake_cuda() as device:
         sampler = opened(qwen).sampler
         device.strict = True
         params = SamplingParams(max_tokens=4, stop_eos=False)
-        sampler.submit(make_sample("a", prompt, params, version_id="0/1", target_prompt_logprobs=targets, **wanted))
+        sampler.submit(
+            make_sample(
+                "a",
+                prompt,
+                params,
+                version_id="0/1",
+                target_prompt_logprobs=targets,
+                **wanted,
+            )
+        )
         sampler.step()
         assert device.reads == 1
         sampler.step()
         assert device.reads == 2, "the token of the first step"
 
 
-def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
-    for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
+def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(
+    mixture: ModelShape,
+) -> None:
+    for grouped, rank, expected in (
+        (True, 8, True),
+        (False, 8, False),
+        (True, 4, False),
+    ):
         with fake_cuda(pages=False, grouped=grouped):
             backend = opened(mixture)
             backend.create_model("own", LoraSpec(rank))
@@ -254,9 +381,17 @@ def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None
         for sample in crowd():
             sampler.submit(sample)
         sampler.step()
-        before = sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)
+        before = (
+            sampler._cache.num_bytes,
+            pool.num_blocks,
+            len(sampler._batcher.running),
+        )
         assert not memory.evict_for(memory.free() + 2**20, "activations")
-        assert (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)) == before
+        assert (
+            sampler._cache.num_bytes,
+            pool.num_blocks,
+            len(sampler._batcher.running),
+        ) == before
         sampler.step()
 
 
@@ -269,7 +404,14 @@ def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: 
         else:
             TorchBackend(mixture, device="cpu")
     (line,) = (line for line in lines if line["event"] == "kernels")
-    assert {"attention", "decode", "lora", "optimizer", "experts", "layers"} <= line.keys()
+    assert {
+        "attention",
+        "decode",
+        "lora",
+        "optimizer",
+        "experts",
+        "layers",
+    } <= line.keys()
     assert ("grouped_mm" in line["experts"]) == on_cuda
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -327,7 +469,10 @@ def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
     with mock.patch.object(torch.cuda, "device_count", lambda: 1):
         check_device(Settings(device="cuda:0"))
         check_device(Settings(device="cuda"))
-        with pytest.raises(SettingsError, match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here"):
+        with pytest.raises(
+            SettingsError,
+            match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here",
+        ):
             check_device(Settings(device="cuda:1"))
     with pytest.raises(ValidationError, match="device"):
         Settings(device="gpu")
@@ -345,7 +490,12 @@ def test_a_device_with_an_index_becomes_the_current_one(qwen: ModelShape) -> Non
 
 
 def test_settings_limit_the_sampler(qwen: ModelShape) -> None:
-    settings = Settings(kv_cache_bytes=ByteSize(2**21), sampler_sequences=5, sampler_step_tokens=40, device="cpu")
+    settings = Settings(
+        kv_cache_bytes=ByteSize(2**21),
+        sampler_sequences=5,
+        sampler_step_tokens=40,
+        device="cpu",
+    )
     backend = TorchBackend(qwen, **_options(settings))
     batcher = backend.sampler._batcher
     block_bytes = backend.sampler._cache.token_bytes * batcher.block_size
@@ -359,7 +509,10 @@ def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> Non
     with fake_cuda():
         backend = opened(qwen)
         batcher = backend.sampler._batcher
-        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES[True], SAMPLED_ROWS[True])
+        assert (batcher._max_sequences, batcher._max_tokens) == (
+            MAX_SEQUENCES[True],
+            SAMPLED_ROWS[True],
+        )
         options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
         given = LocalSampler(backend.base, backend._versions, options=options)
         assert (given._batcher._max_sequences, given._batcher._max_tokens) == (3, 24)
