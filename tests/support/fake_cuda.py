@@ -4,7 +4,7 @@ error: reading a value, a size that depends on values, a copy from memory that i
 `Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
 to the host must be awaited before (`_Event`).
 
-What needs values runs on the host with plain tensors (`on_host`): image processors and custom losses.
+What needs values runs on the host with plain tensors (`_on_host`): image processors and custom losses.
 
 Torch without CUDA has no device guard for it, so the guard of `meta`, which does nothing, is used; and its autograd
 engine has no stream for it, so `_backward` walks the graph instead.
@@ -128,7 +128,8 @@ def _backward(x: Tensor, gradient: Tensor) -> None:
 
     visit(x.grad_fn)
     given: dict[Any, dict[int, Tensor]] = {x.grad_fn: {x.output_nr: gradient}}
-    with torch.no_grad():
+    # So that a layer runs again once in a backward, not for each of its saved tensors.
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: id(given)):
         for node in reversed(order):
             own = given.pop(node, None)
             if own is None:
@@ -173,18 +174,11 @@ def _move(model: nn.Module) -> None:
                     moved[id(value)] = held[name]
 
 
-@contextmanager
-def on_host() -> Iterator[None]:
-    """Plain tensors, with values."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield
-
-
 def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The same on the host, of tensors of zeros."""
+    """The same with plain tensors, of zeros for those that are given."""
 
     def run(*args: Any) -> Any:  # noqa: ANN401
-        with on_host():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return own(*(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
 
     return run
@@ -192,18 +186,9 @@ def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  # noqa: ANN401
     """What the tower gives. It reads its grid on the device, once for each image."""
-    config, num_rows = (
-        tower.module.config,
-        len(pixels.patches) // tower._processor.merge_size**2,
-    )
+    config, num_rows = (tower.module.config, len(pixels.patches) // tower._processor.merge_size**2)
     deeper = len(getattr(config, "deepstack_visual_indexes", ()))
-    first, *others = torch.empty(
-        1 + deeper,
-        num_rows,
-        config.out_hidden_size,
-        dtype=torch.bfloat16,
-        device=device,
-    )
+    first, *others = torch.empty(1 + deeper, num_rows, config.out_hidden_size, dtype=torch.bfloat16, device=device)
     return Features(first, tuple(others))
 
 
@@ -223,11 +208,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
-        for kind, name in (
-            (CustomRun, "weights"),
-            (CustomRun, "finish"),
-            *((each, "read") for each in TOWERS),
-        ):
+        for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), *((each, "read") for each in TOWERS)):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
@@ -241,22 +222,13 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         yield stack.enter_context(FakeDevice())
 
 
-def load(
-    kind: type[BaseModel],
-    shape: ModelShape,
-    dtype: torch.dtype,
-    *options: str,
-    on_device: bool = True,
-) -> Any:  # noqa: ANN401
+def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options: str, on_device: bool = True) -> Any:  # noqa: ANN401
     """A base model of random weights, without its checks."""
     register()
     config = AutoConfig.from_pretrained(shape.path)
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     model = auto.from_config(
-        config,
-        dtype=dtype,
-        attn_implementation=_attention(config),
-        experts_implementation="eager",
+        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
     )
     if on_device:
         _move(model)
@@ -267,15 +239,7 @@ def load(
 class FakeCudaBackend(TorchBackend):
     """A backend with its weights on the fake device, in bfloat16. Create it within `fake_cuda`."""
 
-    def _load_base(
-        self,
-        shape: ModelShape,
-        *,
-        device: str,
-        dtype: str,
-        recompute: str,
-        quantize: str,
-    ) -> BaseModel:
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
         if base._fused is not None:
             base._fused.prepare()
@@ -285,13 +249,5 @@ class FakeCudaBackend(TorchBackend):
 class FakeCudaFullBackend(FullBackend):
     """The same with all weights trained, in float32."""
 
-    def _load_base(
-        self,
-        shape: ModelShape,
-        *,
-        device: str,
-        dtype: str,
-        recompute: str,
-        quantize: str,
-    ) -> FullBase:
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
         return load(FullBase, shape, torch.float32, recompute, quantize)

@@ -17,13 +17,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from support import tiny_models, traced_losses, vision_models
-from support.fake_cuda import (
-    DEVICE,
-    FREE_BYTES,
-    FakeCudaBackend,
-    FakeCudaFullBackend,
-    fake_cuda,
-)
+from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, FakeCudaFullBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from support.ranked import NAMED_LOSSES
 from tinsmith.backends import run_to_end
@@ -106,9 +100,7 @@ def data(*lengths: int) -> tuple[Datum, ...]:
         lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
     ],
 )
-def test_waits_for_the_device_are_errors(
-    waits: Callable[[torch.Tensor, torch.Tensor], object],
-) -> None:
+def test_waits_for_the_device_are_errors(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     with fake_cuda() as device:
         x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
         device.strict = True
@@ -126,9 +118,7 @@ def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
     assert device.reads == 1
 
 
-def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(
-    shape: ModelShape,
-) -> None:
+def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: ModelShape) -> None:
     with fake_cuda() as device:
         backend = opened(shape)
         passes = [
@@ -145,11 +135,7 @@ def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(
             assert trained.gradient_P.dtype == torch.float32
         device.reads = 0
         params = AdamParams(1e-3, grad_clip_norm=0.5)
-        steps = [
-            OptimStep("a", "0", params),
-            OptimStep("b", "1", params),
-            OptimStep("c", "2", DimuonParams(1e-3)),
-        ]
+        steps = [OptimStep("a", "0", params), OptimStep("b", "1", params), OptimStep("c", "2", DimuonParams(1e-3))]
         outcomes = backend.optim_step(steps)
         assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
         assert device.reads == 1
@@ -207,10 +193,7 @@ def test_a_custom_loss_reads_its_log_probabilities_besides(qwen: ModelShape, nam
         backend = opened(qwen)
         device.strict = True
         for forward_only, reads in ((True, 1), (False, 3)):
-            step(
-                backend,
-                Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, forward_only, loss),
-            )
+            step(backend, Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, forward_only, loss))
             assert device.reads == reads
 
 
@@ -240,12 +223,7 @@ def test_training_of_all_weights_reads_once(tmp_path: Path, arch: str, recompute
 
 def crowd() -> list[Sample]:
     adjustments = (
-        Adjustments(
-            repetition_penalty=1.2,
-            presence_penalty=0.3,
-            frequency_penalty=0.2,
-            min_p=0.1,
-        ),
+        Adjustments(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, min_p=0.1),
         Adjustments(logit_bias=((5, 4.0), (17, -100.0)), bad_words=((3, 4), (7,)), min_tokens=4),
         Adjustments(allowed_token_ids=tuple(range(40))),
     )
@@ -299,13 +277,7 @@ def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: Mode
             sampler.step()
             reads.append(device.reads - before)
             assert {s.num_unread for s in sampler._batcher.running} == {1}
-        sampler.submit(
-            make_sample(
-                "needs",
-                make_prompt(5),
-                SamplingParams(adjustments=Adjustments(bad_words=((1,),))),
-            )
-        )
+        sampler.submit(make_sample("needs", make_prompt(5), SamplingParams(adjustments=Adjustments(bad_words=((1,),)))))
         before = device.reads
         sampler.step()
         assert {s.num_unread for s in sampler._batcher.running} == {0}
@@ -333,39 +305,20 @@ def test_a_prompt_in_pieces_is_read_when_it_has_ended(qwen: ModelShape, pages: b
 def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -> None:
     prompt = make_prompt(60)
     targets = np.stack([prompt[1:], prompt[:-1]], 1).astype(np.int64)
-    wanted = {
-        "prompt_logprobs": True,
-        "topk_prompt_logprobs": 5,
-        "prompt_alt_tokens_k": 3,
-    }
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
     with fake_cuda() as device:
         sampler = opened(qwen).sampler
         device.strict = True
         params = SamplingParams(max_tokens=4, stop_eos=False)
-        sampler.submit(
-            make_sample(
-                "a",
-                prompt,
-                params,
-                version_id="0/1",
-                target_prompt_logprobs=targets,
-                **wanted,
-            )
-        )
+        sampler.submit(make_sample("a", prompt, params, version_id="0/1", target_prompt_logprobs=targets, **wanted))
         sampler.step()
         assert device.reads == 1
         sampler.step()
         assert device.reads == 2, "the token of the first step"
 
 
-def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(
-    mixture: ModelShape,
-) -> None:
-    for grouped, rank, expected in (
-        (True, 8, True),
-        (False, 8, False),
-        (True, 4, False),
-    ):
+def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
+    for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
         with fake_cuda(pages=False, grouped=grouped):
             backend = opened(mixture)
             backend.create_model("own", LoraSpec(rank))
@@ -381,17 +334,9 @@ def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None
         for sample in crowd():
             sampler.submit(sample)
         sampler.step()
-        before = (
-            sampler._cache.num_bytes,
-            pool.num_blocks,
-            len(sampler._batcher.running),
-        )
+        before = (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running))
         assert not memory.evict_for(memory.free() + 2**20, "activations")
-        assert (
-            sampler._cache.num_bytes,
-            pool.num_blocks,
-            len(sampler._batcher.running),
-        ) == before
+        assert (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)) == before
         sampler.step()
 
 
@@ -404,14 +349,7 @@ def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: 
         else:
             TorchBackend(mixture, device="cpu")
     (line,) = (line for line in lines if line["event"] == "kernels")
-    assert {
-        "attention",
-        "decode",
-        "lora",
-        "optimizer",
-        "experts",
-        "layers",
-    } <= line.keys()
+    assert {"attention", "decode", "lora", "optimizer", "experts", "layers"} <= line.keys()
     assert ("grouped_mm" in line["experts"]) == on_cuda
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -469,10 +407,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
     with mock.patch.object(torch.cuda, "device_count", lambda: 1):
         check_device(Settings(device="cuda:0"))
         check_device(Settings(device="cuda"))
-        with pytest.raises(
-            SettingsError,
-            match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here",
-        ):
+        with pytest.raises(SettingsError, match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here"):
             check_device(Settings(device="cuda:1"))
     with pytest.raises(ValidationError, match="device"):
         Settings(device="gpu")
@@ -490,12 +425,7 @@ def test_a_device_with_an_index_becomes_the_current_one(qwen: ModelShape) -> Non
 
 
 def test_settings_limit_the_sampler(qwen: ModelShape) -> None:
-    settings = Settings(
-        kv_cache_bytes=ByteSize(2**21),
-        sampler_sequences=5,
-        sampler_step_tokens=40,
-        device="cpu",
-    )
+    settings = Settings(kv_cache_bytes=ByteSize(2**21), sampler_sequences=5, sampler_step_tokens=40, device="cpu")
     backend = TorchBackend(qwen, **_options(settings))
     batcher = backend.sampler._batcher
     block_bytes = backend.sampler._cache.token_bytes * batcher.block_size
@@ -509,10 +439,7 @@ def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> Non
     with fake_cuda():
         backend = opened(qwen)
         batcher = backend.sampler._batcher
-        assert (batcher._max_sequences, batcher._max_tokens) == (
-            MAX_SEQUENCES[True],
-            SAMPLED_ROWS[True],
-        )
+        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES[True], SAMPLED_ROWS[True])
         options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
         given = LocalSampler(backend.base, backend._versions, options=options)
         assert (given._batcher._max_sequences, given._batcher._max_tokens) == (3, 24)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed.pipeline_parallel import (
     Action,
     Schedule,
@@ -65,114 +66,65 @@ def test_a_stage_keeps_at_most_as_many_micro_batches_as_follow(stages: int, micr
 
 
 class Call(NamedTuple):
-    """What a stage's host does: send or receive `size` rows, finish a send, or pause with all others."""
+    """A message of `size` rows, sent or received."""
 
-    kind: str
-    peer: int = -1
-    forward: bool = True
-    size: int = 0
+    is_send: bool
+    peer: int
+    forward: bool
+    size: int
 
 
 class Recorder:
     """The `Ranks` of one stage: records calls in place of messages."""
 
     def __init__(self, stage: int, stages: int) -> None:
-        self.stage, self.degrees, self.device = (
-            stage,
-            SimpleNamespace(pipeline=stages),
-            "cpu",
-        )
+        self.stage, self.degrees, self.device = (stage, SimpleNamespace(pipeline=stages), "cpu")
         self.calls: list[Call] = []
 
     def receive(self, x: Tensor, *, forward: bool) -> Tensor:
-        self.calls.append(Call("receive", self.stage + (-1 if forward else 1), forward, len(x)))
+        self.calls.append(Call(False, self.stage + (-1 if forward else 1), forward, len(x)))
         return x
 
-    def send(self, x: Tensor, *, forward: bool) -> SimpleNamespace:
-        self.calls.append(Call("send", self.stage + (1 if forward else -1), forward, len(x)))
-        return SimpleNamespace(is_completed=lambda: False, call=self.calls[-1])
+    def send(self, x: Tensor, *, forward: bool) -> mock.Mock:
+        self.calls.append(Call(True, self.stage + (1 if forward else -1), forward, len(x)))
+        return mock.Mock()
 
-    def finish(self, work: SimpleNamespace) -> None:
-        self.calls.append(work.call._replace(kind="finish"))
+    def finish(self, work: mock.Mock) -> None:
+        pass
 
 
 @torch.no_grad()
 def calls_of(stage: int, stages: int, batches: list[StageRows]) -> list[Call]:
     ranks: Any = Recorder(stage, stages)
     layers = [nn.Identity() for _ in range(stages)]
-    own = Stage(
-        layers,
-        range(stage, stage + 1),
-        ranks,
-        [_Boundary(torch.float32, 1, None)] * stages,
-    )
+    own = Stage(layers, range(stage, stage + 1), ranks, [_Boundary(torch.float32, 1, None)] * stages)
 
     def forward(number: int) -> Tensor:
         rows_1TD = torch.zeros(1, batches[number].num_rows, 1)
-        return own.run(
-            lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0],
-            rows_1TD.shape[1],
-            alone=False,
-        )
+        return own.run(lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], alone=False)
 
-    for _ in Schedule(own, batches, forward, lambda _, hidden_TD: hidden_TD).run():
-        ranks.calls.append(Call("pause"))
+    run_to_end(Schedule(own, batches, forward, lambda _, hidden_TD: hidden_TD).run())
     return ranks.calls
-
-
-def finishes(programs: list[list[Call]]) -> bool:
-    """Whether all stages end if a receive waits for its send, the end of a send for its receive, and a pause for all."""
-    at, here, done, moved = (
-        [0] * len(programs),
-        [""],
-        Counter[tuple[str, int, bool, int]](),
-        True,
-    )
-    while moved:
-        moved = False
-        for stage, program in enumerate(programs):
-            while at[stage] < len(program) and (call := program[at[stage]]).kind != "pause":
-                other = {
-                    "receive": ("send", call.peer),
-                    "finish": ("receive", call.peer),
-                }.get(call.kind)
-                if other and done[*other, call.forward, stage] == done[call.kind, stage, call.forward, call.peer]:
-                    break
-                done[call.kind, stage, call.forward, call.peer] += 1
-                at[stage], moved = at[stage] + 1, True
-        here = [
-            program[place].kind if place < len(program) else "" for place, program in zip(at, programs, strict=True)
-        ]
-        if set(here) == {"pause"}:
-            at, moved = [place + 1 for place in at], True
-    return not any(here)
 
 
 def pairs(programs: list[list[Call]], first: int, directions: tuple[bool, ...]) -> list[tuple[Call, Call]]:
     """What meets on a communicator of a stage and the next, which runs either side's operations one after the other."""
     own, other = (
-        [c for c in programs[stage] if c.peer == peer and c.forward in directions and c.kind != "finish"]
+        [c for c in programs[stage] if c.peer == peer and c.forward in directions]
         for stage, peer in ((first, first + 1), (first + 1, first))
     )
     return list(zip(own, other, strict=True))
 
 
-@given(
-    st.integers(2, 5),
-    st.lists(st.builds(StageRows, st.integers(0, 3), st.booleans()), max_size=9),
-)
+@given(st.integers(2, 5), st.lists(st.builds(StageRows, st.integers(0, 3), st.booleans()), max_size=9))
 def test_messages_meet_on_a_communicator_for_each_direction(stages: int, batches: list[StageRows]) -> None:
     programs = [calls_of(stage, stages, batches) for stage in range(stages)]
-    assert finishes(programs)
     for first in range(stages - 1):
         for direction in (True, False):
             for own, other in pairs(programs, first, (direction,)):
-                assert {own.kind, other.kind} == {
-                    "send",
-                    "receive",
-                } and own.size == other.size
+                assert own.is_send != other.is_send and own.size == other.size
 
 
 def test_messages_would_not_meet_on_one_communicator_for_both_directions() -> None:
     programs = [calls_of(stage, 2, [StageRows(2, True)] * 4) for stage in range(2)]
-    assert any(own.kind == other.kind for own, other in pairs(programs, 0, (True, False)))
+    assert any(own.is_send == other.is_send for own, other in pairs(programs, 0, (True, False)))
