@@ -186,9 +186,9 @@ def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  # noqa: ANN401
     """What the tower gives. It reads its grid on the device, once for each image."""
-    config, num_rows = (tower.module.config, len(pixels.patches) // tower._processor.merge_size**2)
-    deeper = len(getattr(config, "deepstack_visual_indexes", ()))
-    first, *others = torch.empty(1 + deeper, num_rows, config.out_hidden_size, dtype=torch.bfloat16, device=device)
+    width, num_rows = tower.module.config.out_hidden_size, len(pixels.patches) // tower._processor.merge_size**2
+    deeper = len(getattr(tower.module, "deepstack_merger_list", ()))
+    first, *others = torch.empty(1 + deeper, num_rows, width, dtype=torch.bfloat16, device=device)
     return Features(first, tuple(others))
 
 

@@ -78,7 +78,7 @@ class Recorder:
     """The `Ranks` of one stage: records calls in place of messages."""
 
     def __init__(self, stage: int, stages: int) -> None:
-        self.stage, self.degrees, self.device = (stage, SimpleNamespace(pipeline=stages), "cpu")
+        self.stage, self.degrees, self.device = stage, SimpleNamespace(pipeline=stages), "cpu"
         self.calls: list[Call] = []
 
     def receive(self, x: Tensor, *, forward: bool) -> Tensor:
