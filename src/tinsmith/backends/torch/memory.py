@@ -77,7 +77,7 @@ def use_expandable_segments() -> None:
     """Let CUDA's allocator extend segments, which micro-batches of many sizes would fragment, unless the environment
     configures it. Not through the environment: vLLM would inherit that, and its sleep mode refuses such segments.
     """
-    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # absent before torch 2.10
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # absent from older versions of torch
     if torch.cuda.is_available() and current is not None and not current():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
 
