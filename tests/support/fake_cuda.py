@@ -233,7 +233,7 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
     if on_device:
         _move(model)
     images = Vision.load(model, shape) if shape.vision else None
-    return kind(model, tiny_models.tokenizer(), shape, *options, images)  # pyright: ignore[reportArgumentType]
+    return kind(model, tiny_models.tokenizer(), shape, *options, vision=images)  # pyright: ignore[reportCallIssue]
 
 
 class FakeCudaBackend(TorchBackend):
