@@ -4,6 +4,8 @@ error: reading a value, a size that depends on values, a copy from memory that i
 `Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
 to the host must be awaited before (`_Event`).
 
+What needs values runs on the host with plain tensors (`_on_host`): image processors and custom losses.
+
 Torch without CUDA has no device guard for it, so the guard of `meta`, which does nothing, is used; and its autograd
 engine has no stream for it, so `_backward` walks the graph instead.
 """
@@ -23,17 +25,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from support import tiny_models
-from tinsmith.backends.torch import TorchBackend, moe, trainer
-from tinsmith.backends.torch.attention import ATTENTION_NAME, register
-from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.full import FullBackend
+from tinsmith.backends.full.base import FullBase
+from tinsmith.backends.torch import TorchBackend, lora, moe, trainer, vision
+from tinsmith.backends.torch.attention import register
+from tinsmith.backends.torch.custom_loss import CustomRun
+from tinsmith.backends.torch.model import BaseModel, _attention
+from tinsmith.backends.torch.vision import Features, Vision
 from tinsmith.samplers.local import engine, paged_attention
 from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
 FREE_BYTES = 2**31
+TOWERS = vision._QwenTower, vision._GemmaTower
 CUDA_TYPE, META_TYPE = 1, 14
 """Numbers of device types in c10/core/DeviceType.h."""
 
@@ -59,8 +67,8 @@ class FakeDevice(TorchFunctionMode):
         if func is Tensor.backward:
             with self:
                 return _backward(args[0], given["gradient"])
-        if func is Tensor.__float__ and args[0].device.type == "cpu":
-            return 0.0
+        if func in (Tensor.__float__, Tensor.__bool__) and args[0].device.type == "cpu":
+            return 0.0 if func is Tensor.__float__ else True
         if func is Tensor.pin_memory:
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
@@ -120,17 +128,22 @@ def _backward(x: Tensor, gradient: Tensor) -> None:
 
     visit(x.grad_fn)
     given: dict[Any, dict[int, Tensor]] = {x.grad_fn: {x.output_nr: gradient}}
-    with torch.no_grad():
+    # So that a layer runs again once in a backward, not for each of its saved tensors.
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: id(given)):
         for node in reversed(order):
             own = given.pop(node, None)
-            if own is None or "AccumulateGrad" in type(node).__name__:
+            if own is None:
+                continue
+            if hasattr(node, "variable"):  # a leaf
+                leaf = node.variable
+                leaf.grad = own[0] if leaf.grad is None else leaf.grad.add_(own[0])
                 continue
             outputs = (getattr(node, "apply", None) or node)(*(own.get(i) for i in range(max(own) + 1)))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             for (other, place), found in zip(node.next_functions, outputs, strict=False):
                 if other is not None and found is not None:
                     meta = other._input_metadata[place]
-                    assert found.device == DEVICE, f"{node} gives a gradient on {found.device}"
+                    assert found.device == x.device, f"{node} gives a gradient on {found.device}"
                     found = found.sum_to_size(meta.shape).to(meta.dtype)
                     before = given.setdefault(other, {})
                     before[place] = found if place not in before else before[place] + found
@@ -161,6 +174,24 @@ def _move(model: nn.Module) -> None:
                     moved[id(value)] = held[name]
 
 
+def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with plain tensors, of zeros for those that are given."""
+
+    def run(*args: Any) -> Any:  # noqa: ANN401
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return own(*(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+
+    return run
+
+
+def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  # noqa: ANN401
+    """What the tower gives. It reads its grid on the device, once for each image."""
+    width, num_rows = tower.module.config.out_hidden_size, len(pixels.patches) // tower._processor.merge_size**2
+    deeper = len(getattr(tower.module, "deepstack_merger_list", ()))
+    first, *others = torch.empty(1 + deeper, num_rows, width, dtype=torch.bfloat16, device=device)
+    return Features(first, tuple(others))
+
+
 @contextmanager
 def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
     """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
@@ -177,8 +208,13 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
+        for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), *((each, "read") for each in TOWERS)):
+            stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
+        stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
+        lora.anchor.cache_clear()  # a fake tensor belongs to one mode
+        stack.callback(lora.anchor.cache_clear)
         stack.enter_context(_guard())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # fake tensors cannot be distinguished by storage address
@@ -186,19 +222,32 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         yield stack.enter_context(FakeDevice())
 
 
+def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options: str, on_device: bool = True) -> Any:  # noqa: ANN401
+    """A base model of random weights, without its checks."""
+    register()
+    config = AutoConfig.from_pretrained(shape.path)
+    auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
+    model = auto.from_config(
+        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+    )
+    if on_device:
+        _move(model)
+    images = Vision.load(model, shape) if shape.vision else None
+    return kind(model, tiny_models.tokenizer(), shape, *options, vision=images)  # pyright: ignore[reportCallIssue]
+
+
 class FakeCudaBackend(TorchBackend):
     """A backend with its weights on the fake device, in bfloat16. Create it within `fake_cuda`."""
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
-        register()
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(shape.path),
-            dtype=torch.bfloat16,
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation="eager",
-        )
-        _move(model)
-        base = BaseModel(model, tiny_models.tokenizer(), shape, recompute, quantize)
+        base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
         if base._fused is not None:
             base._fused.prepare()
         return base
+
+
+class FakeCudaFullBackend(FullBackend):
+    """The same with all weights trained, in float32."""
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
+        return load(FullBase, shape, torch.float32, recompute, quantize)

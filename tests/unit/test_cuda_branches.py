@@ -17,7 +17,7 @@ from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import backend as sharded
 from tinsmith.backends.distributed import ranks
-from tinsmith.backends.torch import moe, profiling
+from tinsmith.backends.torch import memory, moe, profiling
 from tinsmith.backends.torch.trainer import DeterministicTrainer
 from tinsmith.cli import doctor
 from tinsmith.engine import __main__ as engine_main
@@ -130,6 +130,26 @@ def test_ranks_take_a_device_each_and_both_transports(two_gpus: None) -> None:
         ranks.join_process_group(1, 2, mock.Mock(), device="cuda:1")
     chosen.assert_called_once_with(torch.device("cuda:1"))
     assert joined.call_args.args[0] == "cpu:gloo,cuda:nccl"
+
+
+def test_nccl_is_aborted_since_the_other_ranks_have_ended(two_gpus: None) -> None:
+    parts = dict.fromkeys(("RankProcesses", "open_store", "join_process_group"), mock.DEFAULT)
+    with (
+        mock.patch.multiple(sharded, **parts),
+        mock.patch.object(sharded.dist.distributed_c10d, "_abort_process_group") as aborted,
+    ):
+        sharded.Group(2, device="cuda", timeout_s=1.0).close()
+    aborted.assert_called_once_with()
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:200"])
+def test_segments_expand_unless_the_environment_says_otherwise(two_gpus: None, given: str) -> None:
+    with (
+        mock.patch.object(torch._C, "_accelerator_getAllocatorSettings", lambda: given),
+        mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as chosen,
+    ):
+        memory.use_expandable_segments()
+    assert chosen.call_args_list == ([] if given else [mock.call("expandable_segments:True")])
 
 
 def test_doctor_names_the_devices(two_gpus: None) -> None:

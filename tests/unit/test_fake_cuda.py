@@ -16,9 +16,10 @@ from pydantic import ByteSize, ValidationError
 from structlog.testing import capture_logs
 from torch import nn
 
-from support import tiny_models
-from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
+from support import tiny_models, traced_losses, vision_models
+from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, FakeCudaFullBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
+from support.ranked import NAMED_LOSSES
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal, Window
@@ -34,6 +35,7 @@ from tinsmith.settings import Settings
 from tinsmith.types import (
     AdamParams,
     Adjustments,
+    CustomLoss,
     Datum,
     DimuonParams,
     LoraSpec,
@@ -139,6 +141,84 @@ def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: Mod
         assert device.reads == 1
         run_to_end(backend.run_passes([Pass("d", "0", data(9), "cross_entropy", {}, True)]))
         assert device.reads == 2
+
+
+def step(backend: TorchBackend, *passes: Pass) -> None:
+    results = run_to_end(backend.run_passes(passes))
+    assert all(isinstance(result, PassResult) for result in results), results
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", "qwen3_5", "gemma3"])
+def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path, arch: str) -> None:
+    is_gemma = arch == "gemma3"
+    shape = vision_models.make_gemma3(tmp_path) if is_gemma else vision_models.make(tmp_path, arch)
+    kind = vision_models.GEMMA3 if is_gemma else vision_models.VISION
+    files = [vision_models.picture(width, height) for width, height in ((61, 22), (20, 75))]
+    prompts = [vision_models.model_input(list(range(9)), file, [1], vision=kind) for file in files]
+    shown = [Datum(tokens, {"target_tokens": tokens.astype(np.int64)}, images) for tokens, images in prompts]
+    with fake_cuda(pages=False) as device:
+        backend = opened(shape)
+        device.strict = True
+        step(backend, Pass("a", "0", (*shown, *data(5)), "cross_entropy", {}, False))
+        assert device.reads == 1
+        for number, (tokens, images) in enumerate(prompts):
+            backend.sampler.submit(make_sample(str(number), tokens, version_id="0/1", images=images))
+        for expected in (1, 2):
+            backend.sampler.step()
+            assert device.reads == expected, "tokens are read a step later"
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_loss_reads_once(qwen: ModelShape, forward_only: bool) -> None:
+    with fake_cuda() as device:
+        backend = opened(qwen)
+        device.strict = True
+        for number, loss_fn in enumerate(NAMED_LOSSES, 1):
+            step(backend, Pass("a", "0", data(9, 4), loss_fn, {}, forward_only))
+            assert device.reads == number, loss_fn
+
+
+def custom(name: str) -> tuple[CustomLoss, Datum]:
+    fn, ranks = traced_losses.LOSSES[name]
+    one = traced_losses.datum(np.random.default_rng(0), 9, tiny_models.VOCAB, ranks)
+    inputs = {key: tensor.to_numpy() for key, tensor in one.loss_fn_inputs.items()}
+    loss = traced_losses.sent(traced_losses.trace(fn, ranks))
+    return loss, Datum(np.array(one.model_input.to_ints(), np.int32), inputs)
+
+
+@pytest.mark.parametrize("name", ["clipped", "top_k"])
+def test_a_custom_loss_reads_its_log_probabilities_besides(qwen: ModelShape, name: str) -> None:
+    loss, one = custom(name)
+    with fake_cuda() as device:
+        backend = opened(qwen)
+        device.strict = True
+        for forward_only, reads in ((True, 1), (False, 3)):
+            step(backend, Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, forward_only, loss))
+            assert device.reads == reads
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "llama"])
+def test_training_of_all_weights_reads_once(tmp_path: Path, arch: str, recompute: str) -> None:
+    shape = tiny_models.make(tmp_path, arch)
+    with fake_cuda() as device:
+        backend = FakeCudaFullBackend(shape, recompute=recompute)
+        for name in ("0", "1"):
+            backend.create_model(name, LoraSpec(0))
+        backend.publish("0", "0/1")
+        device.strict = True
+        step(backend, Pass("a", "0", data(9, 4), "cross_entropy", {}, False))
+        assert device.reads == 1
+        trained, model = backend._models["0"], backend.base.model
+        assert trained.gradient_P is not None and trained.gradient_P.device == DEVICE
+        assert all(each.grad is None and each.device == DEVICE for each in model.parameters())
+        (outcome,) = backend.optim_step([OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5))])
+        assert isinstance(outcome, dict) and device.reads == 2
+        for version_id in ("0/1", None):
+            backend.sampler.submit(make_sample(str(version_id), make_prompt(9), version_id=version_id))
+        for _ in range(2):
+            backend.sampler.step()
+        assert device.reads == 3, "tokens are read a step later"
 
 
 def crowd() -> list[Sample]:
@@ -254,7 +334,7 @@ def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None
         for sample in crowd():
             sampler.submit(sample)
         sampler.step()
-        before = sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)
+        before = (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running))
         assert not memory.evict_for(memory.free() + 2**20, "activations")
         assert (sampler._cache.num_bytes, pool.num_blocks, len(sampler._batcher.running)) == before
         sampler.step()

@@ -1,13 +1,29 @@
-"""The order of a pipeline's actions: torch's own for 1F1B, and one that no stage deadlocks in."""
+"""The order of a pipeline's actions: torch's own for 1F1B, and one that no stage deadlocks in, by NCCL's rules."""
 
 from __future__ import annotations
 
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
-from tinsmith.backends.distributed.pipeline_parallel import Action, order_1f1b, ticks
+from tinsmith.backends import run_to_end
+from tinsmith.backends.distributed.pipeline_parallel import (
+    Action,
+    Schedule,
+    Stage,
+    StageRows,
+    _Boundary,
+    order_1f1b,
+    ticks,
+)
 
 STAGES, MICRO_BATCHES = st.integers(2, 6), st.integers(0, 15)
 
@@ -47,3 +63,68 @@ def test_a_stage_keeps_at_most_as_many_micro_batches_as_follow(stages: int, micr
             kept += 1 if action.is_forward else -1
             most = max(most, kept)
         assert kept == 0 and most == min(stages - stage, micro_batches)
+
+
+class Call(NamedTuple):
+    """A message of `size` rows, sent or received."""
+
+    is_send: bool
+    peer: int
+    forward: bool
+    size: int
+
+
+class Recorder:
+    """The `Ranks` of one stage: records calls in place of messages."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.stage, self.degrees, self.device = stage, SimpleNamespace(pipeline=stages), "cpu"
+        self.calls: list[Call] = []
+
+    def receive(self, x: Tensor, *, forward: bool) -> Tensor:
+        self.calls.append(Call(False, self.stage + (-1 if forward else 1), forward, len(x)))
+        return x
+
+    def send(self, x: Tensor, *, forward: bool) -> mock.Mock:
+        self.calls.append(Call(True, self.stage + (1 if forward else -1), forward, len(x)))
+        return mock.Mock()
+
+    def finish(self, work: mock.Mock) -> None:
+        pass
+
+
+@torch.no_grad()
+def calls_of(stage: int, stages: int, batches: list[StageRows]) -> list[Call]:
+    ranks: Any = Recorder(stage, stages)
+    layers = [nn.Identity() for _ in range(stages)]
+    own = Stage(layers, range(stage, stage + 1), ranks, [_Boundary(torch.float32, 1, None)] * stages)
+
+    def forward(number: int) -> Tensor:
+        rows_1TD = torch.zeros(1, batches[number].num_rows, 1)
+        return own.run(lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], alone=False)
+
+    run_to_end(Schedule(own, batches, forward, lambda _, hidden_TD: hidden_TD).run())
+    return ranks.calls
+
+
+def pairs(programs: list[list[Call]], first: int, directions: tuple[bool, ...]) -> list[tuple[Call, Call]]:
+    """What meets on a communicator of a stage and the next, which runs either side's operations one after the other."""
+    own, other = (
+        [c for c in programs[stage] if c.peer == peer and c.forward in directions]
+        for stage, peer in ((first, first + 1), (first + 1, first))
+    )
+    return list(zip(own, other, strict=True))
+
+
+@given(st.integers(2, 5), st.lists(st.builds(StageRows, st.integers(0, 3), st.booleans()), max_size=9))
+def test_messages_meet_on_a_communicator_for_each_direction(stages: int, batches: list[StageRows]) -> None:
+    programs = [calls_of(stage, stages, batches) for stage in range(stages)]
+    for first in range(stages - 1):
+        for direction in (True, False):
+            for own, other in pairs(programs, first, (direction,)):
+                assert own.is_send != other.is_send and own.size == other.size
+
+
+def test_messages_would_not_meet_on_one_communicator_for_both_directions() -> None:
+    programs = [calls_of(stage, 2, [StageRows(2, True)] * 4) for stage in range(2)]
+    assert any(own.is_send == other.is_send for own, other in pairs(programs, 0, (True, False)))

@@ -68,7 +68,7 @@ class Group:
         self.ranks_here = _ranks_here(world, machines)
         self._on_lost = on_lost
         self._timeout_s = timeout_s
-        device = _device(device, self.ranks_here)
+        self._device = device = _device(device, self.ranks_here)
         threads = max(1, torch.get_num_threads() // self.ranks_here)
         self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))  # readable by this user only
         listening = None if machines is None else listening_socket(machines.host, 0)
@@ -141,7 +141,10 @@ class Group:
 
     def close(self) -> None:
         self._others.close()
-        dist.destroy_process_group()
+        if self._device == "cpu":
+            dist.destroy_process_group()
+        else:  # NCCL's destruction would wait for the other ranks, which have ended
+            dist.distributed_c10d._abort_process_group()
         shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
 
 

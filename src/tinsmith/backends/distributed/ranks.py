@@ -168,16 +168,19 @@ class Ranks:
         """Concatenates the tensor ranks' last dimensions."""
         if self.degrees.tensor == 1:
             return x
+        x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.degrees.tensor)]
         with self._naming("a gathering"):
-            dist.all_gather(parts, x.contiguous(), group=self._tensor)
+            dist.all_gather(parts, x, group=self._tensor)
         return torch.cat(parts, -1)
 
     def gather_replicas(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers shares of x from the ranks with the same heads and columns, as a sharded layer is."""
-        gathered = torch.empty_like(x)
+        share = len(x) // (self.degrees.groups * self.degrees.pipeline)
+        gathered = x.new_empty(share * self.degrees.groups * self.degrees.pipeline)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         with self._naming("a gathering"):
-            dist.all_gather_single(gathered, x[: len(x) // self.degrees.groups], group=self._replicas)
+            gather(gathered, x[:share], group=self._replicas)
         return gathered
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,10 +224,9 @@ class Ranks:
         return (self._forward, self.rank + step) if forward else (self._backward, self.rank - step)
 
     def any_of_forward(self, flag: bool) -> bool:
-        """Whether the flag is set on any of the ranks that run each forward together."""
-        if self.degrees.experts > 1:
-            return bool(self.sum_all(torch.tensor(float(flag), device=self.device)))
-        return bool(self.sum_context(self.sum_tensor(torch.tensor(float(flag), device=self.device))))
+        """Whether the flag is set on any of the ranks that run each forward together. Does not wait for the device."""
+        flags = torch.tensor(float(flag))
+        return bool(self.sum_all(flags) if self.degrees.experts > 1 else self.sum_context(self.sum_tensor(flags)))
 
     def gather(self, value: object) -> list[object]:
         """Every rank's plain value, in rank order."""

@@ -100,7 +100,7 @@ class RankSampler(LocalSampler):
         is_finite = super()._score_prompt(request, hidden_TD, start)
         if self._ranks.degrees.pipeline == 1:
             return is_finite
-        return bool(self._ranks.broadcast_sampling(torch.tensor(float(is_finite), device=hidden_TD.device)))
+        return bool(self._ranks.broadcast_sampling(torch.tensor(float(is_finite))))
 
     def _hold(self, sequences: Sequence[Running], chosen: Chosen) -> None:
         if self._ranks.degrees.group_size > 1:

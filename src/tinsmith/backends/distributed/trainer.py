@@ -198,12 +198,12 @@ class RankedTrainer(Trainer):
             return
         examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
-        all_P = torch.zeros(int(ends[-1]), device=self._base.device)
+        all_P = np.zeros(ends[-1], np.float32)
         places = list(zip(examples, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         for example, start, stop in places:
             if (own := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
-                all_P[start:stop] = torch.from_numpy(own.reshape(-1)).to(all_P.device)
-        found_P = self._ranks.sum_replicas(all_P).cpu().numpy()
+                all_P[start:stop] = own.reshape(-1)
+        found_P = self._ranks.sum_replicas(torch.from_numpy(all_P)).numpy()
         for example, start, stop in places:
             logprobs = found_P[start:stop].reshape(example.target_shape)
             _pass_of(example, checked).logprobs[example.datum_index] = logprobs
@@ -233,8 +233,8 @@ class _RankedHead(Head):
         if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
         # The weights decide which rows are differentiated.
-        agreed_P = self._ranks.broadcast_tensor(self._device(weight_P))
-        return self._ranks.broadcast_context(agreed_P).cpu().numpy()
+        agreed_P = self._ranks.broadcast_tensor(torch.from_numpy(weight_P))
+        return self._ranks.broadcast_context(agreed_P).numpy()
 
     def _scored(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
         own_P = super()._scored(batch, hidden_TD, chosen)

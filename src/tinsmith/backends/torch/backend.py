@@ -36,6 +36,7 @@ from tinsmith.backends.torch.memory import (
     free_bytes,
     in_words,
     memory_errors,
+    use_expandable_segments,
 )
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.products import set_precision
@@ -107,6 +108,8 @@ class TorchBackend:
         if logits_chunk != "auto":
             logits_chunk = positive("logits_chunk", logits_chunk)
         set_precision()
+        if device != "cpu":
+            use_expandable_segments()
         self._sampler_limits = int(kv_cache_bytes), int(sampler_sequences), int(sampler_step_tokens)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":

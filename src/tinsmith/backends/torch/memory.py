@@ -73,6 +73,15 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def use_expandable_segments() -> None:
+    """Let CUDA's allocator extend segments, which micro-batches of many sizes would fragment, unless the environment
+    configures it. Not through the environment: vLLM would inherit that, and its sleep mode refuses such segments.
+    """
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # absent from older versions of torch
+    if torch.cuda.is_available() and current is not None and not current():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
+
+
 BASE, IMAGES, MODELS, VERSIONS, SAMPLING = "base", "images", "models", "versions", "sampling"
 ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
 MEBIBYTE = 2**20

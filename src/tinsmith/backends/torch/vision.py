@@ -25,6 +25,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -35,7 +36,9 @@ from PIL import ImageOps
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel
 
+from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.plan.architecture import decoder_of
 from tinsmith.types import I64, Image, ModelShape, VisionShape
 
 PIXEL_BYTES = 64 << 20
@@ -76,10 +79,15 @@ class ImageRows(NamedTuple):
             "inputs_embeds": embeddings_TD.index_copy(0, self.rows_R, features.embeddings_RD)[None]
         }
         if features.deepstack:
-            mask_T = torch.zeros(len(embeddings_TD), dtype=torch.bool, device=embeddings_TD.device)
-            mask_T[self.rows_R] = True
-            inputs |= {"visual_pos_masks": mask_T[None], "deepstack_visual_embeds": list(features.deepstack)}
+            inputs |= {"visual_pos_masks": self.rows_R, "deepstack_visual_embeds": list(features.deepstack)}
         return inputs
+
+
+def _add_features(own: Callable[..., Tensor], hidden_1TD: Tensor, rows: Tensor, features_RD: Tensor) -> Tensor:
+    """A decoder's `_deepstack_process` of a mask, or of the image rows: what a mask selects is read from the device."""
+    if rows.dtype == torch.bool:
+        return own(hidden_1TD, rows, features_RD)
+    return hidden_1TD.index_add(1, rows, features_RD[None].to(hidden_1TD.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,9 @@ class _QwenTower:
     def __init__(self, model: PreTrainedModel, processor: Any, shape: ModelShape) -> None:  # noqa: ANN401  transformers'
         assert shape.vision is not None
         self.module = cast(nn.Module, cast(nn.Module, model.model).visual)
+        decoder: Any = decoder_of(model)
+        if hasattr(decoder, "_deepstack_process"):
+            decoder._deepstack_process = partial(_add_features, decoder._deepstack_process)
         self._processor = processor
         for width, height in CHECKED_SIZES:
             rows, columns = shape.vision.grid(width, height)
@@ -179,7 +190,7 @@ class _QwenTower:
 
     def features(self, pixels: _Pixels, device: torch.device) -> Features:
         assert pixels.grid_thw is not None
-        output = self.module(pixels.patches.to(device), grid_thw=pixels.grid_thw.to(device))
+        output = self.module(upload(pixels.patches.numpy(), device), grid_thw=pixels.grid_thw.to(device))
         return Features(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
     def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
@@ -234,7 +245,7 @@ class _GemmaTower:
         return _Pixels(self._processor(images=[image], return_tensors="pt")["pixel_values"], None), self._grid
 
     def features(self, pixels: _Pixels, device: torch.device) -> Features:
-        hidden = self.module(pixel_values=pixels.patches.to(device)).last_hidden_state
+        hidden = self.module(pixel_values=upload(pixels.patches.numpy(), device)).last_hidden_state
         return Features(self._projector(hidden)[0], ())
 
     def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
@@ -329,7 +340,7 @@ class Vision:
         if not features:
             # After an image all three are equal again.
             return positions_3T[0], None
-        rows_R = torch.from_numpy(np.concatenate(rows)).to(self._device)
+        rows_R = upload(np.concatenate(rows), self._device)
         positions = positions_3T if self._tower.multimodal_rope else positions_3T[0]
         return positions, ImageRows(rows_R, _joined(features))
 

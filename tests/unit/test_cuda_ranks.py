@@ -1,0 +1,219 @@
+"""One rank of several on a simulated device, with torch's fake process group, whose collectives do nothing: each is
+checked against NCCL's rules, every tensor is where it must be, and no wait for the device is added. The other ranks are
+taken to be like this one: `Ranks.gather` repeats its value, and every expert gets as many rows as the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from support import tiny_models
+from support.fake_cuda import DEVICE, FakeDevice, fake_cuda, load
+from support.local_sampling import make_prompt, make_sample
+from tinsmith.backends.distributed import Degrees, expert_parallel, measuring
+from tinsmith.backends.distributed.model import ShardedBase
+from tinsmith.backends.distributed.rank import RankBackend
+from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.torch import moe
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.transformer import Decoder
+from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, SamplingParams
+from unit.test_fake_cuda import custom, data, step
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "all_to_all_single", "isend", "recv")
+NCCL_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+
+
+def _checked(name: str, own: Callable[..., Any], calls: Counter[tuple[str, str]]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        lists = [arg if isinstance(arg, list) else [arg] for arg in args]
+        tensors = [each for part in lists for each in part if isinstance(each, Tensor)]
+        (where,) = {each.device for each in tensors}
+        assert where in (DEVICE, torch.device("cpu")), f"{name} on {where}"
+        (dtype,) = {each.dtype for each in tensors}
+        assert dtype in NCCL_DTYPES, f"{name} of {dtype}"
+        assert all(each.is_contiguous() for each in tensors), f"{name} of a tensor with gaps"
+        assert not any(each.requires_grad for each in tensors) or not torch.is_grad_enabled()
+        if name == "all_gather":
+            assert {each.shape for each in args[0]} == {args[1].shape}
+        if name == "all_gather_single":
+            assert args[0].numel() == args[1].numel() * kwargs["group"].size()
+        if name == "all_to_all_single":
+            for x, way in zip(args, ("output_split_sizes", "input_split_sizes"), strict=True):
+                sizes, count = kwargs.get(way), kwargs["group"].size()
+                assert (len(sizes), sum(sizes)) == (count, len(x)) if sizes else len(x) % count == 0
+        calls[name, where.type] += 1
+        return own(*args, **kwargs)
+
+    return call
+
+
+def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
+    """The counts that experts read, whose values a simulated device has not."""
+    pairs: list[int] = []
+    own = expert_parallel.PairOrder.by
+
+    def by(key_N: Tensor) -> object:
+        pairs.append(len(key_N))
+        return own(key_N)
+
+    def read(counts_EK: Tensor, received_EK: Tensor) -> list[np.ndarray]:
+        assert counts_EK.device == received_EK.device == DEVICE
+        device.reads += 1
+        cells = counts_EK.numel()
+        counts = np.bincount(np.arange(pairs[-1]) % cells, minlength=cells).reshape(counts_EK.shape)
+        return [counts, counts]
+
+    stack.enter_context(mock.patch.object(expert_parallel.PairOrder, "by", by))
+
+    def read_ends(*ends: Tensor) -> list[np.ndarray]:
+        assert {each.device for each in ends} == {DEVICE}
+        device.reads += 1
+        return [np.arange(1, len(each) + 1) * pairs[-1] // len(each) for each in ends]
+
+    stack.enter_context(mock.patch.object(expert_parallel, "read", read))
+    stack.enter_context(mock.patch.object(moe, "read", read_ends))
+
+
+@contextmanager
+def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, Counter[tuple[str, str]]]]:
+    calls: Counter[tuple[str, str]] = Counter()
+    with ExitStack() as stack:
+        device = stack.enter_context(fake_cuda(pages=False))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees.devices)
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(mock.patch.object(nn.Module, "to", _move))
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(dist, name, _checked(name, getattr(dist, name), calls)))
+        stack.enter_context(mock.patch.object(Ranks, "gather", lambda self, value: [value] * degrees.devices))
+        own = Ranks.any_of_forward
+        stack.enter_context(mock.patch.object(Ranks, "any_of_forward", lambda self, flag: (own(self, flag), flag)[1]))
+        _spread_evenly(device, stack)
+        yield device, Ranks(degrees, rank, str(DEVICE), 60.0), calls
+
+
+def _move(module: nn.Module, device: torch.device) -> nn.Module:
+    """`Module.to` of fake tensors, which keeps the parameters' identity as it does for others."""
+    for held in (each for own in module.modules() for each in (own._parameters, own._buffers)):
+        for value in held.values():
+            if value is not None and value.device != device:
+                value.data = value.data.to(device)
+                value.fake_device = device
+    return module
+
+
+class _Base(ShardedBase):
+    def _probe(self, ranks: Ranks | None) -> list[Tensor]:
+        """On the host there is nothing to simulate."""
+        return [torch.zeros(1)] if ranks is None else super()._probe(ranks)
+
+    def _compared(self, decoder: Decoder) -> Decoder:
+        return decoder
+
+
+class FakeCudaRank(RankBackend):
+    """Its base is on the host until it is sharded, as in `load_base`."""
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
+        degrees = self.ranks.degrees
+        if not degrees.sharded and degrees.context == 1:
+            base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
+            base._fused.prepare()
+            return base
+        base = load(_Base, shape, torch.bfloat16, recompute, quantize, on_device=not degrees.sharded)
+        base._check_training()
+        base.shard(self.ranks)
+        return base
+
+
+LAYERS = 2
+CASES = {
+    "data": ("qwen3", "off", Degrees(2), 0, 1, 1),
+    "tensor": ("qwen3", "on", Degrees(tensor=2), 1, 1, 1),
+    "tensor, biases": ("llama", "off", Degrees(tensor=2), 1, 1, 1),
+    "context": ("qwen3", "off", Degrees(context=2), 1, 1, 1),
+    "context, windows": ("gemma2", "on", Degrees(context=2), 0, 1, 1),
+    "context and tensor": ("llama", "on", Degrees(context=2, tensor=2), 3, 1, 1),
+    "experts": ("gpt_oss", "off", Degrees(2, experts=2), 1, 1 + LAYERS, 1 + LAYERS),
+    "experts again": ("gpt_oss", "on", Degrees(2, experts=2), 0, 1 + 2 * LAYERS, 1 + LAYERS),
+    "first stage": ("qwen3", "off", Degrees(pipeline=2), 0, 0, 1),
+    "last stage": ("qwen3", "on", Degrees(pipeline=2), 1, 1, 1),
+    "stages and tensor": ("llama", "on", Degrees(tensor=2, pipeline=2), 3, 1, 1),
+    "stages and data": ("gemma2", "off", Degrees(2, pipeline=2), 0, 0, 1),
+}
+"""Family, recomputation, degrees, rank, and reads of a micro-batch and of a sampler's step after the first."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> None:
+    arch, recompute, degrees, number, reads, step_reads = CASES[case]
+    shape = tiny_models.make(tmp_path, arch)
+    with fake_rank(degrees, number) as (device, ranks, calls):
+        backend = FakeCudaRank(shape, ranks, recompute=recompute)
+        tensors = [*backend.base.model.parameters(), *backend.base.model.buffers()]
+        assert {each.device for each in tensors if each.numel()} == {DEVICE}
+        backend.agree()
+        for model_id in ("0", "1"):
+            backend.create_model(model_id, LoraSpec(8), "adamw" if model_id == "0" else "dimuon")
+            backend.publish(model_id, f"v{model_id}")
+        sampler = backend.sampler
+        device.strict, device.reads = True, 0
+        calls.clear()
+        first = Pass("a", "0", data(9, 9, 4, 4), "cross_entropy", {}, False)
+        step(backend, first, Pass("b", "1", data(22, 21), "gspo", {}, False))
+        assert device.reads == reads
+        assert calls["all_reduce", "cuda"] >= 2, "the gradients"
+        assert not calls["isend", "cpu"] and not calls["recv", "cpu"]
+        device.reads = 0
+        params = [OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5)), OptimStep("b", "1", DimuonParams(1e-3))]
+        assert all(isinstance(outcome, dict) for outcome in backend.optim_step(params))
+        assert device.reads == 1
+        calls.clear()
+        wanted = SamplingParams(max_tokens=8, stop_eos=False)
+        for sample in (
+            make_sample("s", make_prompt(9), wanted, version_id="v0", num_samples=2, topk_sample_logprobs=2),
+            make_sample("t", make_prompt(5), wanted, version_id=None, prompt_logprobs=True),
+        ):
+            if degrees.experts > 1:
+                sampler.hold(sample.request_id, sample.version_id)
+            sampler.submit(sample)
+        found = []
+        for _ in range(4):
+            device.reads = 0
+            sampler.step()
+            found.append(device.reads)
+        assert found[1:] == [step_reads] * 3
+
+
+@pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(context=2)])
+def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Path, degrees: Degrees) -> None:
+    shape, (loss, one) = tiny_models.make(tmp_path), custom("clipped")
+    with fake_rank(degrees, 1) as (device, ranks, calls):
+        backend = FakeCudaRank(shape, ranks)
+        backend.create_model("0", LoraSpec(8))
+        device.strict, device.reads = True, 0
+        calls.clear()
+        step(backend, Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, False, loss))
+        assert device.reads == 2, "the log probabilities that it is a function of, and those of the result"
+        assert (calls["broadcast", "cpu"], calls["broadcast", "cuda"]) == (1, 0)
+
+
+@pytest.mark.parametrize("degrees", [Degrees(2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
+def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
+    with fake_rank(degrees, 1) as (_, ranks, calls):
+        with mock.patch.object(measuring, "measured_products", lambda *_: (1.0, 1.0)):
+            assert len(measuring.measure(ranks, "bfloat16", 64, 1000)) == len(measuring.Rates._fields) - 1
+        assert {where for _, where in calls} == {"cuda"}
+        ranks.gather_tensor(torch.empty(4, 6, device=DEVICE).t())
