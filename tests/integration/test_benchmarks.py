@@ -75,7 +75,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_latency(server: LiveServer, run: Run, tmp_path: Path) -> None:
     printed = run("latency", *at(server), "--runs", "1", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())[MODEL]
-    assert len(found) == 8
+    assert len(found) == 9
     for what, row in found.items():
         assert what in printed
         assert 0 <= row["min_ms"] <= row["p50_ms"] <= row["max_ms"]
