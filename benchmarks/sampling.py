@@ -129,10 +129,10 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
     for question, answer in questions():
         if question.get("publish"):
             answer(dict(zip(("publish", "step"), publish(), strict=True)))
+        elif at_once := question.get("at_once"):
+            answer({"seconds": run(at_once, question["adapters"], LOADS[question["load"]])})
         else:
-            at_once = question.get("at_once")
-            load = LOADS[question["load"]] if at_once else LOADS["short"]
-            answer({"seconds": run(at_once, question["adapters"], load) if at_once else 0.0})
+            answer({})
 
 
 class Table:

@@ -41,7 +41,6 @@ from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
 FREE_BYTES = 2**31
-TOWERS = vision._QwenTower, vision._GemmaTower
 CUDA_TYPE, META_TYPE = 1, 14
 """Numbers of device types in c10/core/DeviceType.h."""
 
@@ -208,7 +207,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
-        for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), *((each, "read") for each in TOWERS)):
+        for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))

@@ -34,7 +34,10 @@ each sequence of a batch separately; with the float32 numbers that they keep for
 output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
 """
 
-_WHOLE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "MiniMaxLightningAttention"})
+STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
+"""Mixers that take one row at a time where they continue from a state."""
+
+_WHOLE = STEPWISE | {"MiniMaxLightningAttention"}  # which loops over the rows itself
 
 _NOT_ADAPTED = {
     "FalconH1Mixer": frozenset({"out_proj"}),
@@ -70,7 +73,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def is_whole(mixer: nn.Module) -> bool:
-    """Whether it continues from a state only one row at a time. Context ranks compute whole sequences of these."""
+    """Whether it continues from a state row by row. Context ranks compute whole sequences of these."""
     return type(mixer).__name__ in _WHOLE
 
 

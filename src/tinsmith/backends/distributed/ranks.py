@@ -126,10 +126,7 @@ class Ranks:
         while self._sends and self._sends[0][0].is_completed():
             self.finish(self._sends.popleft()[0])
         x = x.contiguous()
-        with self._naming("a message"):
-            work = dist.isend(x, dst=self.rank + step * self.degrees.group_size, group=self._context)
-        assert work is not None
-        self._sends.append((work, x))
+        self._sends.append((self._begin_send(x, self.rank + step * self.degrees.group_size, self._context), x))
 
     def receive_context(self, x: torch.Tensor, step: int) -> dist.Work:
         """Begin to fill the contiguous tensor with the next message of that rank."""
@@ -176,8 +173,9 @@ class Ranks:
 
     def gather_replicas(self, x: torch.Tensor) -> torch.Tensor:
         """Gathers shares of x from the ranks with the same heads and columns, as a sharded layer is."""
-        share = len(x) // (self.degrees.groups * self.degrees.pipeline)
-        gathered = x.new_empty(share * self.degrees.groups * self.degrees.pipeline)
+        count = self.degrees.groups * self.degrees.pipeline
+        share = len(x) // count
+        gathered = x.new_empty(share * count)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         with self._naming("a gathering"):
             gather(gathered, x[:share], group=self._replicas)
@@ -202,6 +200,9 @@ class Ranks:
         returned work is done.
         """
         group, peer = self._neighbour(forward)
+        return self._begin_send(x, peer, group)
+
+    def _begin_send(self, x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
         with self._naming("a message"):
             work = dist.isend(x, dst=peer, group=group)
         assert work is not None

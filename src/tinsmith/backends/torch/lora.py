@@ -110,15 +110,15 @@ class Run:
     def rows(self, x_TI: Tensor) -> Tensor:
         """[S, n, I], with zeros for padding."""
         own_TI = self._own(x_TI)
-        if self.length * len(self.adapters) > len(own_TI):
-            padded = own_TI.new_zeros(self.length * len(self.adapters), own_TI.shape[1])
+        if self._is_padded:
+            padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
             own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
         return own_TI.unflatten(0, (len(self.adapters), self.length))
 
     def add_products_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
         """Add the products' rows to these rows of `out`."""
         own_TO = self._own(out_TO)
-        if self.length * len(self.adapters) > len(own_TO):
+        if self._is_padded:
             own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
         else:
             add_products_(own_TO.unflatten(0, a_SnR.shape[:2]), a_SnR, b_SRO)
@@ -126,6 +126,14 @@ class Run:
     def split(self) -> list[Run]:
         starts = accumulate(self.lengths, initial=self.start)
         return [Run(*each) for each in zip(starts, self.lengths, self.adapters, strict=False)]
+
+    @property
+    def _num_cells(self) -> int:
+        return self.length * len(self.adapters)
+
+    @property
+    def _is_padded(self) -> bool:
+        return self._num_cells > self.stop - self.start
 
     def _own(self, x_TI: Tensor) -> Tensor:
         return x_TI if self.stop - self.start == len(x_TI) else x_TI[self.start : self.stop]

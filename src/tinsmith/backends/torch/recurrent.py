@@ -24,10 +24,7 @@ from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import ForwardContext
-from tinsmith.plan.mixers import is_mixer, is_whole
-
-STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
-"""Mixers that can only continue from a state one row at a time."""
+from tinsmith.plan.mixers import STEPWISE, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
 
