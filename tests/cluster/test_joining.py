@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,13 +156,25 @@ def test_a_rank_refuses_an_engine_without_the_key() -> None:
 def test_a_rank_that_does_not_suit_the_engine_is_told_why(
     listener: Listener, given: Introduction, cuda: bool, reason: str
 ) -> None:
-    link = join(listener.address, KEY, given, PATIENCE_S)
-    suits = replace(OWN, machine="m2", gpus=1)
-    other = join(listener.address, KEY, suits, PATIENCE_S)
-    listener.gather(1, 1, VERSION, cuda=cuda)
-    with pytest.raises(SettingsError, match=reason):
-        joining.told(link.receive(PATIENCE_S))
+    with ThreadPoolExecutor(1) as engine:
+        gathered = engine.submit(listener.gather, 1, 1, VERSION, cuda=cuda)
+        link = join(listener.address, KEY, given, PATIENCE_S)
+        with pytest.raises(SettingsError, match=reason):
+            joining.told(link.receive(PATIENCE_S))
+        other = join(listener.address, KEY, replace(OWN, machine="m2", gpus=1), PATIENCE_S)
+        assert len(gathered.result(PATIENCE_S)) == 1
     other.close()
+
+
+def test_a_rank_that_joins_too_late_is_let_go(listener: Listener) -> None:
+    """A fleet of ranks may have more machines than the engine needs."""
+    late = join(listener.address, KEY, OWN, PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while listener._joined.empty() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    listener.close()
+    with pytest.raises(EOFError):
+        late.receive(PATIENCE_S)
 
 
 def test_an_engine_waits_for_whole_machines(listener: Listener) -> None:

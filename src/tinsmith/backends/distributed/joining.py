@@ -122,6 +122,9 @@ class Listener:
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._server.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._joined.get_nowait()[1].close()  # machines that the engine did not need
 
     def _accept(self) -> None:
         while True:
