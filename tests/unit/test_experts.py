@@ -235,7 +235,8 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
         adapters = [adapter(experts, seed + i, rank, torch.bfloat16) for i, rank in enumerate((8, 16, 24))]
         routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
         given = rows(routing.num_rows, seed)
-        hidden, weights = given.hidden_TD.bfloat16().requires_grad_(), given.weights_Tk.requires_grad_()
+        # Small, so that rounding moves no value over the limit, where its gradient ends.
+        hidden, weights = (given.hidden_TD / 2).bfloat16().requires_grad_(), given.weights_Tk.requires_grad_()
         buffers = [torch.zeros_like(a.flat_P) for a in adapters]
         for a, buffer in zip(adapters, buffers, strict=True):
             a.gradients = a.layout.views(buffer)
@@ -248,7 +249,7 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
         grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
         found.backward(grad)
         expected.backward(grad.double())
-        pairs = [(found, expected), (hidden.grad, exact.hidden_TD.grad), (weights.grad, exact.weights_Tk.grad)]
+        pairs = [(found, expected), (hidden.grad, exact.hidden_TD.grad)]
         for i in {i for _, i in parts if i >= 0}:
             pairs += [
                 (view, leaf.grad)
@@ -258,6 +259,11 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
         for mine, theirs in pairs:
             assert mine is not None and theirs is not None
             assert (mine - theirs).norm() < 0.04 * theirs.norm()
+        # A weight's gradient is a product of two vectors, of which most may cancel out.
+        assert weights.grad is not None and exact.weights_Tk.grad is not None
+        largest = (expected.norm(dim=1) * grad.double().norm(dim=1)).norm()
+        theirs = exact.weights_Tk.grad
+        assert (weights.grad - theirs).norm() < 0.04 * (theirs.norm() + largest)
 
 
 def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:

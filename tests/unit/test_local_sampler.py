@@ -38,9 +38,10 @@ from tinsmith.samplers.local.states import state_bytes
 from tinsmith.types import Sample, SampleResult, SamplingParams
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss", "qwen3_5")
-BOUNDS = dict.fromkeys(ARCHS, 2e-5) | {"qwen3_5": 2e-4}
+BOUNDS = dict.fromkeys(ARCHS, 2e-5) | {"qwen3_5": 6e-4}
 """Bounds on logprobs by batch composition. A delta net divides keys, queries and outputs by their norm, which may be
-small: its float32 logprobs differ from float64 by up to 3e-4 in one of 3,600 positions here.
+small: its float32 logprobs differ from float64 by up to 3e-4 in one of 3,600 positions here, and from each
+other by twice as much.
 """
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, stop_eos=False)
 
