@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fault.crash.kept import KeptServer, kept
-from fault.crash.runs import DEPRECATED, Books, Record, books, run_all
-from fault.crash.test_matrix import NTH, POINTS_HERE
+from fault.crash.runs import DEPRECATED, Books, Record
+from fault.crash.test_matrix import NTH, POINTS_HERE, run_until
 from support import databases
 from support.live import LiveServer, free_port, serving
 from tinsmith.cluster.engines import Engines
@@ -50,11 +50,13 @@ def check(directory: Path, undisturbed: Seen, one: str, two: str = "") -> None:
     with kept(directory / "server", "--backend", "fake", "--role", "server") as server:
         with engine(server, "one", one) as first, engine(server, "two", two) as second:
             await_both(server)
-            assert (run_all(server), books(server)) == undisturbed
-            for process, specs in ((first, one), (second, two)):
-                points = {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",") if spec}
-                assert points <= {path.name.removeprefix("crashed.") for path in process.data_dir.glob("crashed.*")}
+            run_until(lambda: died(first, one) and died(second, two), server, undisturbed)
         assert server.deaths == 0
+
+
+def died(process: LiveServer, specs: str) -> bool:
+    points = {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",") if spec}
+    return points <= {path.name.removeprefix("crashed.") for path in process.data_dir.glob("crashed.*")}
 
 
 def await_both(server: KeptServer) -> None:

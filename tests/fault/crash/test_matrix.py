@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,9 +45,16 @@ test_batch_kill and test_openai_batches, those of migrations by test_moving."""
 Seen = tuple[dict[str, Record], Books]
 
 
-def outcome(server: KeptServer) -> Seen:
-    """The results that must be equal with and without crashes."""
-    return run_all(server), books(server)
+def run_until(died: Callable[[], bool], server: KeptServer, expected: Seen) -> None:
+    """Run all loops and compare them, again if the processes did not die yet: an engine with a full writer of files
+    leaves a version to the next snapshot, before which its model may be unloaded.
+    """
+    for runs in range(1, 4):
+        assert run_all(server) == expected[0]
+        assert books(server) == expected[1].times(runs)
+        if died():
+            return
+    raise AssertionError("not every process died")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +65,7 @@ def undisturbed(fake_undisturbed: Seen) -> Seen:
 def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
     migrated = FIRST_START not in points
     with kept(data_dir, "--backend", "fake", migrated=migrated, failpoints=specs) as server:
-        assert outcome(server) == undisturbed
-        assert points <= server.markers, "not every process died"
+        run_until(lambda: points <= server.markers, server, undisturbed)
 
 
 @pytest.mark.slow
