@@ -170,15 +170,22 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
     ranked.train_alike(one, many, 1, seed=1)
 
 
-@pytest.mark.parametrize("name", ["pp4", "dp2-pp2"])
+@pytest.mark.parametrize("name", ["pp4", "dp2-pp2", "ep2-pp2"])
 def test_samples_and_dropped_steps_between_micro_batches_meet_no_message(
-    ranks: Group, deep: ModelShape, name: str
+    ranks: Group, deep: ModelShape, tmp_path: Path, name: str
 ) -> None:
-    """At each pause in turn, rows that one stage has sent and the next has not used yet are kept, or forgotten."""
-    one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
+    """At each pause in turn, rows that one stage has sent and the next has not used yet are kept, or forgotten. Layers
+    run again with the adapters of their step; one data rank has three micro-batches less, and none to score.
+    """
+    spread = name in SPREAD
+    family = next(family for family in FAMILIES if family.model_type == "qwen3_moe")
+    shape = families.make(tmp_path, family) if spread else deep
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
-    many = ranked.load(deep, ranks, FOUR[name])
+    many = ranked.load(shape, ranks, (FOUR | SPREAD)[name], recompute="on" if spread else "off")
     passes = [ranked.pass_of(np.random.default_rng(model), model, [40, 33, 38, 21, 40, 37, 9]) for model in (0, 1)]
+    if spread:
+        passes.append(ranked.pass_of(np.random.default_rng(2), 2, [5], forward_only=True))
     for backend in (one, many):
         ranked.publish(backend)
         for sample in ranked.samples():
