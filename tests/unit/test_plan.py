@@ -521,6 +521,9 @@ def test_the_command_of_a_mixture_spreads_its_experts() -> None:
     assert "Without given degrees the plan is" in done.output and "experts over 2" in done.output
     command = done.output.splitlines()[-1]
     assert command == "tinsmith serve --model Qwen3-30B-A3B --data-parallel 8 --expert-parallel 4"
+    both = ("--expert-parallel", "2", "--pipeline-parallel", "4")
+    command = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", *both).output.splitlines()[-1]
+    assert command == f"tinsmith serve --model Qwen3-30B-A3B --data-parallel 2 {' '.join(both)}"
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:

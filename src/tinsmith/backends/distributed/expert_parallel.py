@@ -10,9 +10,9 @@ that sent it: before a forward all ranks agree on an order of adapters (`TokenEx
 some that a rank's own rows do not use. Counts by rank, adapter and expert go first, so nothing else describes a row.
 
 Every rank of a group takes part in each exchange of a forward, and in its reverse in backward, with or without rows.
-With stages, a group's ranks are of one stage; a stage without experts exchanges nothing. An
-expert's gradient is complete on the ranks that have it, over the rows that they received; the matrices that all experts
-share have addends on every rank. Both are counted once by a sum over all ranks.
+The ranks of a group are of one stage; a stage without experts exchanges nothing. An expert's gradient is complete on
+the ranks that have it, over the rows that they received; the matrices that all experts share have addends on every rank
+of the stage. Both are counted once by a sum over all ranks.
 
 Shapes: n rows of a rank, k experts of each, N = n * k pairs, M received pairs, E expert ranks, A adapters and the base
 model, X experts of a rank, D hidden size, T rows of a tensor group.

@@ -84,8 +84,9 @@ class Ranks:
         if degrees.experts > 1:
             blocks = [group(each) for each in degrees.expert_groups()]
             self._experts = blocks[self.stage * (degrees.stage_size // degrees.experts) + block]
-            stage_groups = [group(degrees.stage_group(stage)) for stage in range(degrees.pipeline)]
-            self._in_stage = stage_groups[self.stage]
+            self._in_stage = self._all
+        if degrees.experts > 1 and degrees.pipeline > 1:
+            self._in_stage = [group(degrees.stage_group(stage)) for stage in range(degrees.pipeline)][self.stage]
         if degrees.pipeline > 1:
             # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
             groups = [[group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)]
