@@ -147,7 +147,7 @@ class RankedTrainer(Trainer):
         assert isinstance(self._base, ShardedBase) and self._base.stage is not None
         shares = [(self._share(batch) if batch.examples else batch, train) for batch, train in batches]
 
-        base, adapters = self._base, _adapters(checked)
+        base, stage, adapters = self._base, self._base.stage, _adapters(checked)
 
         def forward(number: int) -> Tensor:
             share, train = shares[number]
@@ -167,7 +167,7 @@ class RankedTrainer(Trainer):
 
         idle_rows = int(self._ranks.degrees.in_step)  # other ranks of the stage wait for this one's exchanges
         rows = [StageRows(len(share.tokens_T) if share.examples else idle_rows, train) for share, train in shares]
-        steps = Schedule(base.stage, rows, forward, head).run()
+        steps = Schedule(stage, rows, forward, head).run()
         try:
             while True:
                 if base.exchange is not None:  # samples may have been drawn since
