@@ -26,6 +26,8 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import RanksLostError, SettingsError
+from tinsmith.plan.architecture import read_directory
+from tinsmith.plan.memory import base_bytes
 from tinsmith.types import ModelShape, SampleResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -67,6 +69,9 @@ SPREAD = {
     "ep2-tp2": Degrees(2, 2, experts=2),
     "ep4-cp2-tp2": Degrees(1, 2, context=2, experts=4),
     "ep4-fsdp2-tp2": Degrees(2, 2, shard_base=True, experts=4),
+    "ep2-pp2": Degrees(2, experts=2, pipeline=2),
+    "ep2-pp2-cp2": Degrees(context=2, experts=2, pipeline=2),
+    "ep2-pp2-tp2": Degrees(1, 2, experts=2, pipeline=2),
 }
 """On four ranks."""
 
@@ -139,8 +144,11 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees, recompute="on" if degrees.experts == 2 else "off")
-    ranked.train_alike(one, many, 3)
-    ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(9), 1, [1])])  # three ranks have no rows
+    if degrees == SPREAD["ep2-pp2"] and name == "gpt_oss":
+        planned = base_bytes(read_directory(Path(shape.path)), dtype="float32", quantize="off", experts=2, stages=2)
+        assert many.own._base.num_bytes == pytest.approx(planned, rel=0.1)
+    ranked.train_alike(one, many, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
+    ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(9), 1, [1])])  # other data ranks have no rows
     ranked.sample_alike(one, many)
     many.capture("m0", optimizer=True).write(tmp_path / "many")
     one.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
@@ -167,15 +175,23 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
     ranked.train_alike(one, many, 1, seed=1)
 
 
-@pytest.mark.parametrize("name", ["pp4", "dp2-pp2"])
+@pytest.mark.parametrize("name", ["pp4", "dp2-pp2", "ep2-pp2"])
 def test_samples_and_dropped_steps_between_micro_batches_meet_no_message(
-    ranks: Group, deep: ModelShape, name: str
+    ranks: Group, deep: ModelShape, tmp_path: Path, name: str
 ) -> None:
-    """At each pause in turn, rows that one stage has sent and the next has not used yet are kept, or forgotten."""
-    one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
+    """At each pause in turn, rows that one stage has sent and the next has not used yet are kept, or forgotten. Layers
+    run again with the adapters of their step; one data rank has four micro-batches less, and one has none to score.
+    """
+    spread = name in SPREAD
+    shape = tiny_models.make(tmp_path, "gpt_oss") if spread else deep
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
-    many = ranked.load(deep, ranks, FOUR[name])
-    passes = [ranked.pass_of(np.random.default_rng(model), model, [40, 33, 38, 21, 40, 37, 9]) for model in (0, 1)]
+    many = ranked.load(shape, ranks, (FOUR | SPREAD)[name], recompute="on" if spread else "off")
+    many_lengths = [40, 33, 38, 21, 40, 37, 9]
+    lengths = ([200] if spread else many_lengths, many_lengths)
+    passes = [ranked.pass_of(np.random.default_rng(model), model, lengths[model]) for model in (0, 1)]
+    if spread:
+        passes.append(ranked.pass_of(np.random.default_rng(2), 2, [5], forward_only=True))
     for backend in (one, many):
         ranked.publish(backend)
         for sample in ranked.samples():

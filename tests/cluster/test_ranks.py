@@ -537,7 +537,7 @@ def test_indivisible_degrees_are_refused_by_name(
         (("1", "2", "on"), "shard_base shards"),
         (("2", "1", "off", "1", "4"), "expert_parallel is 4, which does not divide the 2 ranks"),
         (("2", "1", "yes"), "shard_base is 'yes'"),
-        (("2", "1", "off", "1", "2", "2"), "expert_parallel is 2 and pipeline_parallel is 2"),
+        (("1", "1", "off", "1", "2", "2"), "expert_parallel is 2, which does not divide the 1 ranks"),
         (("1", "1", "off", "1", "1", "0"), "pipeline_parallel is '0'"),
         (("2", "1", "on", "1", "1", "2"), "shard_base is on and pipeline_parallel is over 1"),
     ],

@@ -79,8 +79,9 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 
 Data parallel alone; then, for a mixture, its experts over as few devices as will do; then tensor parallel within a
 machine (up to 8 devices) in data-parallel groups; then a sharded base; then both; then each of these with the lowest
-context-parallel degree that fits; then with the fewest stages. Keeping activations is preferred to recomputing them,
-and that to training and sampling in turns with the memory ([memory](howto/memory.md)).
+context-parallel degree that fits; then with the fewest stages, and last with experts spread within stages. Keeping
+activations is preferred to recomputing them, and that to training and sampling in turns with the memory
+([memory](howto/memory.md)).
 
 ## Well-known models
 

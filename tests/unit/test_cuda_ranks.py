@@ -152,6 +152,7 @@ CASES = {
     "last stage": ("qwen3", "on", Degrees(pipeline=2), 1, 1, 1),
     "stages and tensor": ("llama", "on", Degrees(tensor=2, pipeline=2), 3, 1, 1),
     "stages and data": ("gemma2", "off", Degrees(2, pipeline=2), 0, 0, 1),
+    "stages and experts": ("gpt_oss", "on", Degrees(2, experts=2, pipeline=2), 1, 1 + LAYERS, 1 + LAYERS // 2),
 }
 """Family, recomputation, degrees, rank, and reads of a micro-batch and of a sampler's step after the first."""
 
@@ -210,7 +211,7 @@ def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Pa
         assert (calls["broadcast", "cpu"], calls["broadcast", "cuda"]) == (1, 0)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
+@pytest.mark.parametrize("degrees", [Degrees(2, experts=2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
 def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
     with fake_rank(degrees, 1) as (_, ranks, calls):
         with mock.patch.object(measuring, "measured_products", lambda *_: (1.0, 1.0)):

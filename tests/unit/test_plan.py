@@ -240,6 +240,19 @@ def test_ranks_of_a_stage_and_of_a_sampling_group_are_adjacent() -> None:
     assert Degrees(1, 2, context=2, pipeline=3).context_group(0, 5) == [5, 11]
 
 
+@pytest.mark.parametrize(
+    "degrees",
+    [Degrees(4, experts=2, pipeline=2), Degrees(2, 2, context=2, experts=4, pipeline=3), Degrees(3, 4, experts=6)],
+)
+def test_experts_are_spread_over_ranks_of_one_stage(degrees: Degrees) -> None:
+    groups = degrees.expert_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(degrees.devices))
+    for group in groups:
+        assert len(group) == degrees.experts == len(set(group)) and group == sorted(group)
+        assert len({rank // degrees.tensor % degrees.pipeline for rank in group}) == 1
+    assert Degrees(4, experts=2, pipeline=2).expert_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
 def test_every_rank_is_in_one_group_of_each_kind() -> None:
     degrees = Degrees(2, 3, context=4)
     tensor = [degrees.tensor_group(index) for index in range(degrees.groups)]
@@ -371,12 +384,46 @@ def test_spread_experts_are_counted_once_for_all_devices() -> None:
     assert routed // 8 < both < of_eight
 
 
+def test_experts_in_stages_count_where_nothing_simpler_fits() -> None:
+    model, wanted = known("gpt-oss-120b"), Workload(6, GPU)
+    plan = choose(model, wanted)
+    assert plan.fits and plan.degrees.pipeline > 1 and plan.degrees.experts > 1
+    simpler = [one for one in candidates(model, 6) if one.pipeline == 1 or one.experts == 1]
+    assert simpler and not any(evaluate(model, wanted, one).fits for one in simpler)
+
+
+def test_a_stage_holds_parts_of_its_own_experts() -> None:
+    """The first three of DeepSeek-V3's 61 layers have none. A step's exchanges are divided among the stages."""
+    model = known("DeepSeek-V3")
+    assert [layer for layer, numbers in enumerate(model.expert_sizes) if not numbers] == [0, 1, 2]
+    routed = sum(linear.numbers for linear in model.linears if linear.copies > 1)
+    assert sum(model.expert_sizes) == routed
+    stages, start, held = memory.stages_of(model, 4), 0, []
+    for number, count in enumerate(stages):
+        own = slice(start, start := start + count)
+        experts = sum(model.expert_sizes[own])
+        ends = model.embedding_numbers if number in (0, 3) else 0
+        held.append(2 * (sum(model.layer_sizes[own]) - experts + experts / 8 + ends))
+    found = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, stages=4)
+    assert found == pytest.approx(max(held), rel=1e-3)
+    work, alone, split = StepShare(4096), Degrees(8, experts=8), Degrees(8, experts=8, pipeline=4)
+    wanted = Workload(32, GPU)
+    assert traffic(model, wanted, alone, work).experts == 4 * traffic(model, wanted, split, work).experts > 0
+    assert calls(model, alone, work).experts == 4 * calls(model, split, work).experts
+    network, machine = (
+        DEVICES[1].rates(evaluate(model, wanted, degrees)).experts
+        for degrees in (split, Degrees(2, 4, experts=4, pipeline=4))
+    )
+    assert network.bytes_s < machine.bytes_s
+
+
 @pytest.mark.parametrize(
     ("name", "degrees", "words"),
     [
         ("Qwen3-30B-A3B", Degrees(1, 8), "routed experts, which cannot be split; spread them, too: expert parallel 8"),
         ("Qwen3-30B-A3B", Degrees(6, experts=3), "expert parallel 3 does not divide the model's 128 experts"),
-        ("Qwen3-30B-A3B", Degrees(2, experts=4), "expert parallel 4 does not divide the 2 devices"),
+        ("Qwen3-30B-A3B", Degrees(2, experts=4), "expert parallel 4 does not divide the 2 devices of data parallel 2"),
+        ("Qwen3-30B-A3B", Degrees(2, experts=4, pipeline=2), "does not divide the 2 devices of a stage of data"),
         ("Llama-3.1-8B", Degrees(2, experts=2), "expert parallel 2: llama has no routed experts"),
     ],
 )
@@ -474,6 +521,9 @@ def test_the_command_of_a_mixture_spreads_its_experts() -> None:
     assert "Without given degrees the plan is" in done.output and "experts over 2" in done.output
     command = done.output.splitlines()[-1]
     assert command == "tinsmith serve --model Qwen3-30B-A3B --data-parallel 8 --expert-parallel 4"
+    both = ("--expert-parallel", "2", "--pipeline-parallel", "4")
+    command = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", *both).output.splitlines()[-1]
+    assert command == f"tinsmith serve --model Qwen3-30B-A3B --data-parallel 2 {' '.join(both)}"
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:

@@ -143,6 +143,9 @@ class Architecture:
     layer_sizes: tuple[int, ...] = ()
     """Numbers of each layer, in order; empty if the model does not mark its layers."""
 
+    expert_sizes: tuple[int, ...] = ()
+    """Of these, the numbers of routed experts."""
+
     undivided: str = ""
     """Why layers cannot be on different devices; empty if they can."""
 
@@ -232,7 +235,7 @@ def _read(text: str) -> Architecture:
     known = ATTENTION_KINDS | OTHER_KINDS | (STATE_KINDS if mixers else frozenset())
     if other := sorted(set(kinds) - known):
         raise _refusal(given, f"it has layers of kind {', '.join(other)}")
-    linears = tuple(_linears(decoder, config))
+    linears, layers = tuple(_linears(decoder, config)), _layers(decoder)
     if not any(linear.group == "attn" for linear in linears):
         raise _refusal(given, "it has no linear projections of attention")
     attending = (
@@ -266,7 +269,8 @@ def _read(text: str) -> Architecture:
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
         is_whole=any(is_whole(module) for module in mixers),
-        layer_sizes=_layer_sizes(decoder),
+        layer_sizes=tuple(map(_numbers, layers)),
+        expert_sizes=tuple(sum(map(_numbers, filter(_is_experts, layer.modules()))) for layer in layers),
         undivided=undivided(config),
     )
 
@@ -297,12 +301,22 @@ def undivided(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _layer_sizes(decoder: nn.Module) -> tuple[int, ...]:
+def _numbers(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether it is a layer's routed experts, fused as transformers writes them."""
+    return hasattr(module, "is_concatenated")
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """In order; empty if the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = [list(module.children()) for module in decoder.modules() if type(module).__name__ == "ModuleList"]
     marked = (each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each))
-    return tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in next(marked, ()))
+    return next(marked, [])
 
 
 def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:
@@ -400,7 +414,7 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
                 found[last, cast(int, module.in_features), outputs, 1] += 1
         elif type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
             found[pattern, module.in_features, module.out_features, 1] += 1
-        elif hasattr(module, "is_concatenated"):  # fused experts, as transformers writes them
+        elif _is_experts(module):
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
             inner, hidden = sizes if module.is_transposed else reversed(sizes)
             outer = ("w1", "w3") if module.has_gate else ("w1",)

@@ -5,8 +5,8 @@ fit, tensor parallel within the devices of one machine, which keeps training and
 spread over as few devices as will do, which exchange tokens instead of weights. Then a sharded base, whose layers (the
 rest of them where experts are spread) are gathered for every micro-batch and every decoded token; then both. If a
 sequence's activations do not fit in any of these ways, context parallel with each of them, in as few parts as possible.
-If nothing fits then, pipeline parallel, in as few stages as possible. If nothing fits at all, the plan says what would
-be needed. A user's choice is accepted, or refused with the reason.
+If nothing fits then, pipeline parallel, in as few stages as possible; last, with experts spread within stages. If
+nothing fits at all, the plan says what would be needed. A user's choice is accepted, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Degrees:
     """`data` ranks take different sequences of a step, `context` ranks different rows of the same sequences, `pipeline`
     ranks hold different layers (they are its stages), `tensor` ranks different heads and columns of each layer. With
     `shard_base` each layer is also sharded over the data and context ranks. A sampled sequence is on the stages of one
-    pipeline, so in sampling context ranks are further data ranks. Of all these ranks, each `experts` adjacent ones
-    spread the routed experts over themselves.
+    pipeline, so in sampling context ranks are further data ranks. Of the ranks of a stage, each `experts` adjacent ones
+    spread its routed experts over themselves.
 
     Rank ((d * context + c) * pipeline + p) * tensor + t has data index d, context index c, stage p and tensor index t,
     so ranks of one tensor group, which communicate most, are adjacent.
@@ -98,9 +98,18 @@ class Degrees:
         first = data_index * self.context
         return [(first + index) * self.group_size + place for index in range(self.context)]
 
-    def expert_group(self, index: int) -> list[int]:
-        """Adjacent ranks that hold all routed experts together."""
-        return list(range(index * self.experts, (index + 1) * self.experts))
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks with the same layers, or their heads and columns."""
+        return self.groups * self.tensor
+
+    def stage_group(self, stage: int) -> list[int]:
+        return [rank for index in range(self.groups) for rank in self.tensor_group(index, stage)]
+
+    def expert_groups(self) -> list[list[int]]:
+        """Stage by stage, the ranks that hold all its routed experts together: adjacent ones of the stage."""
+        stages = [self.stage_group(stage) for stage in range(self.pipeline)]
+        return [one[first : first + self.experts] for one in stages for first in range(0, len(one), self.experts)]
 
     def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns, of all stages."""
@@ -247,21 +256,20 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
     spread = degrees.experts
     if spread == 1:
         if model.has_experts and degrees.tensor > 1:
-            common = math.gcd(degrees.devices, model.experts)
+            common = math.gcd(degrees.stage_size, model.experts)
             how = f"spread them, too: expert parallel {common}" if common > 1 else "shard the base"
             return (
                 f"tensor parallel {degrees.tensor}: {model.model_type} has routed experts, which cannot be split; {how}"
             )
         return None
-    if degrees.pipeline > 1:
-        return f"expert parallel {spread} x pipeline parallel {degrees.pipeline}: a stage has whole layers; use one"
     if not model.has_experts:
         return f"expert parallel {spread}: {model.model_type} has no routed experts"
     if model.experts % spread:
         return f"expert parallel {spread} does not divide the model's {model.experts} experts"
-    if degrees.devices % spread:
+    if degrees.stage_size % spread:
         return (
-            f"expert parallel {spread} does not divide the {degrees.devices} devices of "
+            f"expert parallel {spread} does not divide the {degrees.stage_size} devices of "
+            f"{'a stage of ' if degrees.pipeline > 1 else ''}"
             f"{described(replace(degrees, experts=1))}: raise data parallel"
         )
     return None
@@ -317,11 +325,20 @@ def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize
                     for shard, experts in itertools.product((False, True), _spreads(model, devices))
                 ]
                 stages = [p for p in range(2, min(groups, model.layers) + 1) if groups % p == 0]
-                found += [Degrees(groups // p, tensor, False, context, pipeline=p) for p in stages]
+                found += [
+                    Degrees(groups // p, tensor, False, context, experts, p)
+                    for p in stages
+                    for experts in _spreads(model, devices // p)
+                ]
     # Layers with all experts are gathered last of all.
-    found.sort(key=lambda one: (one.pipeline, one.context, one.shard_base + (one.shard_base and one.experts == 1),
+    found.sort(key=lambda one: (*_last_resorts(one), one.shard_base + (one.shard_base and one.experts == 1),
                                 one.tensor, one.experts))  # fmt: skip
     return [one for one in found if problem_of(model, one, quantize=quantize) is None]
+
+
+def _last_resorts(degrees: Degrees) -> tuple[bool, int, int]:
+    """What counts only if no plan with less of it fits."""
+    return degrees.pipeline > 1 and degrees.experts > 1, degrees.pipeline, degrees.context
 
 
 def _spreads(model: Architecture, devices: int) -> list[int]:
@@ -341,13 +358,13 @@ def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
 
 
 def choose(model: Architecture, wanted: Workload) -> Plan:
-    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. More
-    stages, then a higher context-parallel degree, count only if no plan with fewer fits.
+    """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. Stages
+    with spread experts, more stages, then a higher context-parallel degree count only if no plan with less fits.
     """
     plans = [evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted)]
     fitting = [plan for plan in plans if plan.fits]
-    fewest = min(((plan.degrees.pipeline, plan.degrees.context) for plan in fitting), default=(1, 1))
-    fitting = [plan for plan in fitting if (plan.degrees.pipeline, plan.degrees.context) == fewest]
+    fewest = min((_last_resorts(plan.degrees) for plan in fitting), default=())
+    fitting = [plan for plan in fitting if _last_resorts(plan.degrees) == fewest]
     fitting.sort(key=lambda plan: plan.mode == "in turns")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
     return _worded(best, chosen=True)

@@ -8,7 +8,7 @@ these figures (tests/unit/test_plan.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -162,9 +162,9 @@ def base_bytes(
     stages: int = 1,
 ) -> int:
     """Frozen weights on one of `tensor` devices of the largest stage; with `shards`, a layer is complete only while it
-    is computed. With `experts`, a device has only so many parts of the routed ones, which are then neither cut nor
-    sharded. Embeddings, norms, routers and vision towers are on every device; of several stages, the first has the
-    embeddings and the last the unembedding.
+    is computed. With `experts`, a device has only so many parts of the routed ones of its stage, which are then neither
+    cut nor sharded. Embeddings, norms, routers and vision towers are on every device; of several stages, the first has
+    the embeddings and the last the unembedding.
     """
     number_bytes = NUMBER_BYTES[dtype]
     if quantize != "off" and model.has_experts:
@@ -180,17 +180,20 @@ def base_bytes(
     layer = model.layer_numbers(with_experts=experts == 1)
     gathered = layer * linear_bytes / tensor if shards > 1 else 0
     if stages > 1:
-        inside = (cut + replicated + spread + model.other_numbers * number_bytes) / sum(model.layer_sizes)
-        return int(max(_stage_bytes(model, stages, inside, model.embedding_numbers * number_bytes)))
+        routed = model.expert_sizes if experts > 1 else (0,) * len(model.layer_sizes)
+        others = [size - numbers for size, numbers in zip(model.layer_sizes, routed, strict=True)]
+        each = (cut + replicated + model.other_numbers * number_bytes) / sum(others)
+        layers = [own * each + number_bytes / experts * numbers for own, numbers in zip(others, routed, strict=True)]
+        return int(max(_stage_bytes(model, stages, layers, model.embedding_numbers * number_bytes)))
     return int((cut + replicated) / shards + gathered + spread / experts + ends * number_bytes)
 
 
-def _stage_bytes(model: Architecture, stages: int, each: float, end: float) -> Iterator[float]:
-    """Of layers with `each` bytes a number, and of embeddings and unembedding with `end` bytes."""
+def _stage_bytes(model: Architecture, stages: int, layers: Sequence[float], end: float) -> Iterator[float]:
+    """Of layers with these bytes, and of embeddings and unembedding with `end` bytes."""
     start = 0
     for stage, count in enumerate(stages_of(model, stages)):
         ends = end * ((stage == 0) + (stage == stages - 1))
-        yield sum(model.layer_sizes[start : (start := start + count)]) * each + ends
+        yield sum(layers[start : (start := start + count)]) + ends
 
 
 @lru_cache(maxsize=1024)

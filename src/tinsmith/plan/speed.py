@@ -34,6 +34,7 @@ class Device:
     def rates(self, plan: Plan) -> Rates:
         """What ranks of the plan are assumed to reach on devices of this kind."""
         degrees, here = plan.degrees, plan.wanted.devices // plan.wanted.num_machines
+        spread = degrees.expert_groups()[0]
 
         def among(span: int) -> LinkRate:
             """Among so many neighbouring devices."""
@@ -47,7 +48,7 @@ class Device:
             stages=among(degrees.group_size),
             base=among(degrees.devices),
             gradients=among(degrees.devices),
-            experts=among(degrees.experts),
+            experts=among(spread[-1] - spread[0] + 1),
         )
 
 
@@ -209,7 +210,8 @@ def _experts(model: Architecture, wanted: Workload, degrees: Degrees, work: Step
     pairs = times * rows * sum(one.layers * one.active * (2 * one.outputs + 1) for one in down)
     shared = rows * degrees.tensor * sum(one.layers * (times * one.outputs + one.active) for one in down)
     number_bytes = memory.NUMBER_BYTES[wanted.dtype]
-    return gathered(number_bytes * pairs, degrees.experts) + gathered(number_bytes * shared, degrees.tensor)
+    sent = gathered(number_bytes * pairs, degrees.experts) + gathered(number_bytes * shared, degrees.tensor)
+    return sent / degrees.pipeline
 
 
 def _stages(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
@@ -261,7 +263,7 @@ def calls(model: Architecture, degrees: Degrees, work: StepShare) -> Traffic:
         stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, work)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
         gradients=2.0 if degrees.devices > 1 else 0.0,
-        experts=float(times * mixtures * (4 * forwards + 3)) if degrees.experts > 1 else 0.0,
+        experts=times * mixtures * (4 * forwards + 3) / degrees.pipeline if degrees.experts > 1 else 0.0,
     )
 
 

@@ -91,14 +91,9 @@ def read_degrees(
             "shard_base is on and pipeline_parallel is over 1; use one of them, or divide the layers of a stage with "
             "tensor_parallel"
         )
-    if experts > 1 and pipeline > 1:
+    if degrees.stage_size % experts:
         raise SettingsError(
-            f"expert_parallel is {experts} and pipeline_parallel is {pipeline}; use one of them, or expert_parallel "
-            "with tensor_parallel or shard_base"
-        )
-    if degrees.devices % experts:
-        raise SettingsError(
-            f"expert_parallel is {experts}, which does not divide the {degrees.devices} ranks of data_parallel, "
+            f"expert_parallel is {experts}, which does not divide the {degrees.stage_size} ranks of data_parallel, "
             f"context_parallel and tensor_parallel; set data_parallel to {experts}"
         )
     return degrees

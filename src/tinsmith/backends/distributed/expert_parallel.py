@@ -9,9 +9,10 @@ A received row is multiplied by `moe.MultiLoRAExperts`, as a row that chose one 
 that sent it: before a forward all ranks agree on an order of adapters (`TokenExchange.adapters`), which may include
 some that a rank's own rows do not use. Counts by rank, adapter and expert go first, so nothing else describes a row.
 
-Every rank of a group takes part in each exchange of a forward, and in its reverse in backward, with or without rows. An
-expert's gradient is complete on the ranks that have it, over the rows that they received; the matrices that all experts
-share have addends on every rank. Both are counted once by a sum over all ranks.
+Every rank of a group takes part in each exchange of a forward, and in its reverse in backward, with or without rows.
+The ranks of a group are of one stage; a stage without experts exchanges nothing. An expert's gradient is complete on
+the ranks that have it, over the rows that they received; the matrices that all experts share have addends on every rank
+of the stage. Both are counted once by a sum over all ranks.
 
 Shapes: n rows of a rank, k experts of each, N = n * k pairs, M received pairs, E expert ranks, A adapters and the base
 model, X experts of a rank, D hidden size, T rows of a tensor group.
@@ -141,13 +142,18 @@ class SpreadExperts(MultiLoRAExperts):
         return _all_rows(cast(Tensor, _ToRows.apply(out_MD, rows)), len(hidden_TD), exchange.ranks)
 
 
-def spread(experts: Sequence[MultiLoRAExperts], decoder: nn.Module, context: ForwardContext, exchange: TokenExchange,
-           name: str) -> list[SpreadExperts]:  # fmt: skip
-    """Replace each module of experts by this rank's part. Raises SettingsError if there is none."""
+def check_experts(experts: Sequence[MultiLoRAExperts], ranks: Ranks, name: str) -> None:
+    """Raises SettingsError if the whole model has none."""
     if not experts:
         raise SettingsError(
-            f"expert_parallel is {exchange.ranks.degrees.experts}, and {name} has no routed experts; set it to 1"
+            f"expert_parallel is {ranks.degrees.experts}, and {name} has no routed experts; set it to 1"
         )
+
+
+def spread(
+    experts: Sequence[MultiLoRAExperts], decoder: nn.Module, context: ForwardContext, exchange: TokenExchange
+) -> list[SpreadExperts]:
+    """Replace each module of experts by this rank's part."""
     paths = {id(module): path for path, module in decoder.named_modules()}
     found = []
     for own in experts:

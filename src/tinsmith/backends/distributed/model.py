@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
-from tinsmith.backends.distributed.expert_parallel import SpreadExperts, TokenExchange, parts, spread
+from tinsmith.backends.distributed.expert_parallel import SpreadExperts, TokenExchange, check_experts, parts, spread
 from tinsmith.backends.distributed.pipeline_parallel import (
     Schedule,
     Stage,
@@ -164,11 +164,15 @@ class ShardedBase(BaseModel):
 
     def idle(self, *, train: bool) -> None:
         """Take part in the collectives of a forward, and backward, without rows."""
-        token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with torch.set_grad_enabled(train):
-            hidden_TD = self.hidden(token_T, token_T, PackedCausal([1], self.device), Routing.of([None], [1]))
+        hidden_TD = self.idle_hidden(train=train)
         if train:
             hidden_TD.backward(torch.zeros_like(hidden_TD))
+
+    def idle_hidden(self, *, train: bool) -> Tensor:
+        """[1, D] of a token of the base model, which takes the place of rows."""
+        token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.set_grad_enabled(train):
+            return self.hidden(token_T, token_T, PackedCausal([1], self.device), Routing.of([None], [1]))
 
     def adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if self.sharding is None:
@@ -188,10 +192,12 @@ class ShardedBase(BaseModel):
             self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
             super()._check_training()
         if ranks.degrees.experts > 1:
-            self.exchange = TokenExchange(ranks)
-            self.experts[:] = spread(self.experts, self._decoder, self._context, self.exchange, self.shape.name)
+            check_experts(self.experts, ranks, self.shape.name)
         if ranks.degrees.pipeline > 1:
             self._keep_stage(ranks)
+        if ranks.degrees.experts > 1:
+            self.exchange = TokenExchange(ranks)
+            self.experts[:] = spread(self.experts, self._decoder, self._context, self.exchange)
         if ranks.degrees.tensor > 1:
             self._shard_linears(ranks)
         if ranks.degrees.group_size > 1 or ranks.degrees.experts > 1:

@@ -11,6 +11,10 @@ stages from it on. `ticks` aligns the actions of all stages: an action's input w
 packs alike, so it knows the size of each message. At a pause all messages have arrived: samples may be drawn in
 between, and an abandoned step leaves nothing behind.
 
+Where experts are spread, every rank of a stage performs every action, with one row in place of an empty micro-batch. An
+action waits only for messages that were sent in earlier ticks and for the same action of other ranks of its stage, so
+all actions of a tick end if those of earlier ticks do: sends and exchanges cannot wait for each other in a circle.
+
 Shapes: T rows of a micro-batch, D hidden size.
 """
 

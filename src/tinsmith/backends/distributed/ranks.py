@@ -80,10 +80,13 @@ class Ranks:
             places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
             groups = {place: group(degrees.context_group(*place)) for place in places}
             self._context = groups[self.data_index, place]
-        self.expert_index = rank % degrees.experts
+        block, self.expert_index = divmod(degrees.stage_group(self.stage).index(rank), degrees.experts)
         if degrees.experts > 1:
-            blocks = [group(degrees.expert_group(index)) for index in range(degrees.devices // degrees.experts)]
-            self._experts = blocks[rank // degrees.experts]
+            blocks = [group(each) for each in degrees.expert_groups()]
+            self._experts = blocks[self.stage * (degrees.stage_size // degrees.experts) + block]
+            self._in_stage = self._all
+        if degrees.experts > 1 and degrees.pipeline > 1:
+            self._in_stage = [group(degrees.stage_group(stage)) for stage in range(degrees.pipeline)][self.stage]
         if degrees.pipeline > 1:
             # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
             groups = [[group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)]
@@ -227,7 +230,9 @@ class Ranks:
     def any_of_forward(self, flag: bool) -> bool:
         """Whether the flag is set on any of the ranks that run each forward together. Does not wait for the device."""
         flags = torch.tensor(float(flag))
-        return bool(self.sum_all(flags) if self.degrees.experts > 1 else self.sum_context(self.sum_tensor(flags)))
+        if self.degrees.experts > 1:
+            return bool(self._sum(flags, self._in_stage, self.degrees.stage_size))
+        return bool(self.sum_context(self.sum_tensor(flags)))
 
     def gather(self, value: object) -> list[object]:
         """Every rank's plain value, in rank order."""

@@ -147,12 +147,16 @@ class RankedTrainer(Trainer):
         assert isinstance(self._base, ShardedBase) and self._base.stage is not None
         shares = [(self._share(batch) if batch.examples else batch, train) for batch, train in batches]
 
+        base, stage, adapters = self._base, self._base.stage, _adapters(checked)
+
         def forward(number: int) -> Tensor:
             share, train = shares[number]
-            return self._hidden(share, train=train)
+            return self._hidden(share, train=train) if share.examples else base.idle_hidden(train=train)
 
         def head(number: int, hidden_TD: Tensor) -> Tensor | None:
             share, train = shares[number]
+            if not share.examples:
+                return torch.zeros_like(hidden_TD)
             logprob_P, grad_TD = (
                 self._head.differentiate(share, hidden_TD, specs)
                 if train
@@ -161,10 +165,13 @@ class RankedTrainer(Trainer):
             self._store_logprobs(share.whole, _whole(share, read(logprob_P)[0]), checked)
             return grad_TD
 
-        rows = [StageRows(len(share.tokens_T) if share.examples else 0, train) for share, train in shares]
-        steps = Schedule(self._base.stage, rows, forward, head).run()
+        idle_rows = int(self._ranks.degrees.in_step)  # other ranks of the stage wait for this one's exchanges
+        rows = [StageRows(len(share.tokens_T) if share.examples else idle_rows, train) for share, train in shares]
+        steps = Schedule(stage, rows, forward, head).run()
         try:
             while True:
+                if base.exchange is not None:  # samples may have been drawn since
+                    base.exchange.adapters = adapters
                 with memory_errors(self._base.device):
                     if next(steps, DONE) is DONE:
                         return
