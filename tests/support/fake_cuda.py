@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.initialization import no_init_weights
 
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
@@ -226,9 +227,10 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
     register()
     config = AutoConfig.from_pretrained(shape.path)
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
-    model = auto.from_config(
-        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
-    )
+    with no_init_weights():  # one that draws until all numbers are near zero would never end
+        model = auto.from_config(
+            config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+        )
     if on_device:
         _move(model)
     images = Vision.load(model, shape) if shape.vision else None
