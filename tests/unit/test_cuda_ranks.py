@@ -37,7 +37,7 @@ from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, Optim
 from unit.test_fake_cuda import custom, data, step
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "all_to_all_single", "isend", "recv")
-BY_NAME = {"all_gather_single": ("output_tensor", "input_tensor"), "reduce_scatter_single": ("output", "input")}
+BY_NAME = {"all_gather_single": ("output_tensor", "input_tensor")}
 NCCL_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
 
@@ -138,7 +138,7 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
         return replica_mesh(ranks)
 
 
-replica_mesh = cast(property, Ranks.replica_mesh).fget
+replica_mesh = cast("Callable[[Ranks], DeviceMesh]", cast(property, Ranks.replica_mesh).fget)
 
 
 def _move(module: nn.Module, device: torch.device) -> nn.Module:
