@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_state
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -206,7 +207,8 @@ def _check_shards(backend: RankBackend) -> None:
     assert len(groups) == LAYERS
     for each in (each for group in groups for each in group.fsdp_params):
         share = -(-each._orig_size[0] // backend.ranks.replica_mesh.size())
-        assert len(each.sharded_param.to_local()) <= share and each.sharded_param.to_local().device == DEVICE
+        own = cast(DTensor, each.sharded_param).to_local()
+        assert len(own) <= share and own.device == DEVICE
         assert not any(gathered.untyped_storage().nbytes() for gathered in each.all_gather_outputs)
 
 
