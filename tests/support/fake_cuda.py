@@ -2,7 +2,7 @@
 `fake_cuda` every tensor is fake. While `strict`, each operation that would make the host wait for the device is an
 error: reading a value, a size that depends on values, a copy from memory that is not pinned. The one way to read is
 `Tensor.cpu` and then `Tensor.numpy`, which is counted and gives ones, or zeros for whole numbers. A non-blocking copy
-to the host must be awaited before (`_Event`).
+to the host must be awaited before (`Event`).
 
 What needs values runs on the host with plain tensors (`_on_host`): image processors and custom losses.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.initialization import no_init_weights
 
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
@@ -52,6 +53,9 @@ class FakeDevice(TorchFunctionMode):
         super().__init__()
         self.reads = 0
         self.strict = False
+        self.hooks: dict[tuple[Any, int], list[Callable[[Tensor], object]]] = {}
+        self.callbacks: list[Callable[[], object]] = []
+        """Of the next backward: those of its graph's tensors, and those at its end."""
 
     def __torch_function__(
         self,
@@ -65,7 +69,9 @@ class FakeDevice(TorchFunctionMode):
             return _numbers(*args)
         if func is Tensor.backward:
             with self:
-                return _backward(args[0], given["gradient"])
+                return self._backward(args[0], given["gradient"])
+        if func is Tensor.register_hook and args[0].grad_fn is not None:
+            self.hooks.setdefault((args[0].grad_fn, args[0].output_nr), []).append(args[1])
         if func in (Tensor.__float__, Tensor.__bool__) and args[0].device.type == "cpu":
             return 0.0 if func is Tensor.__float__ else True
         if func is Tensor.pin_memory:
@@ -78,6 +84,12 @@ class FakeDevice(TorchFunctionMode):
         if self.strict:
             self._check(func, args, given)
         return func(*args, **given)
+
+    def _backward(self, x: Tensor, gradient: Tensor) -> None:
+        _backward(x, gradient, self.hooks)
+        self.hooks.clear()
+        while self.callbacks:
+            self.callbacks.pop(0)()
 
     @staticmethod
     def _check(func: Callable[..., object], args: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -95,18 +107,37 @@ class FakeDevice(TorchFunctionMode):
                     assert key.dtype != torch.bool, "a mask as an index: its size is read from the device"
 
 
-class _Event:
+class Event:
     """Replaces `torch.cuda.Event`: it is recorded, then awaited."""
 
     def __init__(self) -> None:
-        self._is_recorded = False
+        self.is_recorded = False
 
-    def record(self, stream: torch.device | None = None) -> None:
-        assert stream == DEVICE, "recorded on the stream of this thread's current device"
-        self._is_recorded = True
+    def record(self, stream: Stream | None = None) -> None:
+        assert stream is not None, "recorded on the stream of this thread's current device"
+        assert stream.device == DEVICE
+        self.is_recorded = True
 
     def synchronize(self) -> None:
-        assert self._is_recorded
+        assert self.is_recorded
+
+
+class Stream:
+    """Replaces `torch.cuda.Stream`."""
+
+    def __init__(self, device: torch.device | None = DEVICE, priority: int = 0) -> None:
+        self.device = device
+
+    def wait_stream(self, stream: Stream) -> None:
+        assert stream.device == self.device
+
+    def wait_event(self, event: Event) -> None:
+        assert event.is_recorded
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
 
 
 def _numbers(x: Tensor) -> np.ndarray:
@@ -115,7 +146,9 @@ def _numbers(x: Tensor) -> np.ndarray:
     return fill(tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
 
-def _backward(x: Tensor, gradient: Tensor) -> None:
+def _backward(
+    x: Tensor, gradient: Tensor, hooks: Mapping[tuple[Any, int], Sequence[Callable[[Tensor], object]]]
+) -> None:
     """Run autograd's graph in one thread: every node once, in topological order."""
     order: list[Any] = []
 
@@ -137,10 +170,17 @@ def _backward(x: Tensor, gradient: Tensor) -> None:
                 leaf = node.variable
                 leaf.grad = own[0] if leaf.grad is None else leaf.grad.add_(own[0])
                 continue
+            for place, found in own.items():
+                for hook in hooks.get((node, place), ()):
+                    hook(found)
             outputs = (getattr(node, "apply", None) or node)(*(own.get(i) for i in range(max(own) + 1)))
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            for (other, place), found in zip(node.next_functions, outputs, strict=False):
-                if other is not None and found is not None:
+            others = [pair for pair in node.next_functions if pair[0] is not None]
+            needed = getattr(node, "needs_input_grad", [pair[0] is not None for pair in node.next_functions])
+            # A Function of ours has gradients of arguments that are no tensors, too, and no edges for them.
+            gradients = [found for found, is_needed in zip(outputs, needed, strict=False) if is_needed]
+            for (other, place), found in zip(others, gradients, strict=True):
+                if found is not None:
                     meta = other._input_metadata[place]
                     assert found.device == x.device, f"{node} gives a gradient on {found.device}"
                     found = found.sum_to_size(meta.shape).to(meta.dtype)
@@ -210,8 +250,8 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
-        stack.enter_context(mock.patch.object(torch.cuda, "Event", _Event))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: device))
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_stream", Stream))
         lora.anchor.cache_clear()  # a fake tensor belongs to one mode
         stack.callback(lora.anchor.cache_clear)
         stack.enter_context(_guard())
@@ -226,9 +266,10 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
     register()
     config = AutoConfig.from_pretrained(shape.path)
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
-    model = auto.from_config(
-        config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
-    )
+    with no_init_weights():  # one that draws until all numbers are near zero would never end
+        model = auto.from_config(
+            config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+        )
     if on_device:
         _move(model)
     images = Vision.load(model, shape) if shape.vision else None

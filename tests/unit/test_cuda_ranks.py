@@ -6,10 +6,10 @@ taken to be like this one: `Ranks.gather` repeats its value, and every expert ge
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -17,10 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_state
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from support import tiny_models
-from support.fake_cuda import DEVICE, FakeDevice, fake_cuda, load
+from support.fake_cuda import DEVICE, Event, FakeDevice, Stream, fake_cuda, load
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.distributed import Degrees, expert_parallel, measuring
 from tinsmith.backends.distributed.model import ShardedBase
@@ -33,11 +38,14 @@ from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, Optim
 from unit.test_fake_cuda import custom, data, step
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "all_to_all_single", "isend", "recv")
+BY_NAME = {"all_gather_single": ("output_tensor", "input_tensor")}
 NCCL_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
 
 def _checked(name: str, own: Callable[..., Any], calls: Counter[tuple[str, str]]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if name in BY_NAME:  # FSDP's way
+            args, kwargs = (*args, *(kwargs.pop(key) for key in BY_NAME[name] if key in kwargs)), kwargs
         lists = [arg if isinstance(arg, list) else [arg] for arg in args]
         tensors = [each for part in lists for each in part if isinstance(each, Tensor)]
         (where,) = {each.device for each in tensors}
@@ -95,6 +103,20 @@ def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees.devices)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
+        for holder, name, value in (
+            (Ranks, "replica_mesh", property(_mesh)),
+            (torch.cuda, "current_device", lambda: DEVICE.index),
+            (torch.cuda, "Stream", Stream),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
+            (torch.cuda, "Event", _CurrentEvent),
+            (
+                _fsdp_init,
+                "_move_states_to_device",
+                lambda parameters, buffers, where: _moved(parameters + buffers, where),
+            ),
+            (_fsdp_state, "Variable", mock.Mock(_execution_engine=mock.Mock(queue_callback=device.callbacks.append))),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, value))
         for name in COLLECTIVES:
             stack.enter_context(mock.patch.object(dist, name, _checked(name, getattr(dist, name), calls)))
         stack.enter_context(mock.patch.object(Ranks, "gather", lambda self, value: [value] * degrees.devices))
@@ -104,14 +126,33 @@ def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, 
         yield device, Ranks(degrees, rank, str(DEVICE), 60.0), calls
 
 
+class _CurrentEvent(Event):
+    """A rank's device is the current one."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        super().record(stream or Stream())
+
+
+def _mesh(ranks: Ranks) -> DeviceMesh:
+    """Of ranks, which are numbers with values."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return replica_mesh(ranks)
+
+
+replica_mesh = cast("Callable[[Ranks], DeviceMesh]", cast(property, Ranks.replica_mesh).fget)
+
+
 def _move(module: nn.Module, device: torch.device) -> nn.Module:
     """`Module.to` of fake tensors, which keeps the parameters' identity as it does for others."""
-    for held in (each for own in module.modules() for each in (own._parameters, own._buffers)):
-        for value in held.values():
-            if value is not None and value.device != device:
-                value.data = value.data.to(device)
-                value.fake_device = device
+    held = (each for own in module.modules() for each in (own._parameters, own._buffers))
+    _moved([value for values in held for value in values.values() if value is not None], device)
     return module
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> None:
+    for each in (tensor for tensor in tensors if tensor.device != device):
+        each.data = each.data.to(device)
+        each.fake_device = device  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Base(ShardedBase):
@@ -151,10 +192,25 @@ CASES = {
     "first stage": ("qwen3", "off", Degrees(pipeline=2), 0, 0, 1),
     "last stage": ("qwen3", "on", Degrees(pipeline=2), 1, 1, 1),
     "stages and tensor": ("llama", "on", Degrees(tensor=2, pipeline=2), 3, 1, 1),
+    "shards": ("qwen3", "off", Degrees(2, shard_base=True), 0, 1, 1),
+    "shards, context": ("llama", "on", Degrees(2, context=2, shard_base=True), 3, 1, 1),
+    "shards, experts": ("gpt_oss", "off", Degrees(2, experts=2, shard_base=True), 1, 1 + LAYERS, 1 + LAYERS),
     "stages and data": ("gemma2", "off", Degrees(2, pipeline=2), 0, 0, 1),
     "stages and experts": ("gpt_oss", "on", Degrees(2, experts=2, pipeline=2), 1, 1 + LAYERS, 1 + LAYERS // 2),
 }
 """Family, recomputation, degrees, rank, and reads of a micro-batch and of a sampler's step after the first."""
+
+
+def _check_shards(backend: RankBackend) -> None:
+    """Between steps a device holds no layer whole."""
+    layers = [each for each in backend.base.model.modules() if isinstance(each, FSDPModule)]
+    groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
+    assert len(groups) == LAYERS
+    for each in (each for group in groups for each in group.fsdp_params):
+        share = -(-each._orig_size[0] // backend.ranks.replica_mesh.size())
+        own = cast(DTensor, each.sharded_param).to_local()
+        assert len(own) <= share and own.device == DEVICE
+        assert not any(gathered.untyped_storage().nbytes() for gathered in each.all_gather_outputs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,11 +236,12 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> 
         device.reads = 0
         params = [OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5)), OptimStep("b", "1", DimuonParams(1e-3))]
         assert all(isinstance(outcome, dict) for outcome in backend.optim_step(params))
+        backend.publish("0", "v2")
         assert device.reads == 1
         calls.clear()
         wanted = SamplingParams(max_tokens=8, stop_eos=False)
         for sample in (
-            make_sample("s", make_prompt(9), wanted, version_id="v0", num_samples=2, topk_sample_logprobs=2),
+            make_sample("s", make_prompt(9), wanted, version_id="v2", num_samples=2, topk_sample_logprobs=2),
             make_sample("t", make_prompt(5), wanted, version_id=None, prompt_logprobs=True),
         ):
             if degrees.experts > 1:
@@ -196,6 +253,12 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> 
             sampler.step()
             found.append(device.reads)
         assert found[1:] == [step_reads] * 3
+        if degrees.shard_base:
+            assert calls["all_gather_single", "cuda"] == 4 * LAYERS, "each layer once in each step"
+            calls.clear()
+            step(backend, first)
+            assert calls["all_gather_single", "cuda"] == 2 * LAYERS, "once in forward and once in backward"
+            _check_shards(backend)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(context=2)])

@@ -50,6 +50,8 @@ from tinsmith.types import (
 ARCHS = ("qwen3", "gemma2", "gpt_oss", "qwen3_5")
 """Fused layers; windows and capped scores; sinks and experts; states."""
 
+SLOW_VISION = ("qwen3_5", "gemma3")
+
 
 @pytest.fixture(scope="module", params=ARCHS)
 def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
@@ -148,20 +150,23 @@ def step(backend: TorchBackend, *passes: Pass) -> None:
     assert all(isinstance(result, PassResult) for result in results), results
 
 
-def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path) -> None:
-    shape = vision_models.make(tmp_path, "qwen3_vl")
+@pytest.mark.parametrize("arch", ["qwen3_vl", *(pytest.param(x, marks=pytest.mark.extended) for x in SLOW_VISION)])
+def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path, arch: str) -> None:
+    shape = vision_models.make_gemma3(tmp_path) if arch == "gemma3" else vision_models.make(tmp_path, arch)
+    assert shape.vision is not None
     files = [vision_models.picture(width, height) for width, height in ((61, 22), (20, 75))]
-    prompts = [vision_models.model_input(list(range(9)), file, [1], vision=vision_models.VISION) for file in files]
+    prompts = [vision_models.model_input(list(range(9)), file, [1], vision=shape.vision) for file in files]
     shown = [Datum(tokens, {"target_tokens": tokens.astype(np.int64)}, images) for tokens, images in prompts]
     with fake_cuda(pages=False) as device:
         backend = opened(shape)
+        sampler = backend.sampler
         device.strict = True
         step(backend, Pass("a", "0", (*shown, *data(5)), "cross_entropy", {}, False))
         assert device.reads == 1
         for number, (tokens, images) in enumerate(prompts):
-            backend.sampler.submit(make_sample(str(number), tokens, version_id="0/1", images=images))
+            sampler.submit(make_sample(str(number), tokens, version_id="0/1", images=images))
         for expected in (1, 2):
-            backend.sampler.step()
+            sampler.step()
             assert device.reads == expected, "tokens are read a step later"
 
 

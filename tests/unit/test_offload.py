@@ -241,3 +241,29 @@ def test_everything_of_a_gpu_goes_to_the_host_and_back(
         assert trained.moments is not None and {moment.device.type for moment in trained.moments} == {"cpu"}
         backend.optim_step([OptimStep("o", "m0", AdamParams(1e-3))])
         assert {moment.device for moment in trained.moments} == {DEVICE}
+
+
+@pytest.mark.parametrize("failing", ["_bytes_of", "_wait_for_copies"])
+def test_a_gpu_without_room_to_wake_up_is_left_to_the_other_process(
+    failing: str, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_at: list[list[tuple[int, ...]]] = []
+    with fake_cuda():
+        backend = FakeCudaBackend(shape)
+        backend.create_model("m0", LoraSpec(8))
+        backend.sleep()
+        own, calls = getattr(host, failing), iter(range(9))
+
+        def fail(given: object) -> object:
+            if next(calls) == (3 if failing == "_bytes_of" else 0):
+                raise RuntimeError("CUDA error: out of memory")
+            return own(given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(host, failing, fail)
+            patched.setattr(torch.cuda, "empty_cache", lambda: left_at.append(on_device()))
+            with pytest.raises(MemoryError, match="out of memory"):
+                backend.wake_up()
+        assert left_at == [[]] and backend._is_asleep
+        backend.wake_up()
+        assert {buffer.device for buffer in buffers(backend)} == {DEVICE}

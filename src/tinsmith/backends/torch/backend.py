@@ -249,9 +249,8 @@ class TorchBackend:
         self._move(moved)
         if self._base.vision is not None:
             self._base.vision.keep_within(0)
-        if self._base.device.type == "cuda":
-            del moved, trained, others
-            torch.cuda.empty_cache()  # back to the driver, from which the other process allocates
+        del moved, trained, others
+        self._return_memory()
 
     def wake_up(self) -> None:
         if not self._is_asleep:
@@ -259,15 +258,21 @@ class TorchBackend:
         assert self._frozen is not None
         device = self._base.device
         with memory_errors(device):
-            self._frozen.restore()
             try:
+                self._frozen.restore()
                 trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=False)]
                 moved = MovedTensors(device, trained)
             except BaseException:
                 self._frozen.release()
+                self._return_memory()
                 raise
         self._is_asleep, self._home = False, device
         self._move(moved)
+
+    def _return_memory(self) -> None:
+        """Return unused memory to the driver, from which the other process allocates."""
+        if self._base.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _moved_adapters(self) -> list[Adapter]:
         """Adapters that leave the device with the models. They stay on the host: files are written from there."""

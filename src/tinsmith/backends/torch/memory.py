@@ -3,7 +3,7 @@
 Holders report their bytes on request; a step reserves memory for its activations while it runs. Nothing is measured, so
 equal requests lead to equal decisions on every rank and in every run. Without a budget the manager only counts. Holders
 are evicted in the order of cost: image features, optimizer states of models in training, idle cached prefixes, cached
-prefixes of running samples, captured graphs.
+prefixes of running samples.
 
 Under a budget `StepMemory` takes the cheapest option that fits: activations are kept if evicting idle memory makes
 room, otherwise recomputed; only then do running samples lose their cache. If even that does not fit, it raises
