@@ -76,8 +76,11 @@ PARTS = (
     Part("sampling-groups", "Sampling m50, eight samples of each prompt",
          "--sizes m50 --dtypes bfloat16 --load groups --at-once 64 --adapters 1 --without alone transformers --runs 2",
          None),
-    Part("training-large", "Training Qwen3-0.6B's shape", "--sizes m500 --works 7 --peft float32 bfloat16 --runs 2",
-         None),
+    # One dtype at a time: all contestants of a run stay in memory.
+    Part("training-large", "Training Qwen3-0.6B's shape",
+         "--sizes m500 --works 7 --dtypes bfloat16 --peft bfloat16 --runs 2", None),
+    Part("training-large-float32", "The same in float32",
+         "--sizes m500 --works 7 --dtypes float32 --peft float32 --runs 2", None),
     Part("sampling-large", "Sampling Qwen3-0.6B's shape",
          "--sizes m500 --dtypes bfloat16 --at-once 8 --adapters 1 --without alone transformers --runs 2", None),
     Part("sampling-ends", "Sampling m50: one, and 256 at once",
