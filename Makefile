@@ -115,7 +115,7 @@ test-examples: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Every benchmark, with its baselines, into build/bench: 20 minutes or less on two cores that do nothing else. VLLM and
+# Every benchmark, with its baselines, into build/bench: half an hour on two cores that do nothing else. VLLM and
 # LLAMA are interpreters that have these engines, if any; with them it takes longer.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/suite.py --out build/bench $(if $(VLLM),--vllm $(VLLM)) $(if $(LLAMA),--llama $(LLAMA))

@@ -1,6 +1,6 @@
 """Every benchmark in one call, one after the other, for a page that can be put beside others of its kind.
 
-    python benchmarks/suite.py                      # make bench: 20 minutes or less on two cores, into build/bench
+    python benchmarks/suite.py                      # make bench: half an hour on two cores, into build/bench
     python benchmarks/suite.py --quick              # make bench-quick: three minutes or less
     python benchmarks/suite.py --only latency steps --out /tmp/figures
     python benchmarks/suite.py --vllm VENV/bin/python --llama VENV/bin/python       # beside other engines: longer

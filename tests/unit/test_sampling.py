@@ -97,6 +97,28 @@ def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_given_one
         np.testing.assert_allclose(chosen.logprobs_B.numpy(), whole[:, 11], atol=1e-6)
 
 
+def test_an_adjusted_neighbour_changes_no_bit_of_a_row():
+    logits = _logits(40, 300)
+    adjusted = logits.clone()
+    adjusted[::4] = adjusted[::4].neg()
+    for temperature in (0.0, 0.5, 1.0):
+        draws = _draws(40, temperature=temperature)
+        alone, beside = choose(logits.clone(), draws), choose(logits.clone(), draws, adjusted.clone())
+        for row in set(range(40)) - set(range(0, 40, 4)):
+            assert alone.token_ids_B[row] == beside.token_ids_B[row]
+            assert alone.logprobs_B[row] == beside.logprobs_B[row]
+
+
+@pytest.mark.parametrize("distance", [80.0, 87.5, 100.0, 300.0])
+def test_the_logprob_of_a_forced_token_is_exact_where_float32_has_no_weight_for_it(distance: float):
+    logits = _logits(3, 50, scale=1.0)
+    logits[:, 7] = logits.amax(-1) - distance
+    forced = torch.full_like(logits, -torch.inf)
+    forced[:, 7] = 0.0
+    chosen = choose(logits.clone(), _draws(3), forced)
+    np.testing.assert_allclose(chosen.logprobs_B.numpy(), _log_softmax(logits)[:, 7], rtol=1e-6)
+
+
 def test_temperature_zero_takes_the_likeliest_token_and_reports_it_at_temperature_one():
     logits = _logits(16, 700)
     chosen = choose(logits.clone(), _draws(16, temperature=0.0, top_p=0.5))

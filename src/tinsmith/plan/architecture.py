@@ -228,14 +228,14 @@ def _read(text: str) -> Architecture:
     model = _on_meta(given)
     mark_experts(model)
     config, decoder = model.config.get_text_config(), decoder_of(model)
-    vision_numbers = sum(parameter.numel() for part in _vision_parts(model) for parameter in part.parameters())
+    vision_numbers = sum(map(numbers_of, _vision_parts(model)))
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     kinds = list(getattr(config, "layer_types", None) or ())
     mixers = [module for module in decoder.modules() if is_mixer(module)]
     known = ATTENTION_KINDS | OTHER_KINDS | (STATE_KINDS if mixers else frozenset())
     if other := sorted(set(kinds) - known):
         raise _refusal(given, f"it has layers of kind {', '.join(other)}")
-    linears, layers = tuple(_linears(decoder, config)), _layers(decoder)
+    linears, layers = tuple(_linears(decoder, config)), marked_layers(decoder)
     if not any(linear.group == "attn" for linear in linears):
         raise _refusal(given, "it has no linear projections of attention")
     attending = (
@@ -269,8 +269,8 @@ def _read(text: str) -> Architecture:
         state_numbers=sum(state_numbers(module) for module in mixers),
         mixer_numbers=sum(kept_numbers(module) for module in mixers),
         is_whole=any(is_whole(module) for module in mixers),
-        layer_sizes=tuple(map(_numbers, layers)),
-        expert_sizes=tuple(sum(map(_numbers, filter(_is_experts, layer.modules()))) for layer in layers),
+        layer_sizes=tuple(map(numbers_of, layers)),
+        expert_sizes=tuple(sum(map(numbers_of, filter(_is_experts, layer.modules()))) for layer in layers),
         undivided=undivided(config),
     )
 
@@ -301,7 +301,7 @@ def undivided(config: PreTrainedConfig) -> str:
     return ""
 
 
-def _numbers(module: nn.Module) -> int:
+def numbers_of(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -310,7 +310,7 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated")
 
 
-def _layers(decoder: nn.Module) -> list[nn.Module]:
+def marked_layers(decoder: nn.Module) -> list[nn.Module]:
     """In order; empty if the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

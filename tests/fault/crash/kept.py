@@ -24,6 +24,11 @@ START_S = 60.0
 TENANTS = ("ann", "bob", "cal")
 
 
+def markers_in(data_dir: Path) -> set[str]:
+    """The failpoints at which a process with this data directory died."""
+    return {path.name.removeprefix("crashed.") for path in data_dir.glob("crashed.*")}
+
+
 class KeptServer:
     """The successive processes of one server."""
 
@@ -50,8 +55,7 @@ class KeptServer:
 
     @property
     def markers(self) -> set[str]:
-        """The failpoints at which a process died."""
-        return {path.name.removeprefix("crashed.") for path in self.data_dir.glob("crashed.*")}
+        return markers_in(self.data_dir)
 
     def rows(self, query: str) -> list[tuple]:
         """The rows of a query of the server's database."""

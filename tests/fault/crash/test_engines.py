@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash.kept import KeptServer, kept
+from fault.crash.kept import KeptServer, kept, markers_in
 from fault.crash.runs import DEPRECATED, Books, Record
-from fault.crash.test_matrix import NTH, POINTS_HERE, run_until
+from fault.crash.test_matrix import NTH, POINTS_HERE, points_of, run_until
 from support import databases
 from support.live import LiveServer, free_port, serving
 from tinsmith.cluster.engines import Engines
@@ -50,13 +50,9 @@ def check(directory: Path, undisturbed: Seen, one: str, two: str = "") -> None:
     with kept(directory / "server", "--backend", "fake", "--role", "server") as server:
         with engine(server, "one", one) as first, engine(server, "two", two) as second:
             await_both(server)
-            run_until(lambda: died(first, one) and died(second, two), server, undisturbed)
+            points = ((first, points_of(one)), (second, points_of(two)))
+            run_until(lambda: all(own <= markers_in(each.data_dir) for each, own in points), server, undisturbed)
         assert server.deaths == 0
-
-
-def died(process: LiveServer, specs: str) -> bool:
-    points = {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",") if spec}
-    return points <= {path.name.removeprefix("crashed.") for path in process.data_dir.glob("crashed.*")}
 
 
 def await_both(server: KeptServer) -> None:

@@ -114,4 +114,4 @@ def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(chained: dict[str,
 
 
 def points_of(specs: str) -> set[str]:
-    return {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",")}
+    return {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",") if spec}

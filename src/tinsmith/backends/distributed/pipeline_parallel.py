@@ -29,11 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.errors import SettingsError
-from tinsmith.plan.architecture import undivided
+from tinsmith.plan.architecture import marked_layers, numbers_of, undivided
 from tinsmith.plan.memory import split_layers
 
 
@@ -181,12 +180,11 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
 
 def layers_of(decoder: nn.Module, name: str) -> list[nn.Module]:
     """The decoder's layers, in order. Raises SettingsError if it does not mark them."""
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and all(isinstance(each, GradientCheckpointingLayer) for each in module):
-            return list(module)
-    raise SettingsError(
-        f"pipeline_parallel is set, and {name} does not mark which of its modules are layers; use data_parallel"
-    )
+    if not (layers := marked_layers(decoder)):
+        raise SettingsError(
+            f"pipeline_parallel is set, and {name} does not mark which of its modules are layers; use data_parallel"
+        )
+    return layers
 
 
 def boundaries_of(layers: Sequence[nn.Module], run: Callable[[], object], num_rows: int, name: str) -> list[_Boundary]:
@@ -215,7 +213,7 @@ def boundaries_of(layers: Sequence[nn.Module], run: Callable[[], object], num_ro
 
 def own_layers(layers: Sequence[nn.Module], embedding: int, unembedding: int, ranks: Ranks) -> range:
     """This rank's layers, by the plan's rule; the last arguments are the numbers of the ends."""
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    sizes = [numbers_of(layer) for layer in layers]
     sizes[0] += embedding
     sizes[-1] += unembedding
     counts = split_layers(tuple(sizes), ranks.degrees.pipeline)

@@ -80,13 +80,13 @@ class Ranks:
             places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
             groups = {place: group(degrees.context_group(*place)) for place in places}
             self._context = groups[self.data_index, place]
-        block, self.expert_index = divmod(degrees.stage_group(self.stage).index(rank), degrees.experts)
+        expert_groups = degrees.expert_groups()
+        own = next(index for index, ranks in enumerate(expert_groups) if rank in ranks)
+        self.expert_index = expert_groups[own].index(rank)
         if degrees.experts > 1:
-            blocks = [group(each) for each in degrees.expert_groups()]
-            self._experts = blocks[self.stage * (degrees.stage_size // degrees.experts) + block]
-            self._in_stage = self._all
-        if degrees.experts > 1 and degrees.pipeline > 1:
-            self._in_stage = [group(degrees.stage_group(stage)) for stage in range(degrees.pipeline)][self.stage]
+            self._experts = [group(ranks) for ranks in expert_groups][own]
+            of_stages = [degrees.stage_group(stage) for stage in range(degrees.pipeline)]
+            self._in_stage = [group(ranks) for ranks in of_stages][self.stage] if len(of_stages) > 1 else self._all
         if degrees.pipeline > 1:
             # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
             groups = [[group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)]

@@ -146,7 +146,6 @@ class RankedTrainer(Trainer):
         """This rank's part of every micro-batch."""
         assert isinstance(self._base, ShardedBase) and self._base.stage is not None
         shares = [(self._share(batch) if batch.examples else batch, train) for batch, train in batches]
-
         base, stage, adapters = self._base, self._base.stage, _adapters(checked)
 
         def forward(number: int) -> Tensor:
@@ -172,7 +171,7 @@ class RankedTrainer(Trainer):
             while True:
                 if base.exchange is not None:  # samples may have been drawn since
                     base.exchange.adapters = adapters
-                with memory_errors(self._base.device):
+                with memory_errors(base.device):
                     if next(steps, DONE) is DONE:
                         return
                 yield

@@ -32,6 +32,7 @@ from tinsmith.backends.torch.host import upload, upload_all
 
 CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens; a full sort takes 20 times as long
 PIECE = 64  # inverting a distribution first picks a piece of this many entries, then an entry
+LEAST_LOG = -87.0  # float32 weights with a smaller logarithm lose digits, and then become 0
 ALMOST_ONE = 1 - 2.0**-52  # its product with a total stays below the total despite rounding
 
 
@@ -105,7 +106,7 @@ def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -
         likeliest_B = (logits_BV if adjusted_BV is None else adjusted_BV).argmax(-1)
     own_BV = _relative_(logits_BV, given.temperature_B if has_temperature else None)
     top = _top(own_BV, draws)
-    weights_BV = own_BV.exp() if adjusted_BV is not None else own_BV.exp_()
+    own_weights_BV = weights_BV = own_BV.exp() if adjusted_BV is not None else own_BV.exp_()
     sums_BC = piece_sums(weights_BV)
     total_B = sums_BC.sum(-1).log_()
     if adjusted_BV is not None:
@@ -119,8 +120,11 @@ def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -
         if likeliest_B is not None:
             token_ids_B = torch.where(given.greedy_B == 1, likeliest_B, token_ids_B)
     # The weight of a drawn token is as exact as its logit; that of a greedy one is 1.
-    own_B = own_BV.gather(1, token_ids_B[:, None])[:, 0].double()
-    logprobs_B = ((own_B if adjusted_BV is not None else own_B.log_()) - total_B).float()
+    own_B = own_weights_BV.gather(1, token_ids_B[:, None])[:, 0].double().log_()
+    if adjusted_BV is not None:  # may draw a token that has no weight of its own
+        logit_B = own_BV.gather(1, token_ids_B[:, None])[:, 0].double()
+        own_B = torch.where(own_B < LEAST_LOG, logit_B, own_B)
+    logprobs_B = (own_B - total_B).float()
     if top is not None:
         total_R = _rows_of(total_B, top.rows_R)
         top = top._replace(logprobs_Rk=(top.logprobs_Rk - total_R[:, None]).float())
