@@ -68,6 +68,20 @@ def test_any_number_of_ids_arrives(db: Database, mailbox: PostgresMailbox) -> No
     assert received(mailbox, lambda found: found >= ids) == ids
 
 
+def test_lines_of_token_streams_arrive_without_a_transaction(database_url: str, mailbox: PostgresMailbox) -> None:
+    engine = PostgresMailbox(database_url, engine_mailbox("base"))
+    lines = {f'+["request-{i}",0,0,[1],[-0.5],[]]' for i in range(400)}
+    try:
+        engine.stream(SERVER, ["+" + "too long" * 1000, *lines])
+        assert lines <= received(mailbox, lambda ids: lines <= ids)
+        assert engine._sender is not None
+        engine._sender.close()
+        engine.stream(SERVER, ["+after a broken connection"])
+        assert "+after a broken connection" in received(mailbox, lambda ids: "+after a broken connection" in ids)
+    finally:
+        engine.close()
+
+
 def test_channels_are_apart(db: Database, mailbox: PostgresMailbox) -> None:
     with db.write() as connection:
         db.notify(connection, "engine", ["a"])

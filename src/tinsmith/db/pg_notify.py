@@ -3,7 +3,7 @@
 `Database.notify` sends in the transaction that writes the rows, so that rows are never committed without their
 notification. This module receives: a thread with its own connection collects ids. It replaces a broken connection.
 Notifications sent meanwhile are lost, so it wakes the reader with an empty id, which means: read all rows. Slow polls
-cover the rest (`wakeups`).
+cover the rest (`wakeups`). It sends only token streams, which have no rows, on a second connection.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 import structlog
 
-from tinsmith.db.database import sqlalchemy_url
-from tinsmith.db.wakeups import Mailbox, WakeUps, socket_dir
+from tinsmith.db.database import MAX_NOTIFY_BYTES, sqlalchemy_url
+from tinsmith.db.wakeups import Mailbox, WakeUps, payloads, socket_dir
 from tinsmith.runtime.background import ignore, supervised_thread
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class PostgresMailbox:
         self._channels = sorted({channel, channel.partition(".")[0]})
         self._lock = threading.Lock()
         self._ids: set[str] = set()
+        self._sender: psycopg.Connection | None = None
         self._woken, self._wake = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
@@ -65,6 +66,19 @@ class PostgresMailbox:
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
         """Does nothing: `Database.notify` was part of the transaction."""
+
+    def stream(self, name: str, lines: Iterable[str]) -> None:
+        """Send lines of token streams; lines that are too long or meet a broken connection are lost. One thread."""
+        import psycopg
+
+        try:
+            if self._sender is None or self._sender.closed:
+                self._sender = psycopg.connect(self._conninfo, autocommit=True, connect_timeout=1)
+            short = (line for line in lines if len(line.encode()) < MAX_NOTIFY_BYTES)
+            for text in payloads(short, MAX_NOTIFY_BYTES):
+                self._sender.execute("SELECT pg_notify(%s, %s)", (name, text))
+        except psycopg.Error as error:
+            log.warning("tokens of a stream are late: Postgres did not take them", error=str(error))
 
     def drain(self) -> set[str]:
         """All ids that arrived; an empty id means that others may have been missed."""
@@ -82,6 +96,8 @@ class PostgresMailbox:
     def close(self) -> None:
         os.write(self._end, b"x")
         self._thread.join()
+        if self._sender is not None:
+            self._sender.close()
         for descriptor in (self._woken, self._wake, self._ending, self._end):
             os.close(descriptor)
 

@@ -342,7 +342,7 @@ class Engine:
         return ready
 
     def _send_partials(self, partials: Sequence[Partial]) -> None:
-        self._mailbox.wake(SERVER, map(line_of, partials))
+        self._mailbox.stream(SERVER, map(line_of, partials))
 
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
         return self._versions.prepare(sampler, self._restore_model)

@@ -489,7 +489,7 @@ class SamplerEngine:
     # Telling.
 
     def _send_partials(self, partials: Sequence[Partial]) -> None:
-        self._mailbox.wake(SERVER, map(line_of, partials))
+        self._mailbox.stream(SERVER, map(line_of, partials))
 
     def _settled(self, settlements: Sequence[Settlement]) -> None:
         """Called after the commit."""
