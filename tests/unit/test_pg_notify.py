@@ -72,7 +72,11 @@ def test_lines_of_token_streams_arrive_without_a_transaction(database_url: str, 
     engine = PostgresMailbox(database_url, engine_mailbox("base"))
     lines = {f'+["request-{i}",0,0,[1],[-0.5],[]]' for i in range(400)}
     try:
-        engine.stream(SERVER, ["+" + "too long" * 1000, *lines])
+        too_long = "+" + "too long" * 1000
+        engine.stream(SERVER, [too_long])
+        engine.stream(SERVER, ["+short"])
+        assert received(mailbox, lambda ids: "+short" in ids) == {"+short"}, "nothing else wakes the readers"
+        engine.stream(SERVER, [too_long, *lines])
         assert lines <= received(mailbox, lambda ids: lines <= ids)
         assert engine._sender is not None
         engine._sender.close()

@@ -75,7 +75,7 @@ class PostgresMailbox:
             if self._sender is None or self._sender.closed:
                 self._sender = psycopg.connect(self._conninfo, autocommit=True, connect_timeout=1)
             short = (line for line in lines if len(line.encode()) < MAX_NOTIFY_BYTES)
-            for text in payloads(short, MAX_NOTIFY_BYTES):
+            for text in filter(None, payloads(short, MAX_NOTIFY_BYTES)):  # an empty one means: read all rows
                 self._sender.execute("SELECT pg_notify(%s, %s)", (name, text))
         except psycopg.Error as error:
             log.warning("tokens of a stream are late: Postgres did not take them", error=str(error))
