@@ -64,7 +64,6 @@ class Figures:
 class Measured:
     """A figure in the target's unit, and ours and theirs in tokens a second where it is a ratio."""
 
-    what: str
     value: Mapping[str, float]
     part: str
     ours: Mapping[str, float] | None = None
@@ -88,7 +87,12 @@ class Target:
 
     @property
     def in_words(self) -> str:
-        return f"{'<=' if self.is_most else '>='} {self.limit:g} {self.unit}"
+        return f"{'<=' if self.is_most else '>='} {self.limit:g}" + _unit(self.unit)
+
+
+def _unit(unit: str) -> str:
+    """Nothing for a ratio, which most rows are."""
+    return "" if unit == "x" else f" {unit}"
 
 
 # Where figures are.
@@ -101,7 +105,7 @@ def time_of(size: str, what: str, found: Figures, *, worst: bool = False, scale:
         values = {key: value * scale for key, value in values.items()} | {"runs": row["runs"]}
         if worst:
             values["median"] = values["most"]
-        yield Measured(what, values, "latency" if size == "tiny" else f"latency-{size}")
+        yield Measured(values, "latency" if size == "tiny" else f"latency-{size}")
 
 
 def times_of(size: str, what: str, other: str, against: str, found: Figures) -> Iterator[Measured]:
@@ -112,7 +116,7 @@ def times_of(size: str, what: str, other: str, against: str, found: Figures) -> 
         value = {"median": ours["p50_ms"] / theirs["p50_ms"], "least": ours["min_ms"] / theirs["p50_ms"],
                  "most": ours["p95_ms"] / theirs["p50_ms"], "runs": ours["runs"]}  # fmt: skip
         pair = (_exactly(row["p50_ms"]) for row in (ours, theirs))
-        yield Measured(f"{what} / {other}, {against}", value, f"latency-{size}", *pair)
+        yield Measured(value, f"latency-{size}", *pair)
 
 
 def spike(size: str, what: str, found: Figures) -> Iterator[Measured]:
@@ -120,7 +124,7 @@ def spike(size: str, what: str, found: Figures) -> Iterator[Measured]:
     if row := found.latency.get(size, {}).get(what):
         ours, theirs = row["p95_ms"], row["p50_ms"]
         value = _exactly(ours / theirs) | {"runs": row["runs"]}
-        yield Measured(what, value, f"latency-{size}", _exactly(ours), _exactly(theirs))
+        yield Measured(value, f"latency-{size}", _exactly(ours), _exactly(theirs))
 
 
 def trained(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
@@ -131,7 +135,7 @@ def trained(size: str, work: str, dtype: str, other: str, found: Figures) -> Ite
             theirs = rows.get(f"{other} {dtype}" if key else other)
             if theirs:
                 value = row[key] if key else row["of_peft"][other]
-                yield Measured(dtype, value, part, row["tokens_per_s"], theirs["tokens_per_s"])
+                yield Measured(value, part, row["tokens_per_s"], theirs["tokens_per_s"])
 
 
 def memory(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
@@ -140,7 +144,7 @@ def memory(size: str, work: str, dtype: str, other: str, found: Figures) -> Iter
         row = rows.get(f"service {dtype}", {})
         if other in row.get("memory_of_peft", {}):
             pair = (_exactly(each["peak_mib"]) for each in (row, rows[other]))
-            yield Measured(dtype, _exactly(row["memory_of_peft"][other]), part, *pair)
+            yield Measured(_exactly(row["memory_of_peft"][other]), part, *pair)
 
 
 def evenness(size: str, ragged: str, even: str, dtype: str, found: Figures) -> Iterator[Measured]:
@@ -150,7 +154,7 @@ def evenness(size: str, ragged: str, even: str, dtype: str, found: Figures) -> I
             row, other = rows.get(f"service {dtype}"), others.get(f"service {dtype}")
             if row and other and "of_products" in row and "of_products" in other:
                 value = _exactly(row["of_products"]["median"] / other["of_products"]["median"])
-                yield Measured(dtype, value, part, row["tokens_per_s"], other["tokens_per_s"])
+                yield Measured(value, part, row["tokens_per_s"], other["tokens_per_s"])
 
 
 def _works(size: str, work: str, found: Figures) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -175,8 +179,7 @@ def sampled(
             if (row["size"], row.get("at_once"), row.get("load")) == wanted}  # fmt: skip
     for (part, what), row in rows.items():
         if what == ours and other in row.get("of", {}):
-            yield Measured(f"{ours} / {other}", row["of"][other], part, row["tokens_per_s"],
-                           rows[part, other]["tokens_per_s"])  # fmt: skip
+            yield Measured(row["of"][other], part, row["tokens_per_s"], rows[part, other]["tokens_per_s"])
 
 
 def _sampling(at_once: int) -> tuple[str, ...]:
@@ -296,7 +299,7 @@ def replaced(text: str, found: Figures) -> str:
 
 def _table(found: Figures) -> list[str]:
     lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
-    header = ("measure", "against", "what", "ours", "theirs", "result", "target", "by")
+    header = ("measure", "against", "ours", "theirs", "result", "runs", "target", "by")
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
     for target in TARGETS:
@@ -317,8 +320,9 @@ def _table(found: Figures) -> list[str]:
 
 def _preface(suite: Row) -> list[str]:
     lines = [
-        "Written by `python benchmarks/targets.py` from the figures of `make bench`. Ratios are medians of interleaved",
-        "runs, our tokens a second over theirs (MiB for memory); the least and the most are in brackets.",
+        "Written by `python benchmarks/targets.py` from the figures of `make bench`. A result is the ratio of ours to",
+        "theirs (tokens a second, MiB for memory, milliseconds for latency): the median of interleaved runs, with the",
+        "least and the most in brackets.",
         "",
     ]
     if suite:
@@ -334,9 +338,9 @@ def _ceilings(ceilings: Mapping[str, float]) -> list[str]:
 def _line(target: Target, row: Measured, verdict: str) -> str:
     form = ".2f" if target.unit in ("x", "s") else ",.1f"
     ours, theirs = ("" if each is None else f"{each['median']:,.0f}" for each in (row.ours, row.theirs))
-    value = f"{in_words(row.value, form)} {target.unit}, {row.value['runs']:.0f} runs"
+    value = in_words(row.value, form) + _unit(target.unit)
     judged = f"{target.in_words}: **{verdict}**"
-    cells = (target.measure, target.against, row.what, ours, theirs, value, judged, row.part)
+    cells = (target.measure, target.against, ours, theirs, value, f"{row.value['runs']:.0f}", judged, row.part)
     return "| " + " | ".join(cells) + " |"
 
 
