@@ -35,12 +35,11 @@ LEDGER = DOCUMENT.with_name("ledger.csv")
 LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
 """The number of rows of each letter; B46 and Z stand alone."""
 AGAINST = {
-    "real": "what users run",
-    "contract": "a documented interface",
-    "fake": "the fake backend",
+    "real": "against what users run",
+    "contract": "against a documented interface",
+    "fake": "on the fake backend",
 }
 MISSING = "missing"
-RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_runs_and_passes_its_checks"
 
 CLIENTS = (
     tinker.ServiceClient,
@@ -201,9 +200,8 @@ def render() -> str:
         [
             "# Compatibility",
             "",
-            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive it with the",
-            f"unmodified `tinker=={tinker.__version__}`, or says *not driven*. `(_async)` is the same method with that",
-            "ending.",
+            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive a method, a command",
+            f"or an endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method with that ending.",
             "",
             "## Ledger",
             "",
@@ -222,15 +220,14 @@ def render() -> str:
             "",
             "## Clients of others",
             "",
-            "`make test-clients` runs these against a live server, with the newest packages. What it found last:",
+            "`make test-clients` runs these suites against a live server, with the newest packages. The last results:",
             "",
             *_client_lines(),
             "",
             "## Recipes",
             "",
-            "Recipes of `tinker-cookbook`, unmodified, with generated data. `make test-recipes` runs all,",
-            "`make test` those without a star. Commands and checks are in `tests/recipes/table.py`; the test is",
-            f"`{RECIPE_TEST}`.",
+            "Unmodified recipes of `tinker-cookbook` run with generated data and pass the checks of",
+            "`tests/recipes/table.py`. `make test-recipes` runs all, `make test` those without a star.",
             "",
             *_recipe_lines(ROWS),
             "",
@@ -242,19 +239,19 @@ def _ledger_lines() -> Iterator[str]:
     rows = ledger()
     counts = {kind: sum(each.against == kind for each in rows) for kind in AGAINST}
     proven = ", ".join(f"{counts[kind]} {words}" for kind, words in AGAINST.items())
-    yield f"[ledger.csv](ledger.csv) has {len(rows)} promises with tests against: {proven}."
-    yield f"In part: {', '.join(each.row for each in rows if each.lacks and each.against != MISSING)}."
-    yield f"Missing: {', '.join(each.row for each in rows if each.against == MISSING)}."
+    partly = ", ".join(each.row for each in rows if each.lacks and each.against != MISSING)
+    missing = ", ".join(each.row for each in rows if each.against == MISSING) or "nothing"
+    yield f"[ledger.csv](ledger.csv) lists {len(rows)} promises with their tests: {proven}."
+    yield f"Kept in part: {partly}. Missing: {missing}."
 
 
 def _client_lines() -> Iterator[str]:
-    """A row for each suite, from the results in the repository."""
-    yield "| suite | version | date | passed | failed |"
-    yield "|---|---|---|---|---|"
+    """A line for each suite, from the results in the repository."""
     for name, each in json.loads(CLIENT_RESULTS.read_text()).items():
         result = ClientResult(**each)
-        failed = result.reason or ", ".join(result.failed) or "none"
-        yield f"| {name} | {result.package} {result.version} | {result.date} | {result.passed} | {failed} |"
+        failed = result.reason or ", ".join(f"`{each}`" for each in result.failed)
+        found = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
+        yield f"- {name}, {result.package} {result.version}, {result.date}: {found}"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:

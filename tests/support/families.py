@@ -337,35 +337,34 @@ def _write(directory: Path, model: PreTrainedModel, name: str) -> ModelShape:
 
 INTRODUCTION = """# Model families
 
-Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
-samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
-those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
-all, also through a server; `make test` those with a star.
+`tests/unit/test_families.py` trains, publishes, samples and saves two adapters of a small random model of each family
+below. The logprobs of training, answers and prompts are those of `transformers` to 1e-4 in float32, also with the saved
+adapter loaded by PEFT. `make test-families` tests all, also through a server, and `make test` those with a star. This
+page is made by `scripts/write-models` from `tests/support/families.py`.
 
 """
 
 WITH_IMAGES = """
-Trained and sampled with images; `--no-vision` serves text alone:
+These are trained and sampled with images; `--no-vision` serves text alone:
 
 """
 
 BETWEEN = """
-Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
-window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
-model with another vision tower the text part is served (Mistral 3 `mistral3`, Kimi K2.5 `kimi_k25`). `train_attn`
-trains layers with a state, too; `train_mlp` experts, shared experts and dense layers, never the router. Saved adapters
-are PEFT's (`target_parameters`, `rank_pattern`); an export (`save_weights_external`) is what `tinker_cookbook.weights`
-merges.
+Any other family is served if it passes checks at start: every layer attends once, to all earlier tokens or to its
+configured window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's
+own. Of a model with another vision tower only the text part is served (Mistral 3 `mistral3`, Kimi K2.5 `kimi_k25`).
+`train_attn` trains layers with a state, too; `train_mlp` trains experts, shared experts and dense layers, never the
+router.
 
 ## Refused at start
 
-By what the reason says:
+The reason in the error, and the families that get it:
 
 """
 
 
 LIFTED = """
-What would be needed to serve some of them:
+To serve some of them, Tinsmith would need:
 
 """
 
@@ -374,7 +373,7 @@ def render() -> str:
     served: dict[str, list[str]] = {}
     for family in FAMILIES:
         name = f"{family.title} (`{family.model_type}`){'*' if family.core else ''}"
-        served.setdefault(family.what or "nothing", []).append(name)
+        served.setdefault(family.what or "no peculiarity", []).append(name)
     refused: dict[str, list[str]] = {}
     for refusal in REFUSED:
         refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
