@@ -190,7 +190,7 @@ PACKED = "packed --size m50 --work"
 EVEN, RAGGED, LARGE = "8 x 256, 1 client", "ragged 16-512, 1 client", "2 x 256, 1 client"
 FORWARD, STEP, PUBLISH = "forward, one datum", "forward_backward + optim_step", "publish + first token"
 QWEN = "Qwen3-0.6B's shape"
-PRODUCTS, PLAIN, VLLM = "the packed products alone", "a plain decode loop with LoRA", "vLLM on a CPU, same work"
+PRODUCTS, PLAIN, VLLM = "the packed products", "a plain loop with LoRA", "vLLM on a CPU"
 PLAIN_ROW, VLLM_ROW = "plain loop bfloat16, 1 LoRA", "vllm bfloat16, 1 LoRA"
 
 
@@ -204,8 +204,8 @@ def _of_training() -> Iterator[Target]:
         for clients, work in ((8, 3), (32, 4)):
             find = partial(trained, size, f"1 x 32, {clients} clients", "bfloat16", "PEFT float32")
             flags = tuple(f"{what} --size {size} --work {work}" for what in ("packed", "step"))
-            yield Target(f"{clients} tenants with 32 tokens each, {size}, bfloat16",
-                         "HF + PEFT float32, one after the other", limit, "x", find, profile=flags)  # fmt: skip
+            yield Target(f"{clients} tenants x 32 tokens, {size}, bfloat16",
+                         "HF + PEFT float32, in sequence", limit, "x", find, profile=flags)  # fmt: skip
     yield Target("training m50, ragged 16-512, bfloat16", "HF + PEFT float32, padded", 3, "x",
                  partial(trained, "m50", RAGGED, "bfloat16", "PEFT float32"), profile=(f"{PACKED} 1",))  # fmt: skip
     yield Target("the same, share of the packed products", "that of 8 x 256", 0.9, "x",
@@ -238,10 +238,10 @@ def _of_sampling() -> Iterator[Target]:
         (64, "HF generate, without LoRA", "transformers bfloat16", 1),
         (16, PLAIN, PLAIN_ROW, 0.75), (64, PLAIN, PLAIN_ROW, 0.75),
     ):  # fmt: skip
-        yield Target(f"sampling m50, bfloat16, one adapter, {at_once} at once", against, limit, "x",
+        yield Target(f"sampling m50, bfloat16, {at_once} at once", against, limit, "x",
                      partial(sampled, at_once, other), profile=_sampling(at_once))  # fmt: skip
     for at_once in (16, 64):
-        yield Target(f"8 adapters in one decode batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
+        yield Target(f"8 adapters in a batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
                      partial(sampled, at_once, "service bfloat16, 1 LoRA", ours="bfloat16, 8 LoRA"),
                      profile=(f"decode --at-once {at_once} --adapters 8",))  # fmt: skip
     for what, load, at_once in (("prompts of 1,024", "prompts", 16), ("groups of 8", "groups", 64)):
@@ -252,7 +252,7 @@ def _of_sampling() -> Iterator[Target]:
 
 
 TARGETS = (
-    *(Target(f"{what}, tiny, p50", "the SDK and a server with canned answers", limit, "x",
+    *(Target(f"{what}, tiny, p50", "canned answers", limit, "x",
              partial(times_of, "tiny", what, "canned", what), is_most=True, profile=(flags,))
       for what, limit, flags in ((FORWARD, 1.6, "forward"), (STEP, 2.2, "step"),
                                  (f"{FORWARD}, 8 clients", 1.25, "forward --clients 8"))),
@@ -263,10 +263,10 @@ TARGETS = (
            profile=("publish --size m50",)),
     Target("the same, p95", "its p50", 2, "x", partial(spike, "m50", PUBLISH), is_most=True,
            profile=("publish --size m50",)),
-    Target("cold start to the first answered forward, tiny", "absolute", 4, "s",
+    Target("cold start to the first forward, tiny", "absolute", 4, "s",
            partial(time_of, "tiny", "cold start to the first forward", scale=0.001), is_most=True,
            profile=("forward",)),
-    Target("no compile stall: what a new shape of a batch takes more, tiny, the worst of 10", "absolute", STALL_MS,
+    Target("delay by a new batch shape, tiny, worst of 10", "absolute", STALL_MS,
            "ms", partial(time_of, "tiny", "what a new shape takes more", worst=True), is_most=True, profile=("step",)),
 )  # fmt: skip
 

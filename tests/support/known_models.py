@@ -76,10 +76,10 @@ Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/un
 
 ## What is preferred
 
-The plan is the first of these that fits: data parallel alone; for a mixture, its experts over the fewest devices; tensor
-parallel within a machine (up to 8 devices) in data-parallel groups; a sharded base; both; each of these with the lowest
-context-parallel degree; with the fewest stages; and with experts spread within stages. It rather keeps activations than
-recomputes them, and rather recomputes them than lets training and sampling alternate ([memory](howto/memory.md)).
+The plan is the first of these that fits: data parallel alone; for a mixture, its experts over the fewest devices;
+tensor parallel within a machine (up to 8 devices) in data-parallel groups; a sharded base; both; each of these with the
+lowest context-parallel degree; with the fewest stages; and with experts spread within stages. Keeping activations is
+preferred to recomputing them, and recomputing to alternating between training and sampling ([memory](howto/memory.md)).
 
 ## Well-known models
 
@@ -95,10 +95,10 @@ activations, *turns* that training and sampling alternate.
 EXCHANGES = """
 ## What devices exchange
 
-The table estimates the GB that a device sends in a step of 8,192 tokens for each tensor group, the step's time, and the
-share of it that exchanges take: on H100s, with 450 GB/s within a machine of 8 and 50 GB/s between machines, each used to
-70 %, and tokens that choose experts evenly. None of it was measured. With data parallelism alone only gradients are
-exchanged, for at most 2 % of a step of Llama-3.1-8B. Different engines exchange nothing.
+The table estimates the GB that a device sends in a step of 8,192 tokens for each tensor group, the step's time, and
+the share of it that exchanges take: on H100s, with 450 GB/s within a machine of 8 and 50 GB/s between machines, each
+used to 70 %, and tokens that choose experts evenly. None of it was measured. With data parallelism alone only gradients
+are exchanged, for at most 2 % of a step of Llama-3.1-8B. Different engines exchange nothing.
 
 | model | devices | plan | activations | experts | gradients | seconds | exchanges |
 |---|---|---|---|---|---|---|---|
