@@ -200,9 +200,9 @@ def render() -> str:
         [
             "# Compatibility",
             "",
-            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive a method, command",
-            f"or endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method with that",
-            "ending.",
+            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive a method,",
+            f"command or endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method with",
+            "that ending.",
             "",
             "## Ledger",
             "",
