@@ -216,8 +216,8 @@ class Settings(BaseSettings):
     """Device memory of one engine, such as `6GiB` (docs/howto/memory.md). 0 means a bound for each holder."""
 
     kv_cache_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
-    """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context; on a GPU three tenths
-    of the free memory, allocated once."""
+    """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context, and a quarter of
+    memory at most; on a GPU three tenths of the free memory, allocated once."""
 
     sampler_sequences: int = Field(default=0, ge=0)
     """Most sequences that an engine samples at the same time; others wait. 0 means 256, on a GPU 512."""

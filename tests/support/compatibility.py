@@ -201,8 +201,8 @@ def render() -> str:
             "# Compatibility",
             "",
             "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive a method,",
-            f"command or endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method with",
-            "that ending.",
+            f"command or endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method",
+            "with that ending.",
             "",
             "## Ledger",
             "",
@@ -227,8 +227,9 @@ def render() -> str:
             "",
             "## Recipes",
             "",
-            "Unmodified recipes of `tinker-cookbook` run with generated data and pass the checks of",
-            "`tests/recipes/table.py`. `make test-recipes` runs all, `make test` those without a star.",
+            "These recipes of `tinker-cookbook` run unmodified, with generated data, and pass the checks of",
+            "`tests/recipes/table.py`, which says what each numbered variant exercises. `make test-recipes` runs all,",
+            "`make test` those without a star.",
             "",
             *_recipe_lines(ROWS),
             "",
@@ -270,12 +271,13 @@ def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """One line for each module: its rows by name, and what they exercise."""
-    modules: dict[str, list[str]] = {}
+    """One line for each module: what it exercises, or its rows by name if there are several."""
+    modules: dict[str, list[Row]] = {}
     for row in rows:
-        modules.setdefault(row.module, []).append(f"{row.exercises} ({row.name}{'' if row.quick else '*'})")
-    for module, exercises in modules.items():
-        yield f"- `{module}`: {'; '.join(exercises)}"
+        modules.setdefault(row.module, []).append(row)
+    for module, variants in modules.items():
+        names = ", ".join(f"{row.name}{'' if row.quick else '*'}" for row in variants)
+        yield f"- `{module}`: " + (names if len(variants) > 1 else f"{variants[0].exercises} ({names})")
 
 
 class Witness:
