@@ -88,8 +88,8 @@ Parameters (in billions) are those that `transformers` builds; *active* ones com
 columns are plans: DP 4 x TP 2 is four groups of two devices, EP 8 spreads experts over 8; *again* means recomputed
 activations, *turns* that training and sampling alternate.
 
-| model | parameters | active | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
-|---|---|---|---|---|---|---|---|
+| model | parameters (active) | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
+|---|---|---|---|---|---|---|
 """
 
 EXCHANGES = """
@@ -119,8 +119,8 @@ def render() -> str:
         plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [
             known.name,
-            billions(model.num_parameters).removesuffix(" B"),
-            billions(model.num_active).removesuffix(" B") if model.has_experts else "",
+            billions(model.num_parameters).removesuffix(" B")
+            + (f" ({billions(model.num_active).removesuffix(' B')})" if model.has_experts else ""),
             f"{needs.base / GIBIBYTE:.1f}",
             f"{needs.adapters / GIBIBYTE:.2f}",
             f"{per_token:,.0f}",
