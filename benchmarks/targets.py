@@ -280,8 +280,9 @@ def missed(found: Figures) -> list[Target]:
 
 
 def page(found: Figures) -> str:
-    """A page of its own: the table, the commands of its last column, and what to profile for the missed targets."""
-    lines = ["# Targets", "", *_table(found), *_commands(found.suite)]
+    """A page of its own: the table with the benchmark of each row and its command, and what to profile for the missed
+    targets."""
+    lines = ["# Targets", "", *_table(found, with_parts=True), *_commands(found.suite)]
     if short := missed(found):
         lines += ["Profiles of the missed targets: `python benchmarks/where.py` with", ""]
         lines += [f"- `{flags}`" for flags in dict.fromkeys(each for target in short for each in target.profile)] + [""]
@@ -297,9 +298,9 @@ def replaced(text: str, found: Figures) -> str:
     return "\n".join([before + BEGIN, "", *_table(found), END + after])
 
 
-def _table(found: Figures) -> list[str]:
+def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
     lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
-    header = ("measure", "against", "ours", "theirs", "result", "runs", "target", "by")
+    header = ["measure", "against", "ours", "theirs", "result", "runs", "target"] + ["by"] * with_parts
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
     for target in TARGETS:
@@ -307,11 +308,11 @@ def _table(found: Figures) -> list[str]:
         for row in rows:
             verdict = "met" if target.is_met(row.value["median"]) else "missed"
             counts[verdict] += 1
-            lines.append(_line(target, row, verdict))
+            lines.append(_line([*_cells(target, row, verdict), *[row.part] * with_parts]))
         if not rows:
             counts["not measured"] += 1
-            empty = (target.measure, target.against, "", "", "", "", f"{target.in_words}: not measured", "")
-            lines.append("| " + " | ".join(empty) + " |")
+            empty = [target.measure, target.against, "", "", "", "", f"{target.in_words}: not measured"]
+            lines.append(_line([*empty, *[""] * with_parts]))
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
     if found.failures:
         lines += ["Not measured because of an error:", "", *(f"- {each}" for each in found.failures), ""]
@@ -320,9 +321,8 @@ def _table(found: Figures) -> list[str]:
 
 def _preface(suite: Row) -> list[str]:
     lines = [
-        "Written by `python benchmarks/targets.py` from the figures of `make bench`. A result is the ratio of ours to",
-        "theirs (tokens a second, MiB for memory, milliseconds for latency): the median of interleaved runs, with the",
-        "least and the most in brackets.",
+        "A result is the ratio of ours to theirs (tokens a second, MiB for memory, milliseconds for latency): the median of",
+        "interleaved runs, with the least and the most in brackets.",
         "",
     ]
     if suite:
@@ -335,13 +335,16 @@ def _ceilings(ceilings: Mapping[str, float]) -> list[str]:
     return [f"The machine's ceilings: {told}.", ""] if ceilings else []
 
 
-def _line(target: Target, row: Measured, verdict: str) -> str:
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(target: Target, row: Measured, verdict: str) -> list[str]:
     form = ".2f" if target.unit in ("x", "s") else ",.1f"
     ours, theirs = ("" if each is None else f"{each['median']:,.0f}" for each in (row.ours, row.theirs))
     value = in_words(row.value, form) + _unit(target.unit)
     judged = f"{target.in_words}: **{verdict}**"
-    cells = (target.measure, target.against, ours, theirs, value, f"{row.value['runs']:.0f}", judged, row.part)
-    return "| " + " | ".join(cells) + " |"
+    return [target.measure, target.against, ours, theirs, value, f"{row.value['runs']:.0f}", judged]
 
 
 def _commands(suite: Row) -> list[str]:

@@ -256,13 +256,12 @@ VISION = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` is part of the server's error at start; `lift` names what would be needed to serve it."""
+    """`reason` is part of the server's error at start."""
 
     model_type: str
     title: str
     reason: str
     config: Mapping[str, object] = field(default_factory=dict)
-    lift: str = ""
 
 
 UNKNOWN_STATE = "whose state is not supported"
@@ -273,16 +272,17 @@ NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
 REFUSED = (
-    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]},
-            lift="adapters on one linear that several layers share, each with low-rank weights of its own"),
+    # It needs adapters on one linear that several layers share, each with low-rank weights of its own.
+    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE,
-            lift="a state in transformers' cache; its layers keep it in themselves"),
+    # Its layers keep their state in themselves, and not in transformers' cache.
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
+    # It needs a row for each expert's weighted input.
     Refusal("llama4_text", "Llama 4 with several experts for each token", "experts of Llama 4 are served with 1",
-            {"num_local_experts": 4, "num_experts_per_tok": 2}, lift="a row for each expert's weighted input"),
+            {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # It needs keys of the indexer in the cache.
     Refusal("deepseek_v32", "DeepSeek-V3.2 beyond index_topk tokens", "tokens that an indexer selects",
-            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
-            lift="keys of the indexer in the cache"),
+            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
     Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
     Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
     Refusal("bert", "BERT", "attends to later tokens"),
@@ -358,13 +358,7 @@ router.
 
 ## Refused at start
 
-The reason in the error, and the families that get it:
-
-"""
-
-
-LIFTED = """
-To serve some of them, Tinsmith would need:
+The error gives the reason; `tests/support/families.py` says what some of these families would need.
 
 """
 
@@ -380,5 +374,4 @@ def render() -> str:
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
     images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    lifts = [f"- {refusal.title}: {refusal.lift}\n" for refusal in REFUSED if refusal.lift]
-    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons) + LIFTED + "".join(lifts)
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)
