@@ -23,6 +23,9 @@ from turns import Row, in_words
 STALL_MS = 100.0
 """Compiling a shape takes seconds; a shorter delay is a first use of memory and kernels."""
 
+USUAL_RUNS = 5
+"""Fewer are noted beside a result."""
+
 BEGIN, END = "<!-- targets.py writes from here -->", "<!-- to here -->"
 """Around the table in a page of prose."""
 
@@ -300,7 +303,7 @@ def replaced(text: str, found: Figures) -> str:
 
 def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
     lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
-    header = ["measure", "against", "ours", "theirs", "result", "runs", "target"] + ["by"] * with_parts
+    header = ["measure", "against", "ours", "theirs", "result", "target"] + ["by"] * with_parts
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
     for target in TARGETS:
@@ -311,7 +314,7 @@ def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
             lines.append(_line([*_cells(target, row, verdict), *[row.part] * with_parts]))
         if not rows:
             counts["not measured"] += 1
-            empty = [target.measure, target.against, "", "", "", "", f"{target.in_words}: not measured"]
+            empty = [target.measure, target.against, "", "", "", f"{target.in_words}: not measured"]
             lines.append(_line([*empty, *[""] * with_parts]))
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
     if found.failures:
@@ -321,8 +324,9 @@ def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
 
 def _preface(suite: Row) -> list[str]:
     lines = [
-        "A result is the ratio of ours to theirs (tokens a second, MiB for memory, milliseconds for latency): the median of",
-        "interleaved runs, with the least and the most in brackets.",
+        "A result is the ratio of ours to theirs (tokens a second, MiB for memory, milliseconds for latency): the",
+        f"median of at least {USUAL_RUNS} interleaved runs unless stated otherwise, with the least and the most in",
+        "brackets.",
         "",
     ]
     if suite:
@@ -342,9 +346,12 @@ def _line(cells: list[str]) -> str:
 def _cells(target: Target, row: Measured, verdict: str) -> list[str]:
     form = ".2f" if target.unit in ("x", "s") else ",.1f"
     ours, theirs = ("" if each is None else f"{each['median']:,.0f}" for each in (row.ours, row.theirs))
+    runs = int(row.value["runs"])
     value = in_words(row.value, form) + _unit(target.unit)
+    if runs < USUAL_RUNS:
+        value += f", {runs} run{'s' * (runs > 1)}"
     judged = f"{target.in_words}: **{verdict}**"
-    return [target.measure, target.against, ours, theirs, value, f"{row.value['runs']:.0f}", judged]
+    return [target.measure, target.against, ours, theirs, value, judged]
 
 
 def _commands(suite: Row) -> list[str]:

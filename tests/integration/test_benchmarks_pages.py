@@ -71,7 +71,7 @@ def sampling(at_once: int, what: str, rate: float, of: dict[str, float]) -> dict
 def verdicts(page: str) -> dict[tuple[str, str, str], str]:
     """Verdicts by measure, baseline and the last column."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    return {(row[0], row[1], row[-1]): row[6].rpartition(": ")[2].strip("*") for row in rows[1:]}
+    return {(row[0], row[1], row[-1]): row[5].rpartition(": ")[2].strip("*") for row in rows[1:]}
 
 
 def test_each_target_is_judged_by_its_figures(targets: ModuleType, tmp_path: Path) -> None:

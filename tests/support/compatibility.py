@@ -261,7 +261,8 @@ def _client_lines() -> Iterator[str]:
         result = ClientResult(**each)
         failed = result.reason or ", ".join(f"`{each}`" for each in result.failed)
         found = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
-        yield f"- {name}, {result.package} {result.version}, {result.date}: {found}"
+        suite = "" if name == result.package else f"{name}, "
+        yield f"- {suite}{result.package} {result.version}, {result.date}: {found}"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:

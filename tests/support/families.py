@@ -358,7 +358,7 @@ router.
 
 ## Refused at start
 
-The error gives the reason; `tests/support/families.py` says what some of these families would need.
+The error gives the reason:
 
 """
 

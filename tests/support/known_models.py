@@ -53,7 +53,7 @@ tinsmith doctor /data/models/Qwen3-32B --gpus 8 --memory 80GB
 tinsmith doctor config.json --gpus 2 --memory 24GiB --rank 16 --context 4096 --quantize nf4
 ```
 
-MODEL is a directory, a `config.json`, or a base model that the server knows. The last line is a command: it serves the
+MODEL is a directory, a `config.json`, or a base model that the server knows. The last line is a command that serves the
 plan or, where nothing fits, a smaller one. The exit status is 0 if the plan fits, 1 if nothing fits, 2 if the given
 degrees are refused. An engine checks its settings against the same plan before it loads weights.
 
@@ -133,7 +133,7 @@ def _exchanges() -> Iterator[str]:
     device = next(device for device in DEVICES if device.name == "H100 SXM")
     work = StepShare(memory.MICRO_BATCH[True])
     models = {known.name: known.model for known in KNOWN}
-    for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
+    for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
         sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
         sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
