@@ -283,9 +283,9 @@ def missed(found: Figures) -> list[Target]:
 
 
 def page(found: Figures) -> str:
-    """A page of its own: the table with the benchmark of each row and its command, and what to profile for the missed
-    targets."""
-    lines = ["# Targets", "", *_table(found, with_parts=True), *_commands(found.suite)]
+    """A page of its own: the machine's ceilings, the table with the benchmark of each row and its command, and what to
+    profile for the missed targets."""
+    lines = ["# Targets", "", *_ceilings(found.ceilings), *_table(found, with_parts=True), *_commands(found.suite)]
     if short := missed(found):
         lines += ["Profiles of the missed targets: `python benchmarks/where.py` with", ""]
         lines += [f"- `{flags}`" for flags in dict.fromkeys(each for target in short for each in target.profile)] + [""]
@@ -302,7 +302,7 @@ def replaced(text: str, found: Figures) -> str:
 
 
 def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
-    lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
+    lines = _preface(found.suite)
     header = ["measure", "against", "ours", "theirs", "result", "target"] + ["by"] * with_parts
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}

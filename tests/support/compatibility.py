@@ -249,10 +249,10 @@ def _ledger_lines() -> Iterator[str]:
     rows = ledger()
     counts = {kind: sum(each.against == kind for each in rows) for kind in AGAINST}
     proven = ", ".join(f"{counts[kind]} {words}" for kind, words in AGAINST.items())
-    partly = ", ".join(each.row for each in rows if each.lacks and each.against != MISSING)
+    partly = sum(bool(each.lacks) and each.against != MISSING for each in rows)
     missing = ", ".join(each.row for each in rows if each.against == MISSING) or "nothing"
     yield f"[ledger.csv](ledger.csv) lists {len(rows)} promises with their tests: {proven}."
-    yield f"Kept in part: {partly}. Missing: {missing}."
+    yield f"Its column `lacks` says what {partly} of them lack. Missing: {missing}."
 
 
 def _client_lines() -> Iterator[str]:

@@ -340,7 +340,8 @@ INTRODUCTION = """# Model families
 `tests/unit/test_families.py` trains, publishes, samples and saves two adapters of a small random model of each family
 below. The logprobs of training, answers and prompts are those of `transformers` to 1e-4 in float32, also with the saved
 adapter loaded by PEFT. `make test-families` tests all, also through a server, and `make test` those with a star. This
-page is made by `scripts/write-models` from `tests/support/families.py`.
+page is made by `scripts/write-models` from `tests/support/families.py`; in brackets is a `model_type` that differs from
+the name.
 
 """
 
@@ -363,15 +364,20 @@ The error gives the reason:
 """
 
 
+def _named(family: Family | Refusal) -> str:
+    differs = family.title.lower() != family.model_type
+    return f"{family.title} (`{family.model_type}`)" if differs else family.title
+
+
 def render() -> str:
     served: dict[str, list[str]] = {}
     for family in FAMILIES:
-        name = f"{family.title} (`{family.model_type}`){'*' if family.core else ''}"
+        name = f"{_named(family)}{'*' if family.core else ''}"
         served.setdefault(family.what or "no peculiarity", []).append(name)
     refused: dict[str, list[str]] = {}
     for refusal in REFUSED:
-        refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
+        refused.setdefault(refusal.reason, []).append(_named(refusal))
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
-    images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
+    images = "- " + ", ".join(_named(family) for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
     return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)
