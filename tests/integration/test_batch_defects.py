@@ -116,7 +116,7 @@ def test_a_bad_row_costs_no_other_batch_anything(place: tuple[BatchJobs, str], t
 def test_every_test_that_the_table_names_is_there() -> None:
     tests = Path(__file__).parents[1]
     section = (tests.parent / "docs" / "batch.md").read_text().partition("## How it is tested")[2].partition("\n## ")[0]
-    rows = re.findall(r"^(\d+)\. .+: `test_\w+\.py::test_\w+`$", section, re.MULTILINE)
+    rows = re.findall(r"^(\d+)\. .+:\s+`test_\w+\.py::test_\w+`$", section, re.MULTILINE)
     assert [int(row) for row in rows] == list(range(1, 14))
     named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", section)
     assert len(named) >= 13

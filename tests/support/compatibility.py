@@ -101,10 +101,10 @@ ENDPOINTS = (
 
 # Name -> why no test covers it through the SDK or its command line. Do not add entries.
 EXCEPTIONS: dict[str, str] = {
-    "GET /healthz": "no method asks for it; `tests/support/live.py` does, before every test against a live server",
-    "SamplingClient.on_queue_state_change": "called by the SDK, not by its user: it logs why a result is late",
-    "ServiceClient.get_console_url": "an address of the hosted service's console, composed in the client",
-    "TrainingClient.get_console_url": "an address of the hosted service's console, composed in the client",
+    "GET /healthz": "no method asks for it, but every test against a live server does",
+    "SamplingClient.on_queue_state_change": "the SDK calls it to log why a result is late",
+    "ServiceClient.get_console_url": "an address of the hosted service's console",
+    "TrainingClient.get_console_url": "an address of the hosted service's console",
 }
 
 
@@ -221,8 +221,6 @@ def render() -> str:
             "",
             "## Clients of others",
             "",
-            "`make test-clients` runs these suites against a live server, with the newest packages. The last results:",
-            "",
             *_client_lines(),
             "",
             "## Recipes",
@@ -257,12 +255,17 @@ def _ledger_lines() -> Iterator[str]:
 
 def _client_lines() -> Iterator[str]:
     """A line for each suite, from the results in the repository."""
-    for name, each in json.loads(CLIENT_RESULTS.read_text()).items():
-        result = ClientResult(**each)
+    results = {name: ClientResult(**each) for name, each in json.loads(CLIENT_RESULTS.read_text()).items()}
+    dates = sorted({result.date for result in results.values()})
+    yield "`make test-clients` runs these suites against a live server, with the newest packages. The last results are"
+    yield f"of {' and '.join(dates)}:"
+    yield ""
+    for name, result in results.items():
         failed = result.reason or ", ".join(f"`{each}`" for each in result.failed)
         found = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
         suite = "" if name == result.package else f"{name}, "
-        yield f"- {suite}{result.package} {result.version}, {result.date}: {found}"
+        date = f", {result.date}" if len(dates) > 1 else ""
+        yield f"- {suite}{result.package} {result.version}{date}: {found}"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
