@@ -97,7 +97,7 @@ EXCHANGES = """
 
 Estimated, not measured: a step of 8,192 tokens for each tensor group, on H100s with 450 GB/s within a machine of 8 and
 50 GB/s between machines, each used to 70 %, and tokens that choose experts evenly. With data parallelism alone only
-gradients are exchanged, for at most 2 % of a step of Llama-3.1-8B. Different engines exchange nothing.
+gradients are exchanged, for at most 2 % of a step of Llama-3.1-8B.
 
 | model | devices | plan | GB sent by a device | seconds | exchanges |
 |---|---|---|---|---|---|
