@@ -23,6 +23,9 @@ from turns import Row, in_words
 STALL_MS = 100.0
 """Compiling a shape takes seconds; a shorter delay is a first use of memory and kernels."""
 
+USUAL_RUNS = 5
+"""Fewer are noted beside a result."""
+
 BEGIN, END = "<!-- targets.py writes from here -->", "<!-- to here -->"
 """Around the table in a page of prose."""
 
@@ -64,7 +67,6 @@ class Figures:
 class Measured:
     """A figure in the target's unit, and ours and theirs in tokens a second where it is a ratio."""
 
-    what: str
     value: Mapping[str, float]
     part: str
     ours: Mapping[str, float] | None = None
@@ -88,7 +90,12 @@ class Target:
 
     @property
     def in_words(self) -> str:
-        return f"{'<=' if self.is_most else '>='} {self.limit:g} {self.unit}"
+        return f"{'<=' if self.is_most else '>='} {self.limit:g}" + _unit(self.unit)
+
+
+def _unit(unit: str) -> str:
+    """Nothing for a ratio, which most rows are."""
+    return "" if unit == "x" else f" {unit}"
 
 
 # Where figures are.
@@ -101,7 +108,7 @@ def time_of(size: str, what: str, found: Figures, *, worst: bool = False, scale:
         values = {key: value * scale for key, value in values.items()} | {"runs": row["runs"]}
         if worst:
             values["median"] = values["most"]
-        yield Measured(what, values, "latency" if size == "tiny" else f"latency-{size}")
+        yield Measured(values, "latency" if size == "tiny" else f"latency-{size}")
 
 
 def times_of(size: str, what: str, other: str, against: str, found: Figures) -> Iterator[Measured]:
@@ -112,7 +119,7 @@ def times_of(size: str, what: str, other: str, against: str, found: Figures) -> 
         value = {"median": ours["p50_ms"] / theirs["p50_ms"], "least": ours["min_ms"] / theirs["p50_ms"],
                  "most": ours["p95_ms"] / theirs["p50_ms"], "runs": ours["runs"]}  # fmt: skip
         pair = (_exactly(row["p50_ms"]) for row in (ours, theirs))
-        yield Measured(f"{what} / {other}, {against}", value, f"latency-{size}", *pair)
+        yield Measured(value, f"latency-{size}", *pair)
 
 
 def spike(size: str, what: str, found: Figures) -> Iterator[Measured]:
@@ -120,7 +127,7 @@ def spike(size: str, what: str, found: Figures) -> Iterator[Measured]:
     if row := found.latency.get(size, {}).get(what):
         ours, theirs = row["p95_ms"], row["p50_ms"]
         value = _exactly(ours / theirs) | {"runs": row["runs"]}
-        yield Measured(what, value, f"latency-{size}", _exactly(ours), _exactly(theirs))
+        yield Measured(value, f"latency-{size}", _exactly(ours), _exactly(theirs))
 
 
 def trained(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
@@ -131,7 +138,7 @@ def trained(size: str, work: str, dtype: str, other: str, found: Figures) -> Ite
             theirs = rows.get(f"{other} {dtype}" if key else other)
             if theirs:
                 value = row[key] if key else row["of_peft"][other]
-                yield Measured(dtype, value, part, row["tokens_per_s"], theirs["tokens_per_s"])
+                yield Measured(value, part, row["tokens_per_s"], theirs["tokens_per_s"])
 
 
 def memory(size: str, work: str, dtype: str, other: str, found: Figures) -> Iterator[Measured]:
@@ -140,7 +147,7 @@ def memory(size: str, work: str, dtype: str, other: str, found: Figures) -> Iter
         row = rows.get(f"service {dtype}", {})
         if other in row.get("memory_of_peft", {}):
             pair = (_exactly(each["peak_mib"]) for each in (row, rows[other]))
-            yield Measured(dtype, _exactly(row["memory_of_peft"][other]), part, *pair)
+            yield Measured(_exactly(row["memory_of_peft"][other]), part, *pair)
 
 
 def evenness(size: str, ragged: str, even: str, dtype: str, found: Figures) -> Iterator[Measured]:
@@ -150,7 +157,7 @@ def evenness(size: str, ragged: str, even: str, dtype: str, found: Figures) -> I
             row, other = rows.get(f"service {dtype}"), others.get(f"service {dtype}")
             if row and other and "of_products" in row and "of_products" in other:
                 value = _exactly(row["of_products"]["median"] / other["of_products"]["median"])
-                yield Measured(dtype, value, part, row["tokens_per_s"], other["tokens_per_s"])
+                yield Measured(value, part, row["tokens_per_s"], other["tokens_per_s"])
 
 
 def _works(size: str, work: str, found: Figures) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -175,8 +182,7 @@ def sampled(
             if (row["size"], row.get("at_once"), row.get("load")) == wanted}  # fmt: skip
     for (part, what), row in rows.items():
         if what == ours and other in row.get("of", {}):
-            yield Measured(f"{ours} / {other}", row["of"][other], part, row["tokens_per_s"],
-                           rows[part, other]["tokens_per_s"])  # fmt: skip
+            yield Measured(row["of"][other], part, row["tokens_per_s"], rows[part, other]["tokens_per_s"])
 
 
 def _sampling(at_once: int) -> tuple[str, ...]:
@@ -187,7 +193,7 @@ PACKED = "packed --size m50 --work"
 EVEN, RAGGED, LARGE = "8 x 256, 1 client", "ragged 16-512, 1 client", "2 x 256, 1 client"
 FORWARD, STEP, PUBLISH = "forward, one datum", "forward_backward + optim_step", "publish + first token"
 QWEN = "Qwen3-0.6B's shape"
-PRODUCTS, PLAIN, VLLM = "the packed products alone", "a plain decode loop with LoRA", "vLLM on a CPU, same work"
+PRODUCTS, PLAIN, VLLM = "the packed products", "a plain loop with LoRA", "vLLM on a CPU"
 PLAIN_ROW, VLLM_ROW = "plain loop bfloat16, 1 LoRA", "vllm bfloat16, 1 LoRA"
 
 
@@ -201,8 +207,8 @@ def _of_training() -> Iterator[Target]:
         for clients, work in ((8, 3), (32, 4)):
             find = partial(trained, size, f"1 x 32, {clients} clients", "bfloat16", "PEFT float32")
             flags = tuple(f"{what} --size {size} --work {work}" for what in ("packed", "step"))
-            yield Target(f"{clients} tenants with 32 tokens each, {size}, bfloat16",
-                         "HF + PEFT float32, one after the other", limit, "x", find, profile=flags)  # fmt: skip
+            yield Target(f"{clients} tenants x 32 tokens, {size}, bfloat16",
+                         "HF + PEFT float32, in sequence", limit, "x", find, profile=flags)  # fmt: skip
     yield Target("training m50, ragged 16-512, bfloat16", "HF + PEFT float32, padded", 3, "x",
                  partial(trained, "m50", RAGGED, "bfloat16", "PEFT float32"), profile=(f"{PACKED} 1",))  # fmt: skip
     yield Target("the same, share of the packed products", "that of 8 x 256", 0.9, "x",
@@ -235,10 +241,10 @@ def _of_sampling() -> Iterator[Target]:
         (64, "HF generate, without LoRA", "transformers bfloat16", 1),
         (16, PLAIN, PLAIN_ROW, 0.75), (64, PLAIN, PLAIN_ROW, 0.75),
     ):  # fmt: skip
-        yield Target(f"sampling m50, bfloat16, one adapter, {at_once} at once", against, limit, "x",
+        yield Target(f"sampling m50, bfloat16, {at_once} at once", against, limit, "x",
                      partial(sampled, at_once, other), profile=_sampling(at_once))  # fmt: skip
     for at_once in (16, 64):
-        yield Target(f"8 adapters in one decode batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
+        yield Target(f"8 adapters in a batch, m50, {at_once} at once", "1 adapter", 0.85, "x",
                      partial(sampled, at_once, "service bfloat16, 1 LoRA", ours="bfloat16, 8 LoRA"),
                      profile=(f"decode --at-once {at_once} --adapters 8",))  # fmt: skip
     for what, load, at_once in (("prompts of 1,024", "prompts", 16), ("groups of 8", "groups", 64)):
@@ -249,7 +255,7 @@ def _of_sampling() -> Iterator[Target]:
 
 
 TARGETS = (
-    *(Target(f"{what}, tiny, p50", "the SDK and a server with canned answers", limit, "x",
+    *(Target(f"{what}, tiny, p50", "canned answers", limit, "x",
              partial(times_of, "tiny", what, "canned", what), is_most=True, profile=(flags,))
       for what, limit, flags in ((FORWARD, 1.6, "forward"), (STEP, 2.2, "step"),
                                  (f"{FORWARD}, 8 clients", 1.25, "forward --clients 8"))),
@@ -260,10 +266,10 @@ TARGETS = (
            profile=("publish --size m50",)),
     Target("the same, p95", "its p50", 2, "x", partial(spike, "m50", PUBLISH), is_most=True,
            profile=("publish --size m50",)),
-    Target("cold start to the first answered forward, tiny", "absolute", 4, "s",
+    Target("cold start to the first forward, tiny", "absolute", 4, "s",
            partial(time_of, "tiny", "cold start to the first forward", scale=0.001), is_most=True,
            profile=("forward",)),
-    Target("no compile stall: what a new shape of a batch takes more, tiny, the worst of 10", "absolute", STALL_MS,
+    Target("delay by a new batch shape, tiny, worst of 10", "absolute", STALL_MS,
            "ms", partial(time_of, "tiny", "what a new shape takes more", worst=True), is_most=True, profile=("step",)),
 )  # fmt: skip
 
@@ -277,8 +283,9 @@ def missed(found: Figures) -> list[Target]:
 
 
 def page(found: Figures) -> str:
-    """A page of its own: the table, the commands of its last column, and what to profile for the missed targets."""
-    lines = ["# Targets", "", *_table(found), *_commands(found.suite)]
+    """A page of its own: the machine's ceilings, the table with the benchmark of each row and its command, and what to
+    profile for the missed targets."""
+    lines = ["# Targets", "", *_ceilings(found.ceilings), *_table(found, with_parts=True), *_commands(found.suite)]
     if short := missed(found):
         lines += ["Profiles of the missed targets: `python benchmarks/where.py` with", ""]
         lines += [f"- `{flags}`" for flags in dict.fromkeys(each for target in short for each in target.profile)] + [""]
@@ -294,9 +301,9 @@ def replaced(text: str, found: Figures) -> str:
     return "\n".join([before + BEGIN, "", *_table(found), END + after])
 
 
-def _table(found: Figures) -> list[str]:
-    lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
-    header = ("measure", "against", "what", "ours", "theirs", "result", "target", "by")
+def _table(found: Figures, *, with_parts: bool = False) -> list[str]:
+    lines = _preface(found.suite)
+    header = ["measure", "against", "ours", "theirs", "result", "target"] + ["by"] * with_parts
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
     for target in TARGETS:
@@ -304,11 +311,11 @@ def _table(found: Figures) -> list[str]:
         for row in rows:
             verdict = "met" if target.is_met(row.value["median"]) else "missed"
             counts[verdict] += 1
-            lines.append(_line(target, row, verdict))
+            lines.append(_line([*_cells(target, row, verdict), *[row.part] * with_parts]))
         if not rows:
             counts["not measured"] += 1
-            empty = (target.measure, target.against, "", "", "", "", f"{target.in_words}: not measured", "")
-            lines.append("| " + " | ".join(empty) + " |")
+            empty = [target.measure, target.against, "", "", "", f"{target.in_words}: not measured"]
+            lines.append(_line([*empty, *[""] * with_parts]))
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
     if found.failures:
         lines += ["Not measured because of an error:", "", *(f"- {each}" for each in found.failures), ""]
@@ -317,8 +324,9 @@ def _table(found: Figures) -> list[str]:
 
 def _preface(suite: Row) -> list[str]:
     lines = [
-        "Written by `python benchmarks/targets.py` from the figures of `make bench`. Ratios are medians of interleaved",
-        "runs, our tokens a second over theirs (MiB for memory); the least and the most are in brackets.",
+        "A result is the ratio of ours to theirs (tokens a second, MiB for memory, milliseconds for latency): the",
+        f"median of at least {USUAL_RUNS} interleaved runs unless stated otherwise, with the least and the most in",
+        "brackets.",
         "",
     ]
     if suite:
@@ -331,13 +339,19 @@ def _ceilings(ceilings: Mapping[str, float]) -> list[str]:
     return [f"The machine's ceilings: {told}.", ""] if ceilings else []
 
 
-def _line(target: Target, row: Measured, verdict: str) -> str:
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _cells(target: Target, row: Measured, verdict: str) -> list[str]:
     form = ".2f" if target.unit in ("x", "s") else ",.1f"
     ours, theirs = ("" if each is None else f"{each['median']:,.0f}" for each in (row.ours, row.theirs))
-    value = f"{in_words(row.value, form)} {target.unit}, {row.value['runs']:.0f} runs"
+    runs = int(row.value["runs"])
+    value = in_words(row.value, form) + _unit(target.unit)
+    if runs < USUAL_RUNS:
+        value += f", {runs} run{'s' * (runs > 1)}"
     judged = f"{target.in_words}: **{verdict}**"
-    cells = (target.measure, target.against, row.what, ours, theirs, value, judged, row.part)
-    return "| " + " | ".join(cells) + " |"
+    return [target.measure, target.against, ours, theirs, value, judged]
 
 
 def _commands(suite: Row) -> list[str]:

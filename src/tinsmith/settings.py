@@ -139,20 +139,20 @@ class Settings(BaseSettings):
     """Directory for traces of an engine's first steps (docs/howto/gpu.md)."""
 
     data_parallel: int = Field(default=0, ge=0)
-    """Number of devices that split the sequences of a step. Without this and the next four, an engine that has several
-    GPUs to itself chooses by their free memory (docs/howto/several-devices.md)."""
+    """Devices that split the sequences of a step. Without this and the next four, an engine alone on several GPUs
+    chooses by their free memory (docs/howto/several-devices.md)."""
 
     tensor_parallel: int = Field(default=0, ge=0)
-    """Number of devices that split each layer."""
+    """Devices that split each layer."""
 
     context_parallel: int = Field(default=0, ge=0)
-    """Number of devices that split the tokens of each training sequence."""
+    """Devices that split the tokens of each training sequence."""
 
     expert_parallel: int = Field(default=0, ge=0)
-    """Number of these devices over which routed experts are spread."""
+    """Devices, among these, that split the routed experts."""
 
     pipeline_parallel: int = Field(default=0, ge=0)
-    """Number of devices that split the layers, as stages of a pipeline."""
+    """Devices that split the layers, as stages of a pipeline."""
 
     shard_base: bool = False
     """Whether to shard the base weights across data- and context-parallel devices (as FSDP does)."""
@@ -195,15 +195,15 @@ class Settings(BaseSettings):
     """Further command-line options for vLLM or SGLang."""
 
     sampler_adapters: Path | None = None
-    """Directory through which vLLM or SGLang receives adapters, under the same path on both machines; empty means one
-    in memory (/dev/shm), or in the data directory if it is full or the engine was not started here."""
+    """Directory through which vLLM or SGLang receives adapters, under the same path on both machines; empty means
+    /dev/shm, or the data directory if that is full or vLLM was started elsewhere."""
 
     sampler_loaded_adapters: int = Field(default=32, ge=1)
     """Most adapters loaded by vLLM or SGLang at the same time."""
 
     sampler_shares_device: bool = False
-    """Whether vLLM or SGLang has its sleep mode: it leaves the device to a training step, and a dedicated sampler
-    sleeps when an operator says so."""
+    """Whether vLLM or SGLang runs with its sleep mode: it leaves the device to training steps, and operators can put a
+    dedicated sampler to sleep."""
 
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
@@ -216,8 +216,8 @@ class Settings(BaseSettings):
     """Device memory of one engine, such as `6GiB` (docs/howto/memory.md). 0 means a bound for each holder."""
 
     kv_cache_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
-    """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context; on a GPU three tenths
-    of the free memory, allocated once."""
+    """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context, and a quarter of
+    memory at most; on a GPU three tenths of the free memory, allocated once."""
 
     sampler_sequences: int = Field(default=0, ge=0)
     """Most sequences that an engine samples at the same time; others wait. 0 means 256, on a GPU 512."""
@@ -318,7 +318,7 @@ class Settings(BaseSettings):
     """Further worker pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
     batch_job: int = Field(default=0, ge=0)
-    """Run only this bulk job, and end with it: set on the machines of managed pools."""
+    """Run only this bulk job and end with it; managed pools set this on their machines."""
 
     ray_address: str = ""
     """`HOST:PORT` of the Ray cluster for the pool `ray` and pools with `infra: ray`. Needs `tinsmith[ray]`."""
@@ -353,7 +353,7 @@ class Settings(BaseSettings):
     answers only its own machine."""
 
     metrics_tenants: int = Field(default=50, ge=0, le=10_000)
-    """Tenants with their own labels in `/metrics`; later tenants share `other`."""
+    """Tenants with labels of their own in `/metrics`; later ones share `other`."""
 
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """OpenTelemetry collector, such as `http://127.0.0.1:4318` (needs `tinsmith[otel]`); empty means no traces."""

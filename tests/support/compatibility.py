@@ -35,12 +35,11 @@ LEDGER = DOCUMENT.with_name("ledger.csv")
 LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
 """The number of rows of each letter; B46 and Z stand alone."""
 AGAINST = {
-    "real": "what users run",
-    "contract": "a documented interface",
-    "fake": "the fake backend",
+    "real": "against what users run",
+    "contract": "against a documented interface",
+    "fake": "on the fake backend",
 }
 MISSING = "missing"
-RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_runs_and_passes_its_checks"
 
 CLIENTS = (
     tinker.ServiceClient,
@@ -102,10 +101,10 @@ ENDPOINTS = (
 
 # Name -> why no test covers it through the SDK or its command line. Do not add entries.
 EXCEPTIONS: dict[str, str] = {
-    "GET /healthz": "no method asks for it; `tests/support/live.py` does, before every test against a live server",
-    "SamplingClient.on_queue_state_change": "called by the SDK, not by its user: it logs why a result is late",
-    "ServiceClient.get_console_url": "an address of the hosted service's console, composed in the client",
-    "TrainingClient.get_console_url": "an address of the hosted service's console, composed in the client",
+    "GET /healthz": "no method asks for it, but every test against a live server does",
+    "SamplingClient.on_queue_state_change": "the SDK calls it to log why a result is late",
+    "ServiceClient.get_console_url": "an address of the hosted service's console",
+    "TrainingClient.get_console_url": "an address of the hosted service's console",
 }
 
 
@@ -201,9 +200,9 @@ def render() -> str:
         [
             "# Compatibility",
             "",
-            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive it with the",
-            f"unmodified `tinker=={tinker.__version__}`, or says *not driven*. `(_async)` is the same method with that",
-            "ending.",
+            "Made by `scripts/write-compatibility`. Each line names the tests below `tests/` that drive a method,",
+            f"command or endpoint with the unmodified `tinker=={tinker.__version__}`. `(_async)` is the same method",
+            "with that ending.",
             "",
             "## Ledger",
             "",
@@ -216,21 +215,19 @@ def render() -> str:
             "",
             *_section(cli_commands(), tests),
             "",
-            "## Endpoints below `/api/v1`",
+            "## Endpoints",
             "",
-            *_section(list(ENDPOINTS), tests),
+            *_endpoint_lines(tests),
             "",
             "## Clients of others",
-            "",
-            "`make test-clients` runs these against a live server, with the newest packages. What it found last:",
             "",
             *_client_lines(),
             "",
             "## Recipes",
             "",
-            "Recipes of `tinker-cookbook`, unmodified, with generated data. `make test-recipes` runs all,",
-            "`make test` those without a star. Commands and checks are in `tests/recipes/table.py`; the test is",
-            f"`{RECIPE_TEST}`.",
+            "These recipes of `tinker-cookbook` run unmodified, with generated data, and pass the checks of",
+            "`tests/recipes/table.py`, which says what each numbered variant exercises. `make test-recipes` runs all,",
+            "`make test` those without a star.",
             "",
             *_recipe_lines(ROWS),
             "",
@@ -238,23 +235,37 @@ def render() -> str:
     )
 
 
+def _endpoint_lines(tests: dict[str, list[str]]) -> Iterator[str]:
+    driven = sum(name in tests for name in ENDPOINTS)
+    yield f"Tests drive {driven} of the {len(ENDPOINTS)} endpoints that the SDK uses (`ENDPOINTS` in"
+    yield "`tests/support/compatibility.py`)."
+    yield ""
+    yield from (f"- `{name}`: *not driven*, {EXCEPTIONS[name]}" for name in ENDPOINTS if name in EXCEPTIONS)
+
+
 def _ledger_lines() -> Iterator[str]:
     rows = ledger()
     counts = {kind: sum(each.against == kind for each in rows) for kind in AGAINST}
     proven = ", ".join(f"{counts[kind]} {words}" for kind, words in AGAINST.items())
-    yield f"[ledger.csv](ledger.csv) has {len(rows)} promises with tests against: {proven}."
-    yield f"In part: {', '.join(each.row for each in rows if each.lacks and each.against != MISSING)}."
-    yield f"Missing: {', '.join(each.row for each in rows if each.against == MISSING)}."
+    partly = sum(bool(each.lacks) and each.against != MISSING for each in rows)
+    missing = ", ".join(each.row for each in rows if each.against == MISSING) or "nothing"
+    yield f"[ledger.csv](ledger.csv) lists {len(rows)} promises with their tests: {proven}."
+    yield f"Its column `lacks` says what {partly} of them lack. Missing: {missing}."
 
 
 def _client_lines() -> Iterator[str]:
-    """A row for each suite, from the results in the repository."""
-    yield "| suite | version | date | passed | failed |"
-    yield "|---|---|---|---|---|"
-    for name, each in json.loads(CLIENT_RESULTS.read_text()).items():
-        result = ClientResult(**each)
-        failed = result.reason or ", ".join(result.failed) or "none"
-        yield f"| {name} | {result.package} {result.version} | {result.date} | {result.passed} | {failed} |"
+    """A line for each suite, from the results in the repository."""
+    results = {name: ClientResult(**each) for name, each in json.loads(CLIENT_RESULTS.read_text()).items()}
+    dates = sorted({result.date for result in results.values()})
+    yield "`make test-clients` runs these suites against a live server, with the newest packages. The last results are"
+    yield f"of {' and '.join(dates)}:"
+    yield ""
+    for name, result in results.items():
+        failed = result.reason or ", ".join(f"`{each}`" for each in result.failed)
+        found = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
+        suite = "" if name == result.package else f"{name}, "
+        date = f", {result.date}" if len(dates) > 1 else ""
+        yield f"- {suite}{result.package} {result.version}{date}: {found}"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
@@ -272,12 +283,13 @@ def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """One line for each module: its rows by name, and what they exercise."""
-    modules: dict[str, list[str]] = {}
+    """One line for each module: what it exercises, or its rows by name if there are several."""
+    modules: dict[str, list[Row]] = {}
     for row in rows:
-        modules.setdefault(row.module, []).append(f"{row.exercises} ({row.name}{'' if row.quick else '*'})")
-    for module, exercises in modules.items():
-        yield f"- `{module}`: {'; '.join(exercises)}"
+        modules.setdefault(row.module, []).append(row)
+    for module, variants in modules.items():
+        names = ", ".join(f"{row.name}{'' if row.quick else '*'}" for row in variants)
+        yield f"- `{module}`: " + (names if len(variants) > 1 else f"{variants[0].exercises} ({names})")
 
 
 class Witness:

@@ -256,13 +256,12 @@ VISION = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` is part of the server's error at start; `lift` names what would be needed to serve it."""
+    """`reason` is part of the server's error at start."""
 
     model_type: str
     title: str
     reason: str
     config: Mapping[str, object] = field(default_factory=dict)
-    lift: str = ""
 
 
 UNKNOWN_STATE = "whose state is not supported"
@@ -273,16 +272,17 @@ NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
 REFUSED = (
-    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]},
-            lift="adapters on one linear that several layers share, each with low-rank weights of its own"),
+    # It needs adapters on one linear that several layers share, each with low-rank weights of its own.
+    Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
-    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE,
-            lift="a state in transformers' cache; its layers keep it in themselves"),
+    # Its layers keep their state in themselves, and not in transformers' cache.
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
+    # It needs a row for each expert's weighted input.
     Refusal("llama4_text", "Llama 4 with several experts for each token", "experts of Llama 4 are served with 1",
-            {"num_local_experts": 4, "num_experts_per_tok": 2}, lift="a row for each expert's weighted input"),
+            {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # It needs keys of the indexer in the cache.
     Refusal("deepseek_v32", "DeepSeek-V3.2 beyond index_topk tokens", "tokens that an indexer selects",
-            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
-            lift="keys of the indexer in the cache"),
+            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
     Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
     Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
     Refusal("bert", "BERT", "attends to later tokens"),
@@ -337,49 +337,47 @@ def _write(directory: Path, model: PreTrainedModel, name: str) -> ModelShape:
 
 INTRODUCTION = """# Model families
 
-Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
-samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
-those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
-all, also through a server; `make test` those with a star.
+`tests/unit/test_families.py` trains, publishes, samples and saves two adapters of a small random model of each family
+below. The logprobs of training, answers and prompts are those of `transformers` to 1e-4 in float32, also with the saved
+adapter loaded by PEFT. `make test-families` tests all, also through a server, and `make test` those with a star. This
+page is made by `scripts/write-models` from `tests/support/families.py`; in brackets is a `model_type` that differs from
+the name.
 
 """
 
 WITH_IMAGES = """
-Trained and sampled with images; `--no-vision` serves text alone:
+These are trained and sampled with images; `--no-vision` serves text alone:
 
 """
 
 BETWEEN = """
-Another family is served if checks at start pass: every layer attends once, to all earlier tokens or to its configured
-window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's own. Of a
-model with another vision tower the text part is served (Mistral 3 `mistral3`, Kimi K2.5 `kimi_k25`). `train_attn`
-trains layers with a state, too; `train_mlp` experts, shared experts and dense layers, never the router. Saved adapters
-are PEFT's (`target_parameters`, `rank_pattern`); an export (`save_weights_external`) is what `tinker_cookbook.weights`
-merges.
+Any other family is served if it passes checks at start: every layer attends once, to all earlier tokens or to its
+configured window, or keeps a state that `backends/torch/recurrent.py` knows, and logits of packed rows are the model's
+own. Of a model with another vision tower only the text part is served (Mistral 3 `mistral3`, Kimi K2.5 `kimi_k25`).
+`train_attn` trains layers with a state, too; `train_mlp` trains experts, shared experts and dense layers, never the
+router.
 
 ## Refused at start
 
-By what the reason says:
+The error gives the reason:
 
 """
 
 
-LIFTED = """
-What would be needed to serve some of them:
-
-"""
+def _named(family: Family | Refusal) -> str:
+    differs = family.title.lower() != family.model_type
+    return f"{family.title} (`{family.model_type}`)" if differs else family.title
 
 
 def render() -> str:
     served: dict[str, list[str]] = {}
     for family in FAMILIES:
-        name = f"{family.title} (`{family.model_type}`){'*' if family.core else ''}"
-        served.setdefault(family.what or "nothing", []).append(name)
+        name = f"{_named(family)}{'*' if family.core else ''}"
+        served.setdefault(family.what or "no peculiarity", []).append(name)
     refused: dict[str, list[str]] = {}
     for refusal in REFUSED:
-        refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
+        refused.setdefault(refusal.reason, []).append(_named(refusal))
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
-    images = "- " + ", ".join(f"{family.title} (`{family.model_type}`)" for family in VISION) + "\n"
+    images = "- " + ", ".join(_named(family) for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    lifts = [f"- {refusal.title}: {refusal.lift}\n" for refusal in REFUSED if refusal.lift]
-    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons) + LIFTED + "".join(lifts)
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)

@@ -53,62 +53,58 @@ tinsmith doctor /data/models/Qwen3-32B --gpus 8 --memory 80GB
 tinsmith doctor config.json --gpus 2 --memory 24GiB --rank 16 --context 4096 --quantize nf4
 ```
 
-MODEL is a directory, a `config.json`, or a base model that the server knows. The last line is a command: it serves the
+MODEL is a directory, a `config.json`, or a base model that the server knows. The last line is a command that serves the
 plan or, where nothing fits, a smaller one. The exit status is 0 if the plan fits, 1 if nothing fits, 2 if the given
 degrees are refused. An engine checks its settings against the same plan before it loads weights.
 
-Speeds are estimated from data sheets for GPUs, with what devices exchange, and from matrix products measured on the
-spot for a CPU.
+Speeds of GPUs are estimated from their data sheets, including what devices exchange; a CPU's from matrix products that
+are measured on the spot.
 
 ## What is counted
 
 - **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears for decoding.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
-  `--shard-base` keeps a part of each layer and one whole layer. `--expert-parallel` divides routed experts. Of stages,
-  the first has the embeddings and the last the unembedding; the largest counts. A quantised base cannot be divided.
+  `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
-- **activations**: of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
-  recomputed by layer. Context parallelism divides a longer sequence. Stages keep several micro-batches'.
-- **KV cache**: of one context; more sequences use what is left.
+- **activations** of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
+  recomputed by layer. Stages keep those of several micro-batches.
+- **KV cache** of one context; more sequences use what is left.
 - **the process**: 4 % of the device and 1.5 GiB (0.5 GiB on a CPU).
 
 Sizes measured on a CPU are within a factor of 1.5 of these estimates (`tests/unit/test_plan.py`).
 
 ## What is preferred
 
-Data parallel alone; then, for a mixture, its experts over as few devices as will do; then tensor parallel within a
-machine (up to 8 devices) in data-parallel groups; then a sharded base; then both; then each of these with the lowest
-context-parallel degree that fits; then with the fewest stages, and last with experts spread within stages. Keeping
-activations is preferred to recomputing them, and that to training and sampling in turns with the memory
-([memory](howto/memory.md)).
+The plan is the first of these that fits: data parallel alone; for a mixture, its experts over the fewest devices;
+tensor parallel within a machine (up to 8 devices) in data-parallel groups; a sharded base; both; each of these with the
+lowest context-parallel degree; with the fewest stages; and with experts spread within stages. Keeping activations is
+preferred to recomputing them, and recomputing to alternating between training and sampling ([memory](howto/memory.md)).
 
 ## Well-known models
 
-Rank 32 on every linear, one adapter, sequences of up to 8,192 tokens, bfloat16, devices of 80 GB. Parameters (in
-billions) are those that `transformers` builds; *active* means for each token of a mixture. The last columns are plans:
-DP 4 x TP 2 is four groups of two devices, EP 8 experts over 8; *again* means recomputed activations,
-*turns* that training and sampling alternate.
+The table is for one adapter of rank 32 on every linear, sequences of up to 8,192 tokens, bfloat16 and devices of 80 GB.
+Parameters (in billions) are those that `transformers` builds; *active* ones compute a token of a mixture. The last
+columns are plans: DP 4 x TP 2 is four groups of two devices, EP 8 spreads experts over 8; *again* means recomputed
+activations, *turns* that training and sampling alternate.
 
-| model | parameters | active | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
-|---|---|---|---|---|---|---|---|
+| model | parameters (active) | base, GiB | adapter, GiB | KV cache a token, KiB | 1 device | 8 devices |
+|---|---|---|---|---|---|---|
 """
 
 EXCHANGES = """
 ## What devices exchange
 
-GB that a device sends in a step of 8,192 tokens for each tensor group, and the step's time on H100s, with 450 GB/s
-within a machine of 8 and 50 GB/s between machines, each used to 70 %. With data parallelism alone only gradients are
-exchanged: at most 2 % of a step of Llama-3.1-8B. Tokens choose experts evenly. The ranks of an engine
-run on one machine so far, so the lines with more than 8 devices are arithmetic; engines on different machines exchange
-nothing.
+Estimated, not measured: a step of 8,192 tokens for each tensor group, on H100s with 450 GB/s within a machine of 8 and
+50 GB/s between machines, each used to 70 %, and tokens that choose experts evenly. With data parallelism alone only
+gradients are exchanged, for at most 2 % of a step of Llama-3.1-8B.
 
-| model | devices | plan | sums | logits | experts | layers | gradients | seconds | exchanges |
-|---|---|---|---|---|---|---|---|---|---|
+| model | devices | plan | GB sent by a device | seconds | exchanges |
+|---|---|---|---|---|---|
 """
 
 AFTER = """
-Gemma 3 is counted without its vision tower, DeepSeek-V3 without its multi-token-prediction layer. Made by
+Gemma 3 is counted without its vision tower, DeepSeek-V3 without its multi-token-prediction layer. This page is made by
 `scripts/write-plan` from `src/tinsmith/plan/known_models.json`.
 """
 
@@ -122,8 +118,8 @@ def render() -> str:
         plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [
             known.name,
-            billions(model.num_parameters).removesuffix(" B"),
-            billions(model.num_active).removesuffix(" B") if model.has_experts else "",
+            billions(model.num_parameters).removesuffix(" B")
+            + (f" ({billions(model.num_active).removesuffix(' B')})" if model.has_experts else ""),
             f"{needs.base / GIBIBYTE:.1f}",
             f"{needs.adapters / GIBIBYTE:.2f}",
             f"{per_token:,.0f}",
@@ -137,14 +133,14 @@ def _exchanges() -> Iterator[str]:
     device = next(device for device in DEVICES if device.name == "H100 SXM")
     work = StepShare(memory.MICRO_BATCH[True])
     models = {known.name: known.model for known in KNOWN}
-    for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64, 512)):
+    for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
         sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
         sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
         share = f"{1 - step.compute / step.total:.0%}"
         cells = [name, str(devices), _in_short(plan)]
         if plan.fits:
-            cells += [*(f"{size / 1e9:.1f}" if size else "" for size in sizes), f"{step.total:.1f}", share]
+            cells += [f"{sum(sizes) / 1e9:.0f}", f"{step.total:.1f}", share]
             yield "| " + " | ".join(cells) + " |\n"
 
 
