@@ -226,8 +226,7 @@ def render() -> str:
             "## Recipes",
             "",
             "These recipes of `tinker-cookbook` run unmodified, with generated data, and pass the checks of",
-            "`tests/recipes/table.py`, which says what each numbered variant exercises. `make test-recipes` runs all,",
-            "`make test` those without a star.",
+            "`tests/recipes/table.py`. `make test-recipes` runs all, `make test` those without a star.",
             "",
             *_recipe_lines(ROWS),
             "",
@@ -283,13 +282,12 @@ def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
-    """One line for each module: what it exercises, or its rows by name if there are several."""
-    modules: dict[str, list[Row]] = {}
+    """One line for each module: its rows by name, and what they exercise."""
+    modules: dict[str, list[str]] = {}
     for row in rows:
-        modules.setdefault(row.module, []).append(row)
-    for module, variants in modules.items():
-        names = ", ".join(f"{row.name}{'' if row.quick else '*'}" for row in variants)
-        yield f"- `{module}`: " + (names if len(variants) > 1 else f"{variants[0].exercises} ({names})")
+        modules.setdefault(row.module, []).append(f"{row.exercises} ({row.name}{'' if row.quick else '*'})")
+    for module, exercises in modules.items():
+        yield f"- `{module}`: {'; '.join(exercises)}"
 
 
 class Witness:
