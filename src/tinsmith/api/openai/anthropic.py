@@ -11,8 +11,8 @@ from starlette.responses import Response
 from tinsmith.api.errors import anthropic_error
 from tinsmith.api.openai.generation import Prepared, cancel_samples, new_message_id, read, sample_all, submitted_samples
 from tinsmith.api.openai.streaming import Events, cancel_on_disconnect, event, follow
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields
-from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, operation, run
+from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, fields, for_anthropic
+from tinsmith.api.operation import JsonObject, Services, answer, run
 from tinsmith.chat.messages import Blocks, CountRequest, MessageRequest, message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
@@ -21,15 +21,14 @@ from tinsmith.types import SampleResult
 MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
 
 
-@operation(
+@for_anthropic(
     "POST",
     "/messages",
     "Create a message, whole or streamed",
     body=MessageRequest,
     answer=MESSAGE,
-    errors=(404, 429, 503),
+    errors=GENERATION,
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
-    prefixes=ANTHROPIC,
 )
 async def messages(request: Request) -> Response:
     services, tenant_id, prepared = await read(request, MessageRequest)
@@ -42,14 +41,13 @@ async def messages(request: Request) -> Response:
     return answer(await run(whole_message, message_id, prepared.plan, prepared.text, results[0]))
 
 
-@operation(
+@for_anthropic(
     "POST",
     "/messages/count_tokens",
     "Count the prompt's tokens",
     body=CountRequest,
     answer=fields({"input_tokens": COUNT}),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
-    prefixes=ANTHROPIC,
 )
 async def count_tokens(request: Request) -> Response:
     _, _, prepared = await read(request, CountRequest)

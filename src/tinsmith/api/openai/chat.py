@@ -25,8 +25,8 @@ from tinsmith.api.openai.generation import (
     weights_of,
 )
 from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, cancel_on_disconnect, event, follow
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, TEXTS, fields
-from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, answer, operation, run
+from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_openai
+from tinsmith.api.operation import Access, Call, JsonObject, Services, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
@@ -41,29 +41,27 @@ from tinsmith.wire.bodies import JSON_TYPE
 ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 
 
-@operation(
+@for_openai(
     "POST",
     "/chat/completions",
     "Create a chat completion, whole or streamed",
     body=ChatRequest,
     answer=ANSWER,
-    errors=(404, 429, 503),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def chat_completions(request: Request) -> Response:
     return await _generated(request, chat=True)
 
 
-@operation(
+@for_openai(
     "POST",
     "/completions",
     "Create a completion, whole or streamed",
     body=CompletionRequest,
     answer=ANSWER,
-    errors=(404, 429, 503),
     example={"model": "{model}", "prompt": "hi"},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def completions(request: Request) -> Response:
     return await _generated(request, chat=False)
@@ -111,14 +109,13 @@ async def _events(
         yield event({"error": openai_error(str(error), error.status, error)})
 
 
-@operation(
+@for_openai(
     "POST",
     "/embeddings",
     "Refused: embeddings are not supported",
     body=ANYTHING,
     answer=ANYTHING,
     access=Access.NOTHING,
-    prefixes=OPENAI,
 )
 def embeddings(_call: Call) -> JsonObject:
     raise not_supported("/embeddings", "this server's models generate text")

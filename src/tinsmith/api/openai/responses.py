@@ -26,8 +26,8 @@ from tinsmith.api.openai.generation import (
     submitted_samples,
 )
 from tinsmith.api.openai.streaming import STILL_THERE, Events, cancel_on_disconnect, event, follow
-from tinsmith.api.openapi import ANYTHING, FLAG, LIST, TEXT, fields
-from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, answer, capture_session, operation, run
+from tinsmith.api.openapi import ANYTHING, FLAG, GENERATION, LIST, TEXT, fields, for_openai
+from tinsmith.api.operation import Call, JsonObject, Services, answer, capture_session, run
 from tinsmith.chat.responses import ResponseRequest, items_after, new_response
 from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId
@@ -92,15 +92,14 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     return items_after(validate(ResponseRequest, stored.request), stored.before, body)
 
 
-@operation(
+@for_openai(
     "POST",
     "/responses",
     "Create a response, whole or streamed",
     body=ResponseRequest,
     answer=RESPONSE,
-    errors=(404, 429, 503),
     example={"model": "{model}", "input": "hi"},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def create(request: Request) -> HttpResponse:
     def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
@@ -160,13 +159,13 @@ def _error(error: TinsmithError) -> JsonObject:
     return {"code": told.get("code") or "server_error", "message": told["message"]}
 
 
-@operation("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE, prefixes=OPENAI)
+@for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)
 def retrieve(call: Call) -> JsonObject:
     stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
     return stored.answer or _finished(call.services, stored)
 
 
-@operation("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE, prefixes=OPENAI)
+@for_openai("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE)
 def cancel(call: Call) -> JsonObject:
     """Cancel a response; a complete one does not change."""
     services = call.services
@@ -181,13 +180,7 @@ def cancel(call: Call) -> JsonObject:
     return services.responses.find(call.tenant_id, stored.response_id).answer or ended
 
 
-@operation(
-    "DELETE",
-    "/responses/{response_id}",
-    "Delete a response",
-    answer=fields({"id": TEXT, "deleted": FLAG}),
-    prefixes=OPENAI,
-)
+@for_openai("DELETE", "/responses/{response_id}", "Delete a response", answer=fields({"id": TEXT, "deleted": FLAG}))
 def delete(call: Call) -> JsonObject:
     response_id = call.path["response_id"]
     call.services.responses.delete(call.tenant_id, response_id)

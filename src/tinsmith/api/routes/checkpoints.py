@@ -10,11 +10,12 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, ref
+from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, listing, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.api.routes.sessions import MAX_PAGE as MAX_SEARCHED
 from tinsmith.api.routes.sessions import MAX_PROJECTS, SearchOwnerBody, check_scope, includes_caller
@@ -37,12 +38,10 @@ BARE_CHECKPOINT = RUN + "/checkpoints/{checkpoint_id}"
 CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 
 
-@operation(
-    "GET",
+@listing(
     "/training_runs",
     "List training runs, newest first",
     answer=fields({"training_runs": {"type": "array", "items": ref("TrainingRun")}, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={**PAGE, **SCOPE, **PROJECT},
 )
 def list_training_runs(call: Call) -> JsonObject:
@@ -68,12 +67,10 @@ def list_run_checkpoints(call: Call) -> JsonObject:
     return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]}
 
 
-@operation(
-    "GET",
+@listing(
     "/checkpoints",
     "List checkpoints, newest first",
     answer=fields({"checkpoints": CHECKPOINTS, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={**PAGE, **PROJECT},
 )
 def list_checkpoints(call: Call) -> JsonObject:
@@ -179,7 +176,10 @@ def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
     }
 
 
-@operation("DELETE", CHECKPOINT, "Delete a checkpoint", answer=ANYTHING, errors=(404, 410))
+_of_checkpoint = partial(operation, answer=ANYTHING, errors=(404, 410))
+
+
+@_of_checkpoint("DELETE", CHECKPOINT, "Delete a checkpoint")
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
     record(call, "checkpoint_deleted", ref_of(call))
@@ -198,14 +198,14 @@ def without_kind(call: Call) -> JsonObject:
     )
 
 
-@operation("POST", CHECKPOINT + "/publish", "Publish a checkpoint", answer=ANYTHING, errors=(404, 410))
+@_of_checkpoint("POST", CHECKPOINT + "/publish", "Publish a checkpoint")
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
-@operation("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint", answer=ANYTHING, errors=(404, 410))
+@_of_checkpoint("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint")
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
@@ -218,14 +218,8 @@ class SetTtlRequest(Body):
     ttl_seconds: Ttl | None = None
 
 
-@operation(
-    "PUT",
-    CHECKPOINT + "/ttl",
-    "Set a checkpoint's expiry",
-    body=SetTtlRequest,
-    answer=ANYTHING,
-    errors=(404, 410),
-    example={"ttl_seconds": 3600},
+@_of_checkpoint(
+    "PUT", CHECKPOINT + "/ttl", "Set a checkpoint's expiry", body=SetTtlRequest, example={"ttl_seconds": 3600}
 )
 def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
     ttl_s = request.ttl_seconds

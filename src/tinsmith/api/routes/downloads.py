@@ -21,8 +21,8 @@ from typing import IO
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TAR_TYPE, TEXT, fields
-from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, operation, run
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINKED, TAR_TYPE, TEXT, fields, linked
+from tinsmith.api.operation import Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
@@ -173,16 +173,7 @@ async def archive_link(request: Request) -> Response:
     return await run(work)
 
 
-@operation(
-    "GET",
-    DOWNLOAD + "/files/{file}",
-    "Download one file",
-    answer=FILE_TYPE,
-    errors=(206, 416, *LINKED),
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", DOWNLOAD + "/files/{file}", "Download one file", answer=FILE_TYPE, errors=(206, 416, *LINKED))
 async def download_file(request: Request) -> Response:
     """Send one file, whole or by range."""
     file = request.path_params["file"]
@@ -197,16 +188,7 @@ async def download_file(request: Request) -> Response:
     return await run(work, on=transfers_of(request))
 
 
-@operation(
-    "GET",
-    DOWNLOAD + "/archive",
-    "Download all files",
-    answer=TAR_TYPE,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
 async def download_archive(request: Request) -> Response:
     """Send a tar that is built while it is sent."""
 

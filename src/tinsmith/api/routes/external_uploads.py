@@ -19,7 +19,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TEXT, fields
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, TEXT, fields, linked
 from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
 from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, already_exists
 from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
@@ -82,17 +82,13 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
     }
 
 
-@operation(
+@linked(
     "PUT",
     "/external_weights_uploads/{number}/{file}",
     "Upload one file",
     body=ANYTHING,
     takes=(FILE_TYPE,),
     answer=ANYTHING,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
 )
 async def put(request: Request) -> Response:
     """Store one file of an upload atomically. A repeated PUT replaces it."""

@@ -9,7 +9,18 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, LINK, LINKED, LIST, PAGE, PROJECT, SCOPE, TEXT, TEXTS, fields
+from tinsmith.api.openapi import (
+    ANYTHING,
+    LIST,
+    PAGE,
+    PROJECT,
+    SCOPE,
+    TEXT,
+    TEXTS,
+    fields,
+    linked,
+    listing,
+)
 from tinsmith.api.operation import Access, Call, Draft, JsonObject, operation
 from tinsmith.api.routes.links import follow_link, sign_link
 from tinsmith.auth import user_urn
@@ -138,14 +149,7 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
     return {}
 
 
-@operation(
-    "GET",
-    "/sessions",
-    "List sessions, newest first",
-    answer=SESSION_IDS,
-    access=Access.LISTING,
-    query={**PAGE, **SCOPE, **PROJECT},
-)
+@listing("/sessions", "List sessions, newest first", answer=SESSION_IDS, query={**PAGE, **SCOPE, **PROJECT})
 def list_sessions(call: Call) -> JsonObject:
     check_scope(call)
     limit, offset = call.page(default_limit=20)
@@ -329,16 +333,7 @@ def trace_export(call: Call) -> JsonObject:
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
 
-@operation(
-    "GET",
-    "/sessions/{session_id}/trace",
-    "Download a session's timeline",
-    answer=ANYTHING,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", "/sessions/{session_id}/trace", "Download a session's timeline", answer=ANYTHING)
 async def trace(request: Request) -> Response:
     """Send the timeline. The link was issued to the session's tenant, so no key is needed."""
     services = follow_link(request, PURPOSE)
