@@ -1,42 +1,29 @@
 """OpenAI's chat completions and completions for any base model or checkpoint, and vLLM's token endpoints.
 
-`tinsmith.chat` translates requests, `generation` samples, and `streaming` sends chunks. A request without `stream`
-holds its connection until the response; a disconnect cancels the samples.
+`tinsmith.chat` translates requests and results, `generation` samples, and `streaming` sends the response.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
-    Prepared,
-    cancel_samples,
     named_or_only,
-    new_head,
     read,
     sample_all,
-    submitted_samples,
     weights_of,
 )
-from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, cancel_on_disconnect, event, follow
+from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
 from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_openai
-from tinsmith.api.operation import Access, Call, JsonObject, Services, answer, operation, run
+from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
-from tinsmith.chat.results import AnswerHead, opening, piece_chunk, usage_chunk, whole
+from tinsmith.chat.results import ChatAnswer, CompletionAnswer
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, generated
-from tinsmith.errors import RequestError, TinsmithError, not_supported
-from tinsmith.store.implicit_sessions import SampleId
-from tinsmith.types import ModelShape, SampleResult
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.errors import RequestError, not_supported
+from tinsmith.types import ModelShape
 
 ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 
@@ -51,7 +38,8 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
     errors=GENERATION,
 )
 async def chat_completions(request: Request) -> Response:
-    return await _generated(request, chat=True)
+    services, tenant_id, prepared = await read(request, ChatRequest)
+    return await respond(request, services, tenant_id, prepared, ChatAnswer(prepared.plan, prepared.text))
 
 
 @for_openai(
@@ -64,49 +52,8 @@ async def chat_completions(request: Request) -> Response:
     errors=GENERATION,
 )
 async def completions(request: Request) -> Response:
-    return await _generated(request, chat=False)
-
-
-async def _generated(request: Request, *, chat: bool) -> Response:
-    services, tenant_id, prepared = await read(request, ChatRequest if chat else CompletionRequest)
-    head = new_head(prepared.plan, chat=chat)
-    if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
-        stack = AsyncExitStack()
-        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, prepared, stream=True))
-        return Events(_events(services, prepared, head, seats), stack)
-    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
-    return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
-
-
-def _whole(prepared: Prepared, head: AnswerHead, results: list[SampleResult]) -> bytes:
-    return orjson.dumps(whole(prepared.plan, prepared.text, head, results))
-
-
-async def _events(
-    services: Services, prepared: Prepared, head: AnswerHead, seats: list[SampleId]
-) -> AsyncGenerator[bytes, None]:
-    plan, text = prepared.plan, prepared.text
-    results: list[SampleResult] = []
-    reasoning = 0
-    try:
-        for index in range(len(seats) * plan.num_choices):
-            if first := opening(plan, head, index):
-                yield event(first)
-        async for news in follow(services, prepared, seats, results):
-            if news.choice is None or news.piece is None:
-                yield STILL_THERE
-                continue
-            if news.piece or news.piece.sampled or (news.piece.tokens and plan.top_logprobs is not None):
-                yield event(piece_chunk(plan, text, head, news.choice.index, news.piece, None))
-            if news.reason:
-                reasoning += news.choice.reasoning_tokens
-                yield event(piece_chunk(plan, text, head, news.choice.index, TextPiece(), news.reason))
-        if plan.include_usage:
-            yield event(usage_chunk(plan, head, results, reasoning))
-        yield DONE
-    except TinsmithError as error:
-        await run(cancel_samples, services, seats)
-        yield event({"error": openai_error(str(error), error.status, error)})
+    services, tenant_id, prepared = await read(request, CompletionRequest)
+    return await respond(request, services, tenant_id, prepared, CompletionAnswer(prepared.plan, prepared.text))
 
 
 @for_openai(

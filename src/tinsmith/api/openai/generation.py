@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import orjson
 from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
-from tinsmith.api.errors import anthropic_error, anthropic_text, openai_error
+from tinsmith.api.errors import anthropic_text
 from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
@@ -31,9 +30,9 @@ from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.messages import CountRequest, MessageRequest, whole_message
-from tinsmith.chat.responses import ResponseRequest, new_response, refuse_in_batch
-from tinsmith.chat.results import AnswerHead, read_sequence, whole
+from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest, anthropic_error
+from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, refuse_in_batch
+from tinsmith.chat.results import Answer, ChatAnswer, CompletionAnswer, openai_error, read_sequence
 from tinsmith.chat.splicing import answered
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import GenerateRequest
@@ -58,7 +57,13 @@ from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 T = TypeVar("T")
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
-KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, MESSAGES: MessageRequest}
+KINDS: Mapping[str, tuple[Kind, type[Answer]]] = {
+    CHAT: (ChatRequest, ChatAnswer),
+    COMPLETIONS: (CompletionRequest, CompletionAnswer),
+    MESSAGES: (MessageRequest, MessageAnswer),
+}
+Begin = Callable[[list[SampleId]], None] | None
+"""Called on a worker thread with the samples of a request, before it waits for their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +93,10 @@ async def answer(
             raise not_supported("stream", "a line of a file has one response; leave it out")
         if endpoint == RESPONSES:
             return 200, await _response(services, tenant_id, body)
-        prepared = await run(prepare, services, tenant_id, body, KINDS[endpoint])
-        head = new_head(prepared.plan, chat=endpoint == CHAT)
+        kind, answer_kind = KINDS[endpoint]
+        prepared = await run(prepare, services, tenant_id, body, kind)
         results = await sample_all(services, tenant_id, prepared)
-        if endpoint == MESSAGES:
-            return 200, await run(whole_message, new_message_id(), prepared.plan, prepared.text, results[0])
-        return 200, await run(whole, prepared.plan, prepared.text, head, results)
+        return 200, await run(answer_kind(prepared.plan, prepared.text).whole, results)
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
         if endpoint == MESSAGES:
@@ -107,18 +110,8 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     refuse_in_batch(request)
     request = request.model_copy(update={"store": False})
     prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
-    (result,) = await sample_all(services, tenant_id, prepared)
-    response = new_response("resp_" + secrets.token_hex(24), request, prepared.plan, prepared.text)
-    return await run(response.whole, result)
-
-
-def new_message_id() -> str:
-    return "msg_" + secrets.token_hex(12)
-
-
-def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
-    prefix = "chatcmpl-" if chat else "cmpl-"
-    return AnswerHead(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
+    results = await sample_all(services, tenant_id, prepared)
+    return await run(ResponseAnswer(request, prepared.plan, prepared.text).whole, results)
 
 
 async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
@@ -195,9 +188,9 @@ class ModelNotFoundError(RequestError, NotFoundError):
 # Samples.
 
 
-async def sample_all(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
+async def sample_all(services: Services, tenant_id: str, prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with submitted_samples(services, tenant_id, prepared) as seats:
+    async with submitted_samples(services, tenant_id, prepared, begin=begin) as seats:
         results = [await settled(services, seat) for seat in seats]
         await record(services, tenant_id, prepared, results)
         return results
@@ -225,13 +218,15 @@ def _record(
 
 @asynccontextmanager
 async def submitted_samples(
-    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
+    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False, begin: Begin = None
 ) -> AsyncIterator[list[SampleId]]:
-    """Submit a plan's samples. An exception inside the block cancels the pending ones."""
+    """Submit a plan's samples. An exception in `begin` or inside the block cancels the pending ones."""
     seats: list[SampleId] = []
     try:
         # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(submit_all, services, tenant_id, prepared, stream, seats))
+        if begin is not None:
+            await run(begin, seats)
         yield seats
     except BaseException:
         await asyncio.shield(run(cancel_samples, services, seats))

@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.errors import anthropic_error
 from tinsmith.api.openai.files import RETENTION_S, page_limit
 from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, for_anthropic, integer, one_of
 from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, run
 from tinsmith.api.routes.links import base_url
 from tinsmith.batch.openai import MAX_REQUESTS, MESSAGES, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
+from tinsmith.chat.messages import anthropic_error
 from tinsmith.errors import NotFoundError, RequestError, UserError
 from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.fields import ClosedBody, iso, wrong

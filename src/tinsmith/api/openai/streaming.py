@@ -14,18 +14,27 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.api.openai.generation import Prepared, record, settled
-from tinsmith.api.operation import Services
+from tinsmith.api.openai.generation import (
+    Begin,
+    Prepared,
+    cancel_samples,
+    record,
+    sample_all,
+    settled,
+    submitted_samples,
+)
+from tinsmith.api.operation import Services, run
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import finish_reason, read_sequence
-from tinsmith.errors import EngineFailedError
+from tinsmith.chat.results import Answer, Event, finish_reason, read_sequence
+from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
+from tinsmith.wire.bodies import JSON_TYPE
 
 T = TypeVar("T")
 
@@ -99,6 +108,42 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
     return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
 
 
+async def respond(
+    request: Request, services: Services, tenant_id: str, prepared: Prepared, answer: Answer, begin: Begin = None
+) -> Response:
+    """Sample, and send the answer whole or as events. `begin` is that of `submitted_samples`."""
+    if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
+        stack = AsyncExitStack()
+        samples = submitted_samples(services, tenant_id, prepared, stream=True, begin=begin)
+        seats = await stack.enter_async_context(samples)
+        return Events(_events(services, prepared, seats, answer), stack)
+    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared, begin))
+    return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
+
+
+async def _events(
+    services: Services, prepared: Prepared, seats: list[SampleId], answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    results: list[SampleResult] = []
+    try:
+        for event in answer.begun():
+            yield _written(event)
+        async for news in follow(services, prepared, seats, results):
+            if news.choice is None or news.piece is None:
+                yield _written(answer.keep_alive) if answer.keep_alive else STILL_THERE
+                continue
+            for event in answer.added(news.choice, news.piece, news.reason):
+                yield _written(event)
+        for event in await run(list, answer.ended(results)):
+            yield _written(event)
+        if answer.ends_with_mark:
+            yield DONE
+    except TinsmithError as error:
+        await run(cancel_samples, services, seats)
+        for event in await run(list, answer.failed(error)):
+            yield _written(event)
+
+
 class Events(StreamingResponse):
     """Server-sent events. If the client disconnects, the source is closed."""
 
@@ -134,7 +179,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def event(content: dict[str, object], name: str | None = None) -> bytes:
+def _written(event: Event) -> bytes:
+    name, content = event
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(content) + b"\n\n"
 
