@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
-from tinsmith.cli.remote import AsJson, output, print_table
+from tinsmith.cli.remote import AsJson, output, plain_table, print_json, print_table
 from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
     ENGINE,
@@ -148,9 +147,9 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
         seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
     if as_json:
         shown = [{name: getattr(seat, name) for name in seat.__slots__} | {"role": seat.role} for seat in seats]
-        typer.echo(json.dumps({"controller": kept, "processes": shown, **found}, indent=1))
+        print_json({"controller": kept, "processes": shown, **found})
     else:
-        table = Table("process", "state", "node", "pid", "restarts", "", box=None, pad_edge=False)
+        table = plain_table("process", "state", "node", "pid", "restarts", "")
         for seat in sorted(seats, key=lambda each: (each.role, each.index)):
             table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
         print_table(table)

@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import structlog
 from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
-from tinsmith.samplers.remote.answering import Answering, Published
+from tinsmith.samplers.remote.answering import Answering, OnPart, new_tokens
 from tinsmith.samplers.remote.connection import (
     FIRST_PAUSE_S,
     QUICK_S,
@@ -145,7 +146,7 @@ class _Job:
         self.version = version
         self.answering = answering
         self.deaths = 0
-        self.published: dict[int, Published] = {}
+        self.published: dict[int, int] = {}  # tokens by the index of the answer
         self.task: asyncio.Task[None] | None = None
         self.attempt: asyncio.Task[SampleResult] | None = None
 
@@ -327,7 +328,7 @@ class ExternalSampler:
 
     async def _learn(self) -> None:
         """Read the engine's facts, and find out by two requests which logprobs it reports."""
-        self._dialect.learn([await self._asked(path) for path in self._dialect.questions()])
+        self._dialect.learn([await self._asked(path) for path in self._dialect.questions])
         half = SamplingParams(max_tokens=PROBED_TOKENS, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
         drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, PROBED_TOKENS))
@@ -482,20 +483,21 @@ class ExternalSampler:
                 )
 
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
+        publish = partial(self._publish, job)
         if job.version is None:
-            return await job.answering.result(self, None, self._publisher(job), unembedding=False)
+            return await job.answering.result(self, None, publish, by_token=False)
         for last in (False, True):
             async with self._adapters.held(job.version, era) as name:
                 try:
-                    unembedding = job.version.adapts_unembedding
-                    return await job.answering.result(self, name, self._publisher(job), unembedding=unembedding)
+                    by_token = job.version.adapts_unembedding
+                    return await job.answering.result(self, name, publish, by_token=by_token)
                 except NotFoundError:
                     if last:
                         raise
                     await self._adapters.forget(job.version)  # another client of the engine unloaded it
         raise AssertionError("unreachable")
 
-    async def send(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
+    async def send(self, ask: Ask, on_part: OnPart) -> EngineReply:
         """Called by `Answering` on the event loop."""
         async with self._scoring.shared():
             return await self._sent(ask, on_part)
@@ -503,10 +505,10 @@ class ExternalSampler:
     async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
         """Called by `Answering` on the event loop."""
         async with self._scoring.exclusive(), asyncio.TaskGroup() as group:
-            sent = [group.create_task(self._sent(ask, lambda _: None)) for ask in asks]
+            sent = [group.create_task(self._sent(ask, lambda _start, _part: None)) for ask in asks]
         return [one.result() for one in sent]
 
-    async def _sent(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
+    async def _sent(self, ask: Ask, on_part: OnPart) -> EngineReply:
         async with self._slots:
             try:
                 call = self._dialect.call(ask)
@@ -515,7 +517,7 @@ class ExternalSampler:
                 whole = EngineReply([], [], [])
                 async for event in self._connection.events(call):
                     part = self._dialect.read(ask, event, len(whole.tokens))
-                    on_part(part)
+                    on_part(len(whole.tokens), part)
                     whole.add(part)
                 return whole
             except asyncio.CancelledError:
@@ -529,18 +531,12 @@ class ExternalSampler:
         with contextlib.suppress(EngineGone, TinsmithError):
             await self._connection.order(call)
 
-    def _publisher(self, job: _Job) -> Callable[[int, EngineReply], None]:
-        """Publishes the tokens of a streaming request. After a restart, tokens that were published are skipped."""
-        received = dict.fromkeys(range(job.sample.num_samples), 0)
-
-        def publish(index: int, part: EngineReply) -> None:
-            progress = job.published.setdefault(index, Published())
-            partial = progress.advance(job.sample, index, received[index], part)
-            received[index] += len(part.tokens)
-            if partial is not None:
-                self._partials.put(partial)
-
-        return publish
+    def _publish(self, job: _Job, index: int, start: int, part: EngineReply) -> None:
+        """Publish the tokens of a streaming request. After a restart, tokens that were published are skipped."""
+        published = job.published.get(index, 0)
+        if partial_answer := new_tokens(job.sample, index, start, part, published):
+            job.published[index] = start + len(part.tokens)
+            self._partials.put(partial_answer)
 
 
 def _free_port() -> int:
