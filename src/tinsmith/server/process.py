@@ -67,7 +67,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import ThreadPools
-from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.janitor import Janitor
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
 from tinsmith.storage.directories import claim
@@ -250,7 +250,8 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
-    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.try_lock("janitor"))
+    versions, snapshots = (open_directories(settings, kind) for kind in ("versions", "snapshots"))
+    janitor = Janitor(services, engines, versions, snapshots, lambda: database.try_lock("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -295,26 +296,6 @@ async def _stop(services: Services, supervisor: Supervisor, background: Backgrou
     await supervisor.stop()
     await asyncio.to_thread(services.tracing.close)
     await background.stop()
-
-
-def _swept(settings: Settings, services: Services, engines: Engines) -> SweptParts:
-    return SweptParts(
-        services.sessions,
-        services.models,
-        services.sampling_sessions,
-        services.futures,
-        services.checkpoints,
-        open_directories(settings, "versions"),
-        open_directories(settings, "snapshots"),
-        services.audit,
-        services.custom_losses,
-        services.sequences,
-        services.files,
-        services.kept_samples,
-        services.responses,
-        services.exchanges,
-        engines,
-    )
 
 
 def _services(

@@ -128,7 +128,7 @@ def finish(call: Call, draft: Draft[FinishRequest]) -> JsonObject:
 
 
 class SetProjectRequest(Body):
-    project_id: Annotated[str, Field(min_length=1, max_length=MAX_PROJECT_ID, pattern=NO_NUL)]
+    project_id: Annotated[ProjectId, Field(min_length=1)]
 
 
 @operation(
