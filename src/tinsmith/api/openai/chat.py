@@ -1,4 +1,5 @@
-"""OpenAI's chat completions and completions for any base model or checkpoint, and vLLM's token endpoints.
+"""OpenAI's chat completions and completions and Anthropic's messages for any base model or checkpoint, and vLLM's
+token endpoints.
 
 `tinsmith.chat` translates requests and results, `generation` samples, and `streaming` sends the response.
 """
@@ -15,10 +16,11 @@ from tinsmith.api.openai.generation import (
     weights_of,
 )
 from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
-from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_openai
+from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
 from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
+from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, generated
@@ -54,6 +56,38 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     services, tenant_id, prepared = await read(request, CompletionRequest)
     return await respond(request, services, tenant_id, prepared, CompletionAnswer(prepared.plan, prepared.text))
+
+
+# Anthropic's messages.
+
+MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
+
+
+@for_anthropic(
+    "POST",
+    "/messages",
+    "Create a message, whole or streamed",
+    body=MessageRequest,
+    answer=MESSAGE,
+    errors=GENERATION,
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+)
+async def messages(request: Request) -> Response:
+    services, tenant_id, prepared = await read(request, MessageRequest)
+    return await respond(request, services, tenant_id, prepared, MessageAnswer(prepared.plan, prepared.text))
+
+
+@for_anthropic(
+    "POST",
+    "/messages/count_tokens",
+    "Count the prompt's tokens",
+    body=CountRequest,
+    answer=fields({"input_tokens": COUNT}),
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
+)
+async def count_tokens(request: Request) -> Response:
+    _, _, prepared = await read(request, CountRequest)
+    return answer({"input_tokens": len(prepared.plan.prompts[0])})
 
 
 @for_openai(

@@ -303,7 +303,7 @@ def cancel_samples(services: Services, seats: Sequence[SampleId]) -> None:
 async def settled(services: Services, seat: SampleId) -> SampleResult:
     """Wait for the result of a sample. Raises its error."""
     with services.waiters.watch(seat.request_id) as woken:
-        while (outcome := await _outcome(services, seat)) is None:
+        while (outcome := await outcome_of(services, seat.tenant_id, seat.request_id)) is None:
             if services.waiters.closed:
                 raise StoppingError
             with contextlib.suppress(TimeoutError):
@@ -331,7 +331,3 @@ def _result_of(outcome: FutureOutcome, request_id: str) -> SampleResult:
         raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
     assert outcome.body is not None
     return read_sample_result(outcome.body, request_id)
-
-
-async def _outcome(services: Services, seat: SampleId) -> FutureOutcome | None:
-    return await outcome_of(services, seat.tenant_id, seat.request_id)
