@@ -18,12 +18,10 @@ import contextlib
 import queue
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,9 @@ from tinsmith.samplers.remote.answering import Answering, OnPart, new_tokens
 from tinsmith.samplers.remote.connection import (
     FIRST_PAUSE_S,
     QUICK_S,
-    EngineAccess,
     EngineConnection,
     EngineGone,
+    RemoteEngine,
 )
 from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, Json, PromptAsk
 from tinsmith.samplers.remote.links import AdapterLinks
@@ -102,7 +100,6 @@ class Gate:
 MAX_CONCURRENT = 256
 """Concurrent requests to the external engine, which queues what it cannot run yet."""
 
-MOST_ADAPTERS = 32
 PROBED_TOKENS = 8
 WAIT_S = 0.005
 """How long a step waits for a finished sample; between steps the engine thread does its other work."""
@@ -116,28 +113,6 @@ log = structlog.get_logger()
 
 Capture = Callable[[str], Write | None]
 """Returns a function that writes the current files of a version, or None if the version does not exist."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteEngine:
-    """The address and credentials of a running engine, or the Python interpreter and options with which to start one.
-
-    `directory` holds the files of adapters and is emptied at start. An engine on another machine must see it under the
-    same path, unless it downloads adapters from `adapters_url`, an address of this process. `memory` is preferred for
-    them while it has space.
-    """
-
-    directory: Path
-    log_path: Path
-    memory: Path | None = None
-    url: str = ""
-    access: EngineAccess = field(default_factory=EngineAccess)
-    adapters_url: str = ""
-    adapters_host: str = "127.0.0.1"  # the address on which this process listens for downloads
-    python: str = ""
-    options: tuple[str, ...] = ()
-    shares_device: bool = False
-    most_adapters: int = MOST_ADAPTERS
 
 
 class _Job:
@@ -298,22 +273,7 @@ class ExternalSampler:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self, engine: RemoteEngine) -> None:
-        command: Sequence[str] = ()
-        url = engine.url
-        if not url:
-            port = _free_port()
-            url = f"http://127.0.0.1:{port}"
-            command = self._dialect.command(engine.python, self._shape.path, port, engine.options, engine.shares_device)
-        self._connection = EngineConnection(
-            self._dialect.name,
-            (self._dialect.health, self._dialect.health_asleep),
-            self._learn,
-            url=url,
-            access=engine.access,
-            command=command,
-            log_path=engine.log_path,
-            directory=engine.directory,
-        )
+        self._connection = EngineConnection(self._dialect, engine, self._shape.path, self._learn)
         self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload, engine.memory)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._gate = Gate()
@@ -537,12 +497,6 @@ class ExternalSampler:
         if partial_answer := new_tokens(job.sample, index, start, part, published):
             job.published[index] = start + len(part.tokens)
             self._partials.put(partial_answer)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _cancel(job: _Job) -> None:
