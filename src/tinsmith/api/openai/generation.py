@@ -190,7 +190,9 @@ class ModelNotFoundError(RequestError, NotFoundError):
 
 async def sample_all(services: Services, tenant_id: str, prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with submitted_samples(services, tenant_id, prepared, begin=begin) as seats:
+    async with submitted_samples(services, tenant_id, prepared) as seats:
+        if begin is not None:
+            await run(begin, seats)
         results = [await settled(services, seat) for seat in seats]
         await record(services, tenant_id, prepared, results)
         return results
@@ -218,15 +220,13 @@ def _record(
 
 @asynccontextmanager
 async def submitted_samples(
-    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False, begin: Begin = None
+    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
 ) -> AsyncIterator[list[SampleId]]:
-    """Submit a plan's samples. An exception in `begin` or inside the block cancels the pending ones."""
+    """Submit a plan's samples. An exception inside the block cancels the pending ones."""
     seats: list[SampleId] = []
     try:
         # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(submit_all, services, tenant_id, prepared, stream, seats))
-        if begin is not None:
-            await run(begin, seats)
         yield seats
     except BaseException:
         await asyncio.shield(run(cancel_samples, services, seats))

@@ -111,12 +111,14 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
 async def respond(
     request: Request, services: Services, tenant_id: str, prepared: Prepared, answer: Answer, begin: Begin = None
 ) -> Response:
-    """Sample, and send the answer whole or as events. `begin` is that of `submitted_samples`."""
+    """Sample, and send the answer whole or as events."""
     if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
-        stack = AsyncExitStack()
-        samples = submitted_samples(services, tenant_id, prepared, stream=True, begin=begin)
-        seats = await stack.enter_async_context(samples)
-        return Events(_events(services, prepared, seats, answer), stack)
+        async with AsyncExitStack() as stack:
+            samples = submitted_samples(services, tenant_id, prepared, stream=True)
+            seats = await stack.enter_async_context(samples)
+            if begin is not None:
+                await run(begin, seats)
+            return Events(_events(services, prepared, seats, answer), stack.pop_all())
     results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared, begin))
     return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
 
