@@ -425,8 +425,8 @@ def test_a_message_is_the_chat_in_other_words(place: Place) -> None:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert "".join(pieces) == final.content[0].text == message.content[0].text
-    long: Any = {"model": NANO, "max_tokens": 400, "messages": SAY}
-    with place.claude.messages.stream(**long) as stream:
+    spell: Any = [{"role": "user", "content": "Spell the word strawberry."}]  # the answer has a dozen tokens
+    with place.claude.messages.stream(**asked | {"model": NANO, "max_tokens": 40, "messages": spell}) as stream:
         assert len(list(stream.text_stream)) > 1
     assert final.stop_reason == message.stop_reason and final.usage.output_tokens == message.usage.output_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
-from tinsmith.store.futures import Settlement
+from tinsmith.store.futures import NewFuture, Settlement
 from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
@@ -261,6 +262,60 @@ def test_partials_are_shown_as_they_come(harness: Harness) -> None:
     news = stream(harness, lambda name: partials_of(name, "hello there"), result("hello there"))
     assert text_of(news) == "hello there" and len(news) > 3
     assert [one.reason for one in news if one.reason] == ["length"]
+
+
+def test_partials_that_come_before_the_response_begins_are_shown(harness: Harness) -> None:
+    async def scenario(services: Services) -> tuple[list[News], dict[str, object]]:
+        prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest)
+        results: list[SampleResult] = []
+        async with submitted_samples(services, "alice", prepared, stream=True) as seats:
+            partials = partials_of(seats[0].request_id, "hello there")
+            services.partials.arrived([line_of(partial) for partial in partials[:2]])
+            source = follow(services, prepared, seats, results)
+            first = await anext(source)
+            services.partials.arrived([line_of(partial) for partial in partials[2:]])
+            settle(harness, seats[0].request_id, result("hello there"))
+            news = [first, *[one async for one in source]]
+        async with submitted_samples(services, "alice", prepared, stream=True):
+            pass  # its client left before the response began
+        return news, dict(services.partials._early)
+
+    news, early = asyncio.run(scenario(harness.services))
+    assert text_of(news) == "hello there" and len(news) > 3
+    assert early == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    begun, left = threading.Event(), threading.Event()
+    submit = harness.services.futures.submit
+
+    def slow(new: NewFuture) -> object:
+        begun.set()
+        assert left.wait(15)
+        return submit(new)
+
+    monkeypatch.setattr(harness.services.futures, "submit", slow)
+
+    async def scenario(services: Services) -> None:
+        prepared = prepare(services, "alice", BODY | {"stream": stream}, ChatRequest)
+
+        async def client() -> None:
+            async with submitted_samples(services, "alice", prepared, stream=stream):
+                pass
+
+        serving = asyncio.create_task(client())
+        await asyncio.to_thread(begun.wait, 15)
+        serving.cancel()
+        asyncio.get_running_loop().call_later(0.3, left.set)  # the row comes after a cancellation that does not wait
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(scenario(harness.services))
+    rows = incoming(harness.services.futures._db, nano.MODEL_NAME)
+    assert [row.kind for row in rows] == ["sample", "cancel"] and harness.services.partials._early == {}
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

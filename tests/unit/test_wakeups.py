@@ -58,6 +58,50 @@ def test_a_missing_receiver_and_a_full_buffer_are_not_errors(sockets: Path) -> N
     sender.close()
 
 
+def test_a_full_buffer_leaves_no_gap_in_a_token_stream(sockets: Path) -> None:
+    sender = Mailbox(sockets, "engine")
+    readers = [Mailbox(sockets, name) for name in ("server.slow", "server.quick")]
+    sent: list[str] = []
+    arrived: list[set[str]] = [set(), set()]
+    for step in range(3000):  # far more than a kernel holds for a reader
+        lines = [f"+{step}:{index}{'x' * 50}" for index in range(3)]
+        sent += lines
+        sender.stream("server", lines)
+        arrived[1] |= readers[1].drain()
+    assert arrived[1] == {*sent}
+    for index in range(100):
+        arrived[0] |= readers[0].drain()
+        sender.stream("server", [str(index)])
+    assert arrived[0] >= {*sent} and "98" in arrived[0]
+    for mailbox in (sender, *readers):
+        mailbox.close()
+
+
+def test_a_token_stream_without_a_reader_is_not_kept(sockets: Path) -> None:
+    sender, reader = Mailbox(sockets, "engine"), Mailbox(sockets, "server.one")
+    for _ in range(2000):
+        sender.stream("server", ["x" * 1000])
+    assert sender._unsent
+    reader.close()
+    sender.stream("server", ["y"])
+    assert sender._unsent == {}
+    late = Mailbox(sockets, "server.one")
+    sender.stream("server", ["z"])
+    assert late.drain() == {"z"}
+    late.close()
+    sender.close()
+
+
+def test_a_reader_that_never_reads_costs_a_bounded_memory(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.db.wakeups.MAX_UNSENT", 3)
+    sender, reader = Mailbox(sockets, "engine"), Mailbox(sockets, "server")
+    for _ in range(2000):
+        sender.stream("server", ["x" * 1000])
+        assert sum(map(len, sender._unsent.values())) <= 3
+    reader.close()
+    sender.close()
+
+
 def test_a_message_to_a_group_reaches_exactly_its_members(sockets: Path) -> None:
     sender = Mailbox(sockets, "server.x")
     members = [Mailbox(sockets, name) for name in ("engine-a", "engine-a.one", "engine-a.two")]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import select
@@ -19,7 +20,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -39,6 +40,10 @@ JOB = "batch-job:"
 SAFETY_POLL_S = 1.0
 MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
 
+MAX_UNSENT = 200
+"""Datagrams of token streams that are kept for one reader whose buffer is full; more are lost."""
+
+_FULL = (errno.EAGAIN, errno.ENOBUFS)
 
 _SETTLED_S = 0.1
 """A directory that changed this recently may change again within the same time stamp."""
@@ -98,6 +103,7 @@ class Mailbox:
         self._inode = self._path.stat().st_ino
         self._endpoints: list[str] = []
         self._endpoints_at = 0
+        self._unsent: dict[str, deque[bytes]] = {}  # by endpoint: datagrams of token streams
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -113,8 +119,29 @@ class Mailbox:
                         self._socket.sendto(text, f"{self._directory}/{endpoint}")
 
     def stream(self, name: str, lines: Iterable[str]) -> None:
-        """Send lines of token streams, which no table has; they may be lost."""
-        self.wake(name, lines)
+        """Send lines of token streams, which no table has; they may be lost. One thread.
+
+        What a full buffer does not take is sent with the next lines, because the tokens after a gap come with the
+        result only. A kernel may hold as few as ten datagrams for a reader.
+        """
+        texts = [text.encode() for text in payloads(lines, MAX_DATAGRAM_BYTES) if text]
+        names = {one for one in self._known_endpoints() if one == name or one.startswith(f"{name}.")}
+        self._unsent = {one: self._unsent.get(one) or deque() for one in names}
+        for endpoint, unsent in self._unsent.items():
+            for text in texts:
+                if unsent and len(unsent[-1]) + len(text) < MAX_DATAGRAM_BYTES:
+                    text = unsent.pop() + b"\n" + text
+                unsent.append(text)
+            self._send_until_full(endpoint, unsent)
+
+    def _send_until_full(self, endpoint: str, unsent: deque[bytes]) -> None:
+        try:
+            while unsent:
+                self._socket.sendto(unsent[0], f"{self._directory}/{endpoint}")
+                unsent.popleft()
+        except OSError as error:
+            if error.errno not in _FULL or len(unsent) > MAX_UNSENT:  # the reader is gone, or does not read
+                unsent.clear()
 
     def _known_endpoints(self) -> list[str]:
         """The names in the directory, which is read again when it has changed."""

@@ -1,8 +1,8 @@
 """Tokens of running samples, from the engine to the streams of the server.
 
 They are sent with the wake-ups and may be lost. The stored result is authoritative: it supplies missing tokens, and a
-contradiction is an error. Each partial has its position in the answer, so that gaps are detected. `Partials` belongs to
-the server's event loop.
+contradiction is an error. Each partial has its position in the answer, so that gaps are detected; the tokens after a
+gap come with the result. `Partials` belongs to the server's event loop.
 """
 
 from __future__ import annotations
@@ -35,11 +35,23 @@ def _read(line: str) -> Partial | None:
 class Partials:
     def __init__(self) -> None:
         self._queues: dict[str, asyncio.Queue[Partial]] = {}
+        self._early: dict[str, list[Partial]] = {}  # of samples whose stream does not listen yet
+
+    def expect(self, request_id: str) -> None:
+        """Keep the partials of a sample until `listen`. Call this before an engine can see the sample. Thread-safe."""
+        self._early[request_id] = []
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Undo `expect` where nothing listened."""
+        for request_id in request_ids:
+            self._early.pop(request_id, None)
 
     @contextlib.contextmanager
     def listen(self, request_ids: Sequence[str]) -> Iterator[asyncio.Queue[Partial]]:
-        """A queue of the partials of these samples that arrive during the block."""
+        """A queue of the partials of these samples: those kept since `expect`, and those that arrive in the block."""
         queue: asyncio.Queue[Partial] = asyncio.Queue()
+        for partial in (one for request_id in request_ids for one in self._early.pop(request_id, ())):
+            queue.put_nowait(partial)
         self._queues |= dict.fromkeys(request_ids, queue)
         try:
             yield queue
@@ -49,8 +61,11 @@ class Partials:
 
     def arrived(self, lines: Iterable[str]) -> None:
         """Deliver partials, sorted by their position, since wake-ups are unordered."""
-        found = [partial for line in lines if self._queues and (partial := _read(line))]
+        if not self._queues and not self._early:
+            return
+        found = [partial for line in lines if (partial := _read(line))]
         for partial in sorted(found, key=lambda one: (one.request_id, one.index, one.start)):
-            queue = self._queues.get(partial.request_id)
-            if queue is not None:
+            if (queue := self._queues.get(partial.request_id)) is not None:
                 queue.put_nowait(partial)
+            elif (early := self._early.get(partial.request_id)) is not None:
+                early.append(partial)

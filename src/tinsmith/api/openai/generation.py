@@ -225,13 +225,17 @@ async def submitted_samples(
     """Submit a plan's samples. An exception inside the block cancels the pending ones."""
     seats: list[SampleId] = []
     try:
-        # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
-        await asyncio.shield(run(submit_all, services, tenant_id, prepared, stream, seats))
+        submission = asyncio.create_task(run(submit_all, services, tenant_id, prepared, stream, seats))
+        try:
+            await asyncio.shield(submission)
+        finally:
+            await asyncio.wait({submission})  # `seats` must name every submitted sample, so that it can be cancelled
         yield seats
     except BaseException:
         await asyncio.shield(run(cancel_samples, services, seats))
         raise
     finally:
+        services.partials.forget(seat.request_id for seat in seats)
         for seat in seats:
             services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
 
@@ -267,6 +271,8 @@ def _submit(
     )
     services.quotas.admit(new)
     seats.append(seat)
+    if stream:
+        services.partials.expect(seat.request_id)
     services.futures.submit(services.dispatch.assigned(new, sample))
 
 
