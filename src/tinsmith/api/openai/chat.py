@@ -40,8 +40,8 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
     errors=GENERATION,
 )
 async def chat_completions(request: Request) -> Response:
-    services, tenant_id, prepared = await read(request, ChatRequest)
-    return await respond(request, services, tenant_id, prepared, ChatAnswer(prepared.plan, prepared.text))
+    prepared = await read(request, ChatRequest)
+    return await respond(request, prepared, ChatAnswer(prepared.plan, prepared.text))
 
 
 @for_openai(
@@ -54,8 +54,8 @@ async def chat_completions(request: Request) -> Response:
     errors=GENERATION,
 )
 async def completions(request: Request) -> Response:
-    services, tenant_id, prepared = await read(request, CompletionRequest)
-    return await respond(request, services, tenant_id, prepared, CompletionAnswer(prepared.plan, prepared.text))
+    prepared = await read(request, CompletionRequest)
+    return await respond(request, prepared, CompletionAnswer(prepared.plan, prepared.text))
 
 
 # Anthropic's messages.
@@ -73,8 +73,8 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
 )
 async def messages(request: Request) -> Response:
-    services, tenant_id, prepared = await read(request, MessageRequest)
-    return await respond(request, services, tenant_id, prepared, MessageAnswer(prepared.plan, prepared.text))
+    prepared = await read(request, MessageRequest)
+    return await respond(request, prepared, MessageAnswer(prepared.plan, prepared.text))
 
 
 @for_anthropic(
@@ -86,7 +86,7 @@ async def messages(request: Request) -> Response:
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
 )
 async def count_tokens(request: Request) -> Response:
-    _, _, prepared = await read(request, CountRequest)
+    prepared = await read(request, CountRequest)
     return answer({"input_tokens": len(prepared.plan.prompts[0])})
 
 
@@ -160,6 +160,6 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
     prefixes=("",),
 )
 async def generate(request: Request) -> Response:
-    services, tenant_id, prepared = await read(request, GenerateRequest)
-    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
+    prepared = await read(request, GenerateRequest)
+    results = await cancel_on_disconnect(request.receive, sample_all(prepared))
     return answer(await run(generated, prepared.plan, prepared.text, results[0]))

@@ -68,8 +68,12 @@ Begin = Callable[[list[SampleId]], None] | None
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: the weights to sample from, and its plan. `capture` is the session that records the exchange."""
+    """A valid request of a tenant: the weights to sample from, and its plan. `capture` is the session that records the
+    exchange.
+    """
 
+    services: Services
+    tenant_id: str
     shape: ModelShape
     model_path: str | None
     text: Text
@@ -95,7 +99,7 @@ async def answer(
             return 200, await _response(services, tenant_id, body)
         kind, answer_kind = KINDS[endpoint]
         prepared = await run(prepare, services, tenant_id, body, kind)
-        results = await sample_all(services, tenant_id, prepared)
+        results = await sample_all(prepared)
         return 200, await run(answer_kind(prepared.plan, prepared.text).whole, results)
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
@@ -110,12 +114,12 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     refuse_in_batch(request)
     request = request.model_copy(update={"store": False})
     prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
-    results = await sample_all(services, tenant_id, prepared)
+    results = await sample_all(prepared)
     return await run(ResponseAnswer(request, prepared.plan, prepared.text).whole, results)
 
 
-async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
-    """Authenticate and validate a request. Returns the services, the tenant and the prepared request."""
+async def read(request: Request, kind: Kind) -> Prepared:
+    """Authenticate and validate a request."""
 
     def make(services: Services, tenant_id: str, values: JsonObject) -> Prepared:
         return prepare(services, tenant_id, values, kind, capture_session(request))
@@ -123,15 +127,15 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
     return await read_as(request, make)
 
 
-async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> tuple[Services, str, T]:
-    """Authenticate a request and call `make` with the body on a worker thread. Returns services, tenant and result."""
+async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> T:
+    """Authenticate a request and call `make` with its body on a worker thread."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
     def work() -> T:
         return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)))
 
-    return services, tenant_id, await run(work)
+    return await run(work)
 
 
 def prepare(
@@ -155,7 +159,7 @@ def prepare_plan(
     """Like `prepare`, for a request that is already validated."""
     shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
     text = services.texts.of(shape)
-    return Prepared(shape, model_path, text, plan(text), capture)
+    return Prepared(services, tenant_id, shape, model_path, text, plan(text), capture)
 
 
 def named_or_only(services: Services, model: str | None) -> str:
@@ -188,25 +192,23 @@ class ModelNotFoundError(RequestError, NotFoundError):
 # Samples.
 
 
-async def sample_all(services: Services, tenant_id: str, prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
+async def sample_all(prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with submitted_samples(services, tenant_id, prepared) as seats:
+    async with submitted_samples(prepared) as seats:
         if begin is not None:
             await run(begin, seats)
-        results = [await settled(services, seat) for seat in seats]
-        await record(services, tenant_id, prepared, results)
+        results = [await settled(prepared.services, seat) for seat in seats]
+        await record(prepared, results)
         return results
 
 
-async def record(services: Services, tenant_id: str, prepared: Prepared, results: Sequence[SampleResult]) -> None:
+async def record(prepared: Prepared, results: Sequence[SampleResult]) -> None:
     """Record the exchange of a captured request before its response is sent."""
     if prepared.capture is not None and not prepared.plan.echo_only:
-        await asyncio.shield(run(_record, services, tenant_id, prepared.capture, prepared, results))
+        await asyncio.shield(run(_record, prepared, prepared.capture, results))
 
 
-def _record(
-    services: Services, tenant_id: str, session: str, prepared: Prepared, results: Sequence[SampleResult]
-) -> None:
+def _record(prepared: Prepared, session: str, results: Sequence[SampleResult]) -> None:
     plan, version = prepared.plan, prepared.model_path or prepared.shape.name
     digests: list[str] | None = None
     if plan.conversation is not None:
@@ -215,17 +217,16 @@ def _record(
             choice = new_choice(plan, prepared.text, len(digests))
             read_sequence(choice, sequence)
             digests.append(answered(plan.conversation, choice.piece()))
-    services.exchanges.record(tenant_id, session, version, plan.prompts, results, digests)
+    exchanges = prepared.services.exchanges
+    exchanges.record(prepared.tenant_id, session, version, plan.prompts, results, digests)
 
 
 @asynccontextmanager
-async def submitted_samples(
-    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
-) -> AsyncIterator[list[SampleId]]:
+async def submitted_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
     """Submit a plan's samples. An exception inside the block cancels the pending ones."""
-    seats: list[SampleId] = []
+    services, seats = prepared.services, list[SampleId]()
     try:
-        submission = asyncio.create_task(run(submit_all, services, tenant_id, prepared, stream, seats))
+        submission = asyncio.create_task(run(submit_all, prepared, seats))
         try:
             await asyncio.shield(submission)
         finally:
@@ -240,20 +241,18 @@ async def submitted_samples(
             services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
 
 
-def submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[SampleId]) -> None:
+def submit_all(prepared: Prepared, seats: list[SampleId]) -> None:
     for prompt in prepared.plan.prompts:
-        _submit(services, tenant_id, prepared, prompt, stream, seats)
+        _submit(prepared, prompt, seats)
 
 
-def _submit(
-    services: Services, tenant_id: str, prepared: Prepared, prompt: Sequence[int], stream: bool, seats: list[SampleId]
-) -> None:
-    plan, shape = prepared.plan, prepared.shape
+def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) -> None:
+    services, tenant_id, plan, shape = prepared.services, prepared.tenant_id, prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
         # With a fixed seed, an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
-    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream, images=plan.images)
+    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=plan.stream, images=plan.images)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
     _check(sample, shape, plan)
     seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
@@ -271,7 +270,7 @@ def _submit(
     )
     services.quotas.admit(new)
     seats.append(seat)
-    if stream:
+    if plan.stream:
         services.partials.expect(seat.request_id)
     services.futures.submit(services.dispatch.assigned(new, sample))
 

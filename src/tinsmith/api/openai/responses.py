@@ -36,24 +36,25 @@ class PreparedResponse:
 
     def __init__(self, services: Services, tenant_id: str, values: JsonObject, capture: str | None = None) -> None:
         """Call it on a worker thread. Raises UserError."""
-        self.services, self.tenant_id, self.values = services, tenant_id, values
+        self.values = values
         self.request = validate(ResponseRequest, values)
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
         recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
         plan = partial(self.request.plan, before=self.before, recorded=recorded)
+        self._responses = services.responses
         self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
         self.answer = ResponseAnswer(self.request, self.prepared.plan, self.prepared.text, end=self._end)
 
     def store(self, seats: list[SampleId]) -> None:
         if self.request.store:
             request_ids = [seat.request_id for seat in seats]
-            self.services.responses.add(self.tenant_id, self.answer.response_id, self.values, self.before, request_ids)
+            self._responses.add(self.prepared.tenant_id, self.answer.response_id, self.values, self.before, request_ids)
 
     def _end(self, body: JsonObject) -> JsonObject:
-        if self.request.store and not self.services.responses.end(self.tenant_id, self.answer.response_id, body):
-            stored = self.services.responses.find(self.tenant_id, self.answer.response_id)  # it was cancelled
+        if self.request.store and not self._responses.end(self.prepared.tenant_id, self.answer.response_id, body):
+            stored = self._responses.find(self.prepared.tenant_id, self.answer.response_id)  # it was cancelled
             return stored.answer or body
         return body
 
@@ -61,10 +62,10 @@ class PreparedResponse:
         """Start a background response and return it."""
         seats: list[SampleId] = []
         try:
-            submit_all(self.services, self.tenant_id, self.prepared, False, seats)
+            submit_all(self.prepared, seats)
             self.store(seats)
         except BaseException:
-            cancel_samples(self.services, seats)
+            cancel_samples(self.prepared.services, seats)
             raise
         return self.answer.body("queued")
 
@@ -96,12 +97,12 @@ async def create(request: Request) -> HttpResponse:
     def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
         return PreparedResponse(services, tenant_id, values, capture_session(request))
 
-    services, tenant_id, asked = await read_as(request, make)
+    asked = await read_as(request, make)
     if asked.request.background and asked.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if asked.request.background:
         return answer(await run(asked.submit))
-    return await respond(request, services, tenant_id, asked.prepared, asked.answer, asked.store)
+    return await respond(request, asked.prepared, asked.answer, asked.store)
 
 
 @for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)

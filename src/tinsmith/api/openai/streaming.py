@@ -27,7 +27,7 @@ from tinsmith.api.openai.generation import (
     settled,
     submitted_samples,
 )
-from tinsmith.api.operation import Services, run
+from tinsmith.api.operation import run
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import Answer, Event, finish_reason, read_sequence
@@ -52,16 +52,14 @@ class News:
     reason: str | None = None
 
 
-async def follow(
-    services: Services, prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]
-) -> AsyncIterator[News]:
+async def follow(prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]) -> AsyncIterator[News]:
     """Yield the chunks of all choices in order of arrival. At the end `results` has the result of every prompt."""
     number = prepared.plan.num_choices
     choices = [new_choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
     of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
     found: dict[str, SampleResult] = {}
-    with services.partials.listen(list(of_seat)) as queue:
-        ends = {asyncio.create_task(settled(services, seat)) for seat in seats}
+    with prepared.services.partials.listen(list(of_seat)) as queue:
+        ends = {asyncio.create_task(settled(prepared.services, seat)) for seat in seats}
         coming: asyncio.Task[Partial] = asyncio.create_task(queue.get())
         try:
             while ends:
@@ -85,7 +83,7 @@ async def follow(
             for task in (*ends, coming):
                 task.cancel()
     results += [found[seat.request_id] for seat in seats]
-    await record(services, seats[0].tenant_id, prepared, results)
+    await record(prepared, results)
 
 
 def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
@@ -108,29 +106,24 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
     return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
 
 
-async def respond(
-    request: Request, services: Services, tenant_id: str, prepared: Prepared, answer: Answer, begin: Begin = None
-) -> Response:
+async def respond(request: Request, prepared: Prepared, answer: Answer, begin: Begin = None) -> Response:
     """Sample, and send the answer whole or as events."""
     if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
         async with AsyncExitStack() as stack:
-            samples = submitted_samples(services, tenant_id, prepared, stream=True)
-            seats = await stack.enter_async_context(samples)
+            seats = await stack.enter_async_context(submitted_samples(prepared))
             if begin is not None:
                 await run(begin, seats)
-            return Events(_events(services, prepared, seats, answer), stack.pop_all())
-    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared, begin))
+            return Events(_events(prepared, seats, answer), stack.pop_all())
+    results = await cancel_on_disconnect(request.receive, sample_all(prepared, begin))
     return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
 
 
-async def _events(
-    services: Services, prepared: Prepared, seats: list[SampleId], answer: Answer
-) -> AsyncGenerator[bytes, None]:
+async def _events(prepared: Prepared, seats: list[SampleId], answer: Answer) -> AsyncGenerator[bytes, None]:
     results: list[SampleResult] = []
     try:
         for event in answer.begun():
             yield _written(event)
-        async for news in follow(services, prepared, seats, results):
+        async for news in follow(prepared, seats, results):
             if news.choice is None or news.piece is None:
                 yield _written(answer.keep_alive) if answer.keep_alive else STILL_THERE
                 continue
@@ -141,7 +134,7 @@ async def _events(
         if answer.ends_with_mark:
             yield DONE
     except TinsmithError as error:
-        await run(cancel_samples, services, seats)
+        await run(cancel_samples, prepared.services, seats)
         for event in await run(list, answer.failed(error)):
             yield _written(event)
 
