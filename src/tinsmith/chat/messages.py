@@ -19,7 +19,7 @@ from tinsmith.chat.chats import ChatRequest, may_think
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import Answer, Event, JsonObject, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import SWITCH, Text, channels_of, tags_of, thinking_of
 from tinsmith.chat.tools import ToolCall
@@ -316,7 +316,7 @@ class MessageRequest(CountRequest):
 # Responses.
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(ClientAnswer):
     """A message. A stream has one open content block at a time."""
 
     keep_alive = "ping", {"type": "ping"}

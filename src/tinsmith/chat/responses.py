@@ -17,7 +17,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import Answer, Event, openai_error, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import MAX_TOOLS, ToolCall
@@ -239,7 +239,7 @@ def _joined(content: str | Sequence[JsonObject]) -> str:
 # Responses.
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ClientAnswer):
     """A response under construction: its items and its events."""
 
     def __init__(

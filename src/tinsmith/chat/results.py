@@ -1,4 +1,4 @@
-"""Turns sampled tokens into responses: `Answer`, which each protocol implements, and OpenAI's choices.
+"""Turns sampled tokens into responses: `ClientAnswer`, which each protocol implements, and OpenAI's choices.
 
 `ChatAnswer` and `CompletionAnswer` are OpenAI's, `messages.MessageAnswer` is Anthropic's, and
 `responses.ResponseAnswer` is that of OpenAI's responses.
@@ -25,7 +25,7 @@ Event = tuple[str | None, JsonObject]
 """The name of a server-sent event, if it has one, and its content."""
 
 
-class Answer(ABC):
+class ClientAnswer(ABC):
     """The response to one request, whole or as the events of a stream. An instance makes one of them once."""
 
     keep_alive: Event | None = None
@@ -72,7 +72,7 @@ class Answer(ABC):
         return f"token_id:{token_id}" if self.plan.tokens_as_ids else _spelled(self.text, token_id)
 
 
-class ChoicesAnswer(Answer):
+class ChoicesAnswer(ClientAnswer):
     """A list of choices; a chunk has one of them."""
 
     ends_with_mark = True

@@ -33,6 +33,7 @@ from tinsmith.cluster.ray.scaling import (
 )
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
+from tinsmith.storage.stores import make_private
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -171,7 +172,9 @@ def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
 def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
     names = tuple(entry.partition("=")[0] for entry in settings.models) or (nano.MODEL_NAME,)
     configured = settings.signing_secret.get_secret_value()
-    key = b"" if configured else load_secret("", _made(settings.resolved_data_dir))
+    if not configured:
+        make_private(settings.resolved_data_dir)
+    key = b"" if configured else load_secret("", settings.resolved_data_dir)
     return Fleet(roles, names, portable(settings), key)
 
 
@@ -186,11 +189,6 @@ def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
         )
 
 
-def _made(directory: Path) -> Path:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
-
-
 def _refuse_one_file(settings: Settings, num_machines: int) -> None:
     if num_machines > 1 and settings.resolved_database_url.startswith("sqlite"):
         raise SettingsError(
@@ -201,7 +199,7 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
 
 def _make_token(data_dir: Path) -> Path:
     """Make a new token file. Without a token, other users of this machine could run code on the cluster."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(data_dir)
     path = data_dir / TOKEN_FILE
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))

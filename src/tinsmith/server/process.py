@@ -58,7 +58,6 @@ from tinsmith.db.wakeups import (
     SAFETY_POLL_S,
     SERVER,
     Waiters,
-    WakeUps,
     engine_mailbox,
     job_line,
     server_mailbox,
@@ -231,7 +230,12 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
     background = Background(meters.count_background_failure)
     supervisor = Supervisor(
-        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), prestarted
+        settings,
+        served,
+        engines,
+        meters.remove_engine_gauges,
+        lambda base_model: mailbox.wake(engine_mailbox(base_model), [EVERYTHING]),
+        prestarted,
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -239,7 +243,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 
-    wake = partial(_wake_engine, mailbox) if database.is_sqlite else None  # Postgres notifies
+    wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
@@ -359,14 +363,6 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
-
-
-def _wake_engine(mailbox: WakeUps, base_model: str, engine_id: str | None) -> None:
-    mailbox.wake(engine_mailbox(base_model, engine_id))
-
-
-def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:
-    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:

@@ -32,7 +32,7 @@ from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan,
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest, anthropic_error
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, refuse_in_batch
-from tinsmith.chat.results import Answer, ChatAnswer, CompletionAnswer, openai_error, read_sequence
+from tinsmith.chat.results import ChatAnswer, ClientAnswer, CompletionAnswer, openai_error, read_sequence
 from tinsmith.chat.splicing import answered
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import GenerateRequest
@@ -57,7 +57,7 @@ from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 T = TypeVar("T")
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
-KINDS: Mapping[str, tuple[Kind, type[Answer]]] = {
+KINDS: Mapping[str, tuple[Kind, type[ClientAnswer]]] = {
     CHAT: (ChatRequest, ChatAnswer),
     COMPLETIONS: (CompletionRequest, CompletionAnswer),
     MESSAGES: (MessageRequest, MessageAnswer),
@@ -315,14 +315,11 @@ async def settled(services: Services, seat: SampleId) -> SampleResult:
                 async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
                     await woken.wait()
             woken.clear()
-            if why := await run(_cannot_run, services, seat, on=services.threads.quick):
+            base_model = await run(services.futures.base_model_of, seat.request_id, on=services.threads.quick)
+            if why := await run(services.cannot_start, base_model or "", on=services.threads.quick):
                 raise EngineFailedError(why)
             await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
     return _result_of(outcome, seat.request_id)
-
-
-def _cannot_run(services: Services, seat: SampleId) -> str | None:
-    return services.cannot_start(services.futures.base_model_of(seat.request_id) or "")
 
 
 def sample_outcome(services: Services, tenant_id: str, request_id: str) -> SampleResult | None:

@@ -30,7 +30,7 @@ from tinsmith.api.openai.generation import (
 from tinsmith.api.operation import run
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import Answer, Event, finish_reason, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
@@ -106,7 +106,7 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
     return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
 
 
-async def respond(request: Request, prepared: Prepared, answer: Answer, begin: Begin = None) -> Response:
+async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, begin: Begin = None) -> Response:
     """Sample, and send the answer whole or as events."""
     if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
         async with AsyncExitStack() as stack:
@@ -118,7 +118,7 @@ async def respond(request: Request, prepared: Prepared, answer: Answer, begin: B
     return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
 
 
-async def _events(prepared: Prepared, seats: list[SampleId], answer: Answer) -> AsyncGenerator[bytes, None]:
+async def _events(prepared: Prepared, seats: list[SampleId], answer: ClientAnswer) -> AsyncGenerator[bytes, None]:
     results: list[SampleResult] = []
     try:
         for event in answer.begun():

@@ -82,7 +82,7 @@ def model(call: Call) -> JsonObject:
         "modelId": found.repo_id,
         "author": found.repo_id.rpartition("/")[0],
         "sha": found.commit,
-        "lastModified": _iso(found.modified_at),
+        "lastModified": datetime.fromtimestamp(found.modified_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z"),
         "private": False,
         "gated": False,
         "disabled": False,
@@ -141,7 +141,3 @@ def _repository(call: Call) -> Repository:
         f"there is no repository {show(repo_id)}: a base model has the name under which it is served, and the "
         "checkpoint tinker://SESSION:train:N/KIND/NAME is SESSION/N.KIND.NAME"
     )
-
-
-def _iso(moment_s: float) -> str:
-    return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")

@@ -21,7 +21,6 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,7 +206,7 @@ class ExternalSampler:
         """Unload a version that was replaced or dropped, after the requests that use it."""
         version = self._versions.pop(version_id, None)
         if version is not None:
-            self._spawn(self._adapters.retire(version))
+            asyncio.run_coroutine_threadsafe(self._adapters.retire(version), self._loop)
 
     def _version(self, version_id: str) -> Version:
         version = self._versions.get(version_id)
@@ -268,9 +267,6 @@ class ExternalSampler:
 
     def _wait(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _open(self, engine: RemoteEngine) -> None:
         self._connection = EngineConnection(self._dialect, engine, self._shape.path, self._learn)

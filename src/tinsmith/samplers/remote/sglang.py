@@ -214,7 +214,7 @@ def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
     own = meta["input_token_logprobs"]
     if [int(entry[1]) for entry in own] != [int(token) for token in ask.tokens[start:]]:
         raise ValueError("the tokens of input_token_logprobs are not the prompt's")
-    told = [[_entry(entry) for entry in own]]
+    told = [[{int(entry[1]): logprob_of(entry[0])} for entry in own]]
     told += [_row(meta["input_top_logprobs"])] if ask.prompt.topk else []
     told += [_row(meta["input_token_ids_logprobs"])] if ask.prompt.ids else []
     for kind in told:
@@ -222,10 +222,6 @@ def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
             if start + offset >= ask.prompt.first:
                 rows[start + offset].update(row)
     return cast("list[Row]", rows)
-
-
-def _entry(entry: Sequence[object]) -> dict[int, float]:
-    return {int(cast(int, entry[1])): logprob_of(entry[0])}
 
 
 def _row(rows: Iterable[Sequence[Sequence[object]] | None]) -> list[dict[int, float]]:

@@ -174,7 +174,10 @@ def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
     logprobs = [logprob_of(value) for value in told.get("token_logprobs") or []]
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} logprobs")
-    topk: list[Row] = [{_token(name): logprob_of(value) for name, value in row.items()} for row in _rows(told, ask)]
+    named = (told.get("top_logprobs") or []) if ask.topk or ask.only else []
+    topk: list[Row] = [
+        {int(name.removeprefix("token_id:")): logprob_of(value) for name, value in row.items()} for row in named
+    ]
     if (ask.topk or ask.only) and len(topk) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
     reply.add(EngineReply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
@@ -183,11 +186,3 @@ def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
             {int(token): logprob_of(entry["logprob"]) for token, entry in (row or {}).items()}
             for row in choice["prompt_logprobs"]
         ]
-
-
-def _rows(told: Json, ask: Ask) -> list[dict[str, float]]:
-    return cast("list[dict[str, float]]", told.get("top_logprobs") or []) if ask.topk or ask.only else []
-
-
-def _token(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
