@@ -64,15 +64,15 @@ def pull(
         if directory.name.endswith(transfer.ARCHIVES):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".pull-") as scratch:
-                pulled = there.pull(path, Path(scratch) / "files", progress)
-                transfer.pack(pulled.directory, directory)
+                files = there.pull(path, Path(scratch) / "files", progress)
+                transfer.pack(Path(scratch) / "files", directory)
         else:
-            pulled = there.pull(path, directory, progress)
-    size_bytes = sum(pulled.files.values())
+            files = there.pull(path, directory, progress)
+    size_bytes = sum(files.values())
     say(
         as_json,
-        {"tinker_path": path, "directory": str(directory), "files": dict(pulled.files), "size_bytes": size_bytes},
-        f"{path}: {len(pulled.files)} files, {size(size_bytes)} in {directory}",
+        {"tinker_path": path, "directory": str(directory), "files": files, "size_bytes": size_bytes},
+        f"{path}: {len(files)} files, {size(size_bytes)} in {directory}",
     )
 
 

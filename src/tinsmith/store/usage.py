@@ -39,12 +39,10 @@ class UsageRow:
 class StoredCheckpoint:
     """An existing checkpoint, and the project whose storage it counts toward."""
 
-    session_id: str
     project_id: str | None
     base_model: str
     size_bytes: int
     created_at: float
-    expires_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +102,10 @@ class Usage:
         project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
         query = (
             sa.select(
-                sa.func.coalesce(MODELS.c.session_id, "").label("session_id"),
                 project.label("project_id"),
                 CHECKPOINTS.c.base_model,
                 sa.func.coalesce(CHECKPOINTS.c.size_bytes, 0).label("size_bytes"),
                 CHECKPOINTS.c.created_at,
-                CHECKPOINTS.c.expires_at,
             )
             .select_from(CHECKPOINTS)
             .outerjoin(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
