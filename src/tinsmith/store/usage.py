@@ -178,20 +178,9 @@ def added(
 ) -> list[sa.Executable]:
     """Statements that add `quantity` to the hour of `at` (default: now)."""
     bucket_start = (now() if at is None else at) // HOUR_S * HOUR_S
-    key = (
-        (USAGE.c.bucket_start == bucket_start)
-        & (USAGE.c.session_id == session_id)
-        & (USAGE.c.base_model == base_model)
-        & (USAGE.c.type == type_)
-    )
-    values = {
-        "bucket_start": bucket_start,
-        "session_id": session_id,
-        "base_model": base_model,
-        "type": type_,
-        "tenant_id": tenant_id,
-        "quantity": 0,
-    }
+    keys = {"bucket_start": bucket_start, "session_id": session_id, "base_model": base_model, "type": type_}
+    key = sa.and_(*(USAGE.c[name] == value for name, value in keys.items()))
+    values = {**keys, "tenant_id": tenant_id, "quantity": 0}
     literals = [sa.literal(value, USAGE.c[name].type) for name, value in values.items()]
     missing = sa.select(*literals).where(~sa.exists().where(key))
     return [

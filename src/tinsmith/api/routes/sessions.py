@@ -67,13 +67,7 @@ class CreateSessionRequest(Body):
     quick=True,
 )
 def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
-    new = NewSession(
-        tags=request.tags,
-        user_metadata=request.user_metadata,
-        sdk_version=request.sdk_version,
-        project_id=request.project_id or None,
-        display_name=request.display_name,
-    )
+    new = NewSession(**(dict(request) | {"project_id": request.project_id or None}))
     session = call.services.sessions.open(call.tenant_id, new)
     opened = {"session_id": session.session_id, "project_id": new.project_id}
     call.services.audit.record(call.tenant_id, "session_opened", opened)
