@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
@@ -67,7 +68,7 @@ class CreateSessionRequest(Body):
     quick=True,
 )
 def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
-    new = NewSession(**(dict(request) | {"project_id": request.project_id or None}))
+    new = replace(NewSession(**request.model_dump()), project_id=request.project_id or None)
     session = call.services.sessions.open(call.tenant_id, new)
     opened = {"session_id": session.session_id, "project_id": new.project_id}
     call.services.audit.record(call.tenant_id, "session_opened", opened)
