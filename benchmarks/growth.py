@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -33,7 +34,7 @@ from measured import API_KEY, summary, wait_for
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
-from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.janitor import Janitor
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
@@ -158,14 +159,24 @@ def steps(url: str, runs: int) -> dict[str, list[float]]:
 
 def sweeps(database: Database, directory: str) -> list[float]:
     """Milliseconds of sweeps that find nothing to do."""
-    checkpoints = Checkpoints(database, Directories(Path(directory) / "checkpoints"))
-    nouns = (Sessions(database), Models(database), SamplingSessions(database), Futures(database), checkpoints)
-    files = (Directories(Path(directory) / "versions"), Directories(Path(directory) / "snapshots"))
-    texts = Files(database, str(Path(directory) / "files"))
-    records = (Audit(database), CustomLosses(database), Sequences(database), texts, KeptSamples(database))
-    answers = (Responses(database), Exchanges(database))
-    parts = SweptParts(*nouns, *files, *records, *answers, Engines(database, "benchmark"))
-    janitor = Janitor(Settings(data_dir=Path(directory), session_timeout_s=600), parts)
+    root = Path(directory)
+    services: Any = SimpleNamespace(
+        settings=Settings(data_dir=root, session_timeout_s=600),
+        sessions=Sessions(database),
+        models=Models(database),
+        sampling_sessions=SamplingSessions(database),
+        futures=Futures(database),
+        checkpoints=Checkpoints(database, Directories(root / "checkpoints")),
+        audit=Audit(database),
+        custom_losses=CustomLosses(database),
+        sequences=Sequences(database),
+        files=Files(database, str(root / "files")),
+        kept_samples=KeptSamples(database),
+        responses=Responses(database),
+        exchanges=Exchanges(database),
+    )
+    directories = Directories(root / "versions"), Directories(root / "snapshots")
+    janitor = Janitor(services, Engines(database, "benchmark"), *directories)
     times = []
     for _ in range(SWEEPS):
         begun = time.perf_counter()

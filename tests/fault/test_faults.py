@@ -30,10 +30,9 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import SESSIONS
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.clocks import WatchedClock
-from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.server.process import build
 from tinsmith.settings import Settings
-from unit.test_janitor import parts, silent_session, unloads  # noqa: F401  fixtures
+from unit.test_janitor import Parts, janitor_of, parts, silent_session, unloads  # noqa: F401  fixtures
 
 only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, not the database")
 
@@ -180,13 +179,13 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
 @pytest.mark.smoke
 def test_a_clock_set_forward_expires_no_active_session(
     db: Database,
-    parts: SweptParts,  # noqa: F811
+    parts: Parts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, steady = SetClock(), SetClock()
     watched = WatchedClock(clock.wall, steady.wall)
-    janitor = Janitor(Settings(data_dir=tmp_path), parts, clock=watched)
+    janitor = janitor_of(parts, watched)
     monkeypatch.setattr("tinsmith.server.janitor.time.monotonic", steady.wall)
     monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
     silent_session(db, parts, silent_s=10)
@@ -203,12 +202,12 @@ def test_a_clock_set_forward_expires_no_active_session(
 
 def test_a_clock_set_back_delays_no_expiry(
     db: Database,
-    parts: SweptParts,  # noqa: F811
+    parts: Parts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SetClock()
-    janitor = Janitor(Settings(data_dir=tmp_path), parts)
+    janitor = janitor_of(parts)
     monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
     silent_session(db, parts, silent_s=-5 * 3600)
     janitor.sweep()

@@ -233,9 +233,9 @@ def stream(
     async def collect(services: Services) -> list[News]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
         results: list[SampleResult] = []
-        async with submitted_samples(services, "alice", prepared, stream=True) as seats:
+        async with submitted_samples(prepared) as seats:
             news: list[News] = []
-            source: AsyncIterator[News] = follow(services, prepared, seats, results)
+            source: AsyncIterator[News] = follow(prepared, seats, results)
 
             async def engine() -> None:
                 await asyncio.sleep(0.05)
@@ -268,15 +268,15 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
     async def scenario(services: Services) -> tuple[list[News], dict[str, object]]:
         prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest)
         results: list[SampleResult] = []
-        async with submitted_samples(services, "alice", prepared, stream=True) as seats:
+        async with submitted_samples(prepared) as seats:
             partials = partials_of(seats[0].request_id, "hello there")
             services.partials.arrived([line_of(partial) for partial in partials[:2]])
-            source = follow(services, prepared, seats, results)
+            source = follow(prepared, seats, results)
             first = await anext(source)
             services.partials.arrived([line_of(partial) for partial in partials[2:]])
             settle(harness, seats[0].request_id, result("hello there"))
             news = [first, *[one async for one in source]]
-        async with submitted_samples(services, "alice", prepared, stream=True):
+        async with submitted_samples(prepared):
             pass  # its client left before the response began
         return news, dict(services.partials._early)
 
@@ -303,7 +303,7 @@ def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
         prepared = prepare(services, "alice", BODY | {"stream": stream}, ChatRequest)
 
         async def client() -> None:
-            async with submitted_samples(services, "alice", prepared, stream=stream):
+            async with submitted_samples(prepared):
                 pass
 
         serving = asyncio.create_task(client())

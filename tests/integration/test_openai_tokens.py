@@ -15,7 +15,7 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.results import AnswerHead, opening, piece_chunk, whole
+from tinsmith.chat.results import ChatAnswer, CompletionAnswer
 from tinsmith.chat.texts import Text, thinking_of
 from tinsmith.chat.tokens import TokenizeRequest
 from tinsmith.errors import RequestError
@@ -26,7 +26,6 @@ SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = Text(SHAPE)
 THEIRS = AutoTokenizer.from_pretrained(str(nano.path()))
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
-CHAT_HEAD, TEXT_HEAD = AnswerHead("id", 0, "m", True), AnswerHead("id", 0, "m", False)
 
 
 def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **more: object) -> GenerationPlan:
@@ -63,7 +62,7 @@ ENDED = "yes no<|im_end|>"
 def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str | None) -> None:
     """These include the end token and the tokens of a stop string, which are not in the text."""
     plan = chat(return_token_ids=True, logprobs=True, stop=stop)
-    found: Any = whole(plan, TEXT, CHAT_HEAD, [result(plan, ENDED)])
+    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])
     assert (
         found["prompt_token_ids"]
         == list(plan.prompts[0])
@@ -73,17 +72,17 @@ def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str
     assert choice["token_ids"] == ids(ENDED)
     assert choice["message"]["content"] == ("yes no" if stop is None else "yes ")
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0 - i for i in range(len(ids(ENDED)))]
-    plain: Any = whole(chat(), TEXT, CHAT_HEAD, [result(plan, ENDED)])
+    plain: Any = ChatAnswer(chat(), TEXT).whole([result(plan, ENDED)])
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
 def test_tokens_are_named_by_their_ids() -> None:
     plan = chat(return_tokens_as_token_ids=True, logprobs=True)
-    choice: Any = whole(plan, TEXT, CHAT_HEAD, [result(plan, ENDED)])["choices"]
+    choice: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
     names = [f"token_id:{token}" for token in ids(ENDED)]
     assert [each["token"] for each in choice[0]["logprobs"]["content"]] == names
     plan = completion(return_tokens_as_token_ids=True, logprobs=True)
-    choice = whole(plan, TEXT, TEXT_HEAD, [result(plan, ENDED)])["choices"]
+    choice = CompletionAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
     assert choice[0]["logprobs"]["tokens"] == names
     assert len(choice[0]["logprobs"]["token_logprobs"]) == len(choice[0]["logprobs"]["text_offset"]) == len(names)
 
@@ -92,17 +91,19 @@ def test_tokens_are_named_by_their_ids() -> None:
 def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
     more: dict[str, Any] = {"return_token_ids": True, "stop": ["ll nev"]}
     plan = chat(logprobs=True, **more) if chats else completion(logprobs=1, **more)
-    head, written = (CHAT_HEAD if chats else TEXT_HEAD), "one \u4f60 <think> it shall never be"
-    expected: Any = whole(plan, TEXT, head, [result(plan, written)])["choices"]
-    first: Any = opening(plan, head, 0)
+    answer, written = (ChatAnswer if chats else CompletionAnswer), "one \u4f60 <think> it shall never be"
+    expected: Any = answer(plan, TEXT).whole([result(plan, written)])["choices"]
+    streamed = answer(plan, TEXT)
+    ((_, first),) = list[Any](streamed.begun())
     assert (first if chats else first["choices"][0])["prompt_token_ids"] == list(plan.prompts[0])
     choice = Choice(plan, TEXT, 0)
     chunks: list[Any] = [first]
     for place, token in enumerate(ids(written)):
         choice.push(token, -1.0 - place)
-        chunks.append(piece_chunk(plan, TEXT, head, 0, choice.piece(), None))
+        chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), None)]
     choice.finish()
-    chunks.append(piece_chunk(plan, TEXT, head, 0, choice.piece(), "stop"))
+    chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), "stop")]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     pieces = [chunk["choices"][0] for chunk in chunks]
     token_ids = [token for piece in pieces for token in piece.get("token_ids", [])]
     assert token_ids == expected[0]["token_ids"] == ids(written)
@@ -114,7 +115,7 @@ def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
 def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
     prompt = ids("any prompt")
     plan = chat(prompt_token_ids=prompt, prompt_logprobs=2)
-    found: Any = whole(plan, TEXT, CHAT_HEAD, [result(plan, "x", 3)])
+    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, "x", 3)])
     assert list(plan.prompts[0]) == prompt and "token_ids" not in found["choices"][0]
     first, *rest = found["prompt_logprobs"]
     assert first is None and len(rest) == len(prompt) - 1
@@ -123,7 +124,7 @@ def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
         assert row.pop(str(token)) == own
         assert {int(one): (each["logprob"], each["rank"]) for one, each in row.items()} == {0: (0, 1), 1: (-0.125, 2)}
     plan = completion(prompt_token_ids=prompt, prompt_logprobs=0, return_token_ids=True)
-    choice: Any = whole(plan, TEXT, TEXT_HEAD, [result(plan, "x")])["choices"]
+    choice: Any = CompletionAnswer(plan, TEXT).whole([result(plan, "x")])["choices"]
     assert choice[0]["prompt_token_ids"] == prompt
     assert [list(row) for row in choice[0]["prompt_logprobs"][1:]] == [[str(token)] for token in prompt[1:]]
 

@@ -137,10 +137,11 @@ def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None
     plan = GenerationPlan("m", ([1, 2],), 2, SamplingParams())
     sequences = tuple(SampledSequence(np.array([t], np.int32), np.array([-1.0], np.float32), "stop") for t in (3, 4))
     shape = harness.services.bases.get(BASE)
-    prepared = Prepared(shape, "tinker://a/weights/b", None, plan, "s")  # type: ignore[arg-type]
-    asyncio.run(record(harness.services, "alice", prepared, [SampleResult("r", sequences)]))
+    where = harness.services, "alice", shape, "tinker://a/weights/b"
+    prepared = Prepared(*where, None, plan, "s")  # type: ignore[arg-type]
+    asyncio.run(record(prepared, [SampleResult("r", sequences)]))
     for other in (replace(prepared, capture=None), replace(prepared, plan=replace(plan, echo_only=True))):
-        asyncio.run(record(harness.services, "alice", other, [SampleResult("r", sequences)]))
+        asyncio.run(record(other, [SampleResult("r", sequences)]))
     found = harness.get("trajectories?session=s").json()["trajectories"]
     assert [each["tokens"] for each in found] == [[1, 2, 3], [1, 2, 4]]
     assert all(each["versions"] == ["tinker://a/weights/b"] for each in found)

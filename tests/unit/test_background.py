@@ -34,6 +34,7 @@ TASKS_OF_THEIR_CALLERS = {
     "cluster/supervisor.py": "waits that their creator awaits",
     "api/routes/futures.py": "a poll's look at its connection",
     "api/openai/streaming.py": "parts of one answer",
+    "api/openai/generation.py": "a submission, which its creator awaits",
     "samplers/remote/connection.py": "waits that their creator awaits",
     "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
     "server/process.py": "waits that their creator awaits",

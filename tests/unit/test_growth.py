@@ -21,7 +21,7 @@ from tinsmith.cluster.engines import Engines
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE
-from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.janitor import Janitor
 from tinsmith.storage.directories import Directories
 from tinsmith.store import usage
 from tinsmith.store.audit import PREFIXES
@@ -92,11 +92,7 @@ class Life:
         self.number = 0
         services = harness.services
         versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
-        nouns = (services.sessions, services.models, services.sampling_sessions, services.futures, services.checkpoints)
-        others = (services.audit, services.custom_losses, services.sequences, services.files, services.kept_samples)
-        answers = (services.responses, services.exchanges)
-        parts = SweptParts(*nouns, versions, snapshots, *others, *answers, Engines(database(harness), "here"))
-        self.janitor = Janitor(services.settings, parts)
+        self.janitor = Janitor(services, Engines(database(harness), "here"), versions, snapshots)
         self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
         with database(harness).write() as connection:
             row = {"pid": 0, "state": "ready", "started_at": 0.0}

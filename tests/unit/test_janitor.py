@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -13,8 +14,9 @@ from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT, CHECKPOINTS, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
 from tinsmith.errors import NotFoundError
+from tinsmith.runtime.clocks import WatchedClock
 from tinsmith.server import janitor as janitor_module
-from tinsmith.server.janitor import UNREFERENCED_AGE_S, Janitor, SweptParts
+from tinsmith.server.janitor import UNREFERENCED_AGE_S, Janitor
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store import custom_losses, recorded_sequences
@@ -36,28 +38,38 @@ from tinsmith.types import LoraSpec
 TENANT = "t"
 
 
+class Parts(SimpleNamespace):
+    """The stores that a sweep works on: those of `Services`, and the engine's directories."""
+
+
 @pytest.fixture
-def parts(db: Database, tmp_path: Path) -> SweptParts:
-    checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
-    versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
-    nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    others = (
-        Audit(db),
-        CustomLosses(db),
-        Sequences(db),
-        Files(db, str(tmp_path / "files")),
-        KeptSamples(db),
-        Responses(db),
-        Exchanges(db),
+def parts(db: Database, tmp_path: Path) -> Parts:
+    return Parts(
+        settings=Settings(data_dir=tmp_path),
+        sessions=Sessions(db),
+        models=Models(db),
+        sampling_sessions=SamplingSessions(db),
+        futures=Futures(db),
+        checkpoints=Checkpoints(db, Directories(tmp_path / "checkpoints")),
+        audit=Audit(db),
+        custom_losses=CustomLosses(db),
+        sequences=Sequences(db),
+        files=Files(db, str(tmp_path / "files")),
+        kept_samples=KeptSamples(db),
+        responses=Responses(db),
+        exchanges=Exchanges(db),
+        engines=Engines(db, "here"),
+        versions=Directories(tmp_path / "versions"),
+        snapshots=Directories(tmp_path / "snapshots"),
     )
-    return SweptParts(*nouns, checkpoints, versions, snapshots, *others, Engines(db, "here"))
 
 
-def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:
-    return Janitor(Settings(data_dir=tmp_path, **settings), parts)  # type: ignore[arg-type]
+def janitor_of(parts: Parts, clock: WatchedClock | None = None, **settings: float) -> Janitor:
+    parts.settings = parts.settings.model_copy(update=settings)
+    return Janitor(parts, parts.engines, parts.versions, parts.snapshots, clock=clock)  # type: ignore[arg-type]
 
 
-def silent_session(db: Database, parts: SweptParts, silent_s: float = 400.0) -> str:
+def silent_session(db: Database, parts: Parts, silent_s: float = 400.0) -> str:
     session_id = parts.sessions.open(TENANT, NewSession()).session_id
     parts.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
     with db.write() as connection:
@@ -72,10 +84,10 @@ def unloads(db: Database) -> list[str]:
 
 
 def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(
-    db: Database, parts: SweptParts, tmp_path: Path
+    db: Database, parts: Parts, tmp_path: Path
 ) -> None:
     silent, lively = silent_session(db, parts), silent_session(db, parts, silent_s=1.0)
-    janitor = janitor_of(parts, tmp_path)
+    janitor = janitor_of(parts)
     for _ in range(3):
         janitor.sweep()
     assert parts.sessions.get(TENANT, silent).state == "expired"
@@ -83,7 +95,7 @@ def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(
     assert unloads(db) == [f"{silent}:train:0:unload"]
 
 
-def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database, parts: SweptParts) -> None:
+def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database, parts: Parts) -> None:
     session_id = silent_session(db, parts)
     (found,) = parts.sessions.silent(300.0)
     parts.sessions.heartbeat(TENANT, session_id)
@@ -92,22 +104,22 @@ def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database,
 
 
 def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_next_sweep(
-    db: Database, parts: SweptParts, tmp_path: Path
+    db: Database, parts: Parts, tmp_path: Path
 ) -> None:
     session_id = silent_session(db, parts)
     assert parts.sessions.close(session_id, "no heartbeat", timeout_s=300.0)  # and then the server died
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     assert unloads(db) == [f"{session_id}:train:0:unload"]
 
 
-def test_a_negative_timeout_closes_no_session(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_a_negative_timeout_closes_no_session(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
-    janitor_of(parts, tmp_path, session_timeout_s=-1.0).sweep()
+    janitor_of(parts, session_timeout_s=-1.0).sweep()
     assert parts.sessions.get(TENANT, session_id).state == "active"
 
 
 def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
-    db: Database, parts: SweptParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    db: Database, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session_id = silent_session(db, parts)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", "old")
@@ -117,7 +129,7 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
             connection.execute(statement)
         connection.execute(CHECKPOINTS.update().values(expires_at=now() - 60))
     monkeypatch.setattr(janitor_module, "SWEEP_S", 0.001)
-    janitor = janitor_of(parts, tmp_path, session_sweep_s=-1.0)
+    janitor = janitor_of(parts, session_sweep_s=-1.0)
 
     async def run() -> None:
         sweeping = asyncio.create_task(janitor.run())
@@ -131,24 +143,26 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
     assert parts.sessions.get(TENANT, session_id).state == "active"
 
 
-def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: Parts, tmp_path: Path) -> None:
     kept: dict[str, str] = {}
     for session_id in (silent_session(db, parts), silent_session(db, parts, silent_s=1.0)):
         version_id = f"{session_id}:sample:0"
-        parts.samplers.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
+        parts.sampling_sessions.create(
+            NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
+        )
         directory, _ = parts.versions.write(lambda target: None)
-        parts.samplers.written(version_id, directory)
+        parts.sampling_sessions.written(version_id, directory)
         kept[session_id] = directory
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     closed, lively = kept.values()
     assert not parts.versions.path(closed).exists()
     assert parts.versions.path(lively).exists()
 
 
 def test_a_sweep_that_fails_does_not_end_the_sweeps(
-    parts: SweptParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    janitor = janitor_of(parts, tmp_path, session_sweep_s=0.001)
+    janitor = janitor_of(parts, session_sweep_s=0.001)
     sweeps: list[int] = []
 
     def sweep() -> None:
@@ -168,29 +182,29 @@ def test_a_sweep_that_fails_does_not_end_the_sweeps(
 
 
 def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_that_finds_it_old(
-    parts: SweptParts, tmp_path: Path
+    parts: Parts, tmp_path: Path
 ) -> None:
     old, fresh = (parts.checkpoints.files.write(lambda target: None)[0] for _ in range(2))
     directory = parts.checkpoints.files.path(old)
     for path in (*directory.iterdir(), directory):
         os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
-    janitor = janitor_of(parts, tmp_path)
+    janitor = janitor_of(parts)
     janitor.sweep()
     assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]
 
 
 def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
-    db: Database, parts: SweptParts, tmp_path: Path
+    db: Database, parts: Parts, tmp_path: Path
 ) -> None:
     session_id = silent_session(db, parts, silent_s=1.0)
     model_id, version_id = f"{session_id}:train:0", f"{session_id}:sample:0"
-    parts.samplers.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
+    parts.sampling_sessions.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
     kept: dict[str, set[str]] = {}
     for name, root in (("versions", parts.versions), ("snapshots", parts.snapshots)):
         *named, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
         if name == "versions":
-            parts.samplers.written(version_id, named.pop())
-            parts.samplers.written(version_id, named[0])
+            parts.sampling_sessions.written(version_id, named.pop())
+            parts.sampling_sessions.written(version_id, named[0])
         else:
             for seq_id, directory in enumerate(named):
                 parts.models.record_snapshot(model_id, seq_id, directory)
@@ -198,17 +212,17 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
             if fresh not in str(path):
                 os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
         kept[name] = {*named, fresh}
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     for name, names in kept.items():
         assert {path.name for path in (tmp_path / name).iterdir()} == names
 
 
-def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     fields = {"tenant_id": TENANT, "session_id": session_id, "base_model": "base", "kind": "forward", "num_tokens": 7}
     request_id = parts.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
     parts.futures.settle([Settlement(request_id, b"")], {})
-    janitor = janitor_of(parts, tmp_path, result_grace_s=0.0)
+    janitor = janitor_of(parts, result_grace_s=0.0)
     for _ in range(2):
         janitor.sweep()
         this_hour = now() // HOUR_S * HOUR_S
@@ -218,7 +232,7 @@ def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Swept
         parts.futures.outcome(TENANT, request_id)
 
 
-def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     finished = silent_session(db, parts)
     parts.sessions.finish(TENANT, finished, "success")
@@ -229,7 +243,7 @@ def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Swe
         connection.execute(
             AUDIT.insert().values(tenant_id=TENANT, event="old", details={}, created_at=now() - 2 * 86400)
         )
-    janitor = janitor_of(parts, tmp_path, audit_retention_days=1.0)
+    janitor = janitor_of(parts, audit_retention_days=1.0)
     for _ in range(2):
         janitor.sweep()
     entries = parts.audit.entries(TENANT, "all", 0.0, now() + 1)
@@ -240,23 +254,23 @@ def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Swe
 
 
 def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
-    db: Database, parts: SweptParts, tmp_path: Path
+    db: Database, parts: Parts, tmp_path: Path
 ) -> None:
     session_id = silent_session(db, parts)
     with db.write() as connection:
         connection.execute(custom_losses.insertion(NewCustomLoss("l", session_id, TENANT, "l", b"{}")))
         connection.execute(recorded_sequences.insertion(session_id, "r", 1, [1]))
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     assert parts.custom_losses.get(session_id, "l") == b"{}"
     with db.write() as connection:
         connection.execute(SEQUENCES.update().values(valid_until=1.0))
         connection.execute(SESSIONS.update().values(closed_at=1.0))
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     assert parts.custom_losses.get(session_id, "l") == b"{}", "its model is not unloaded yet"
     with db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
         connection.execute(FUTURES.update().values(state="done", settled_at=1.0))
-    janitor_of(parts, tmp_path).sweep()
+    janitor_of(parts).sweep()
     with db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(SEQUENCES)) == 0
         assert connection.scalar(sa.select(sa.func.count()).select_from(CUSTOM_LOSSES)) == 0

@@ -24,7 +24,7 @@ from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import machine
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
-from tinsmith.api.openai import anthropic, batches, chat, files, message_batches, responses
+from tinsmith.api.openai import batches, chat, files, message_batches, responses
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import Endpoint, Operation, Services, answer, operations_in, run
@@ -78,7 +78,6 @@ OPERATIONS = tuple(
         legacy,
         chat,
         responses,
-        anthropic,
         message_batches,
         files,
         batches,

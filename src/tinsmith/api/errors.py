@@ -20,10 +20,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
-from tinsmith.api.operation import JsonObject, answer, is_anthropic, is_hub, is_openai
+from tinsmith.api.operation import answer, is_anthropic, is_hub, is_openai
 from tinsmith.chat.generation_request import ContextLengthError
+from tinsmith.chat.messages import anthropic_error
+from tinsmith.chat.results import openai_error
 from tinsmith.db.database import DatabaseMovedError
-from tinsmith.errors import InvalidTokenError, MissingKeyError, RequestError, TinsmithError, TooManyRequestsError
+from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.storage.stores import UnreachableError
 
@@ -74,32 +76,6 @@ def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str
     if isinstance(error, MissingEntryError):
         headers["x-repo-commit"] = error.commit
     return headers
-
-
-def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
-    """Return OpenAI's error body; `param` names the invalid field, if there is one."""
-    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        kind = "rate_limit_error"
-    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    if status == HTTPStatus.UNAUTHORIZED:
-        code = "invalid_api_key"
-    return {"message": text, "type": kind, "param": param, "code": code}
-
-
-_ANTHROPIC_TYPES: Mapping[int, str] = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
-
-
-def anthropic_error(text: str, status: int) -> JsonObject:
-    """Return Anthropic's error body."""
-    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, usual), "message": text}}
 
 
 def on_tinsmith_error(request: Request, error: Exception) -> Response:

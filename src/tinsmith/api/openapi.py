@@ -1,8 +1,8 @@
 """`GET /openapi.json`: the OpenAPI 3.1 document of this API, served without authentication.
 
 The document is built from the declarations of the endpoints. This module also has the schema helpers for responses and
-queries, and the responses that several endpoints share. tests/contract/test_openapi.py compares the document with the
-SDK's types.
+queries, and the responses and declarations that several endpoints share. tests/contract/test_openapi.py compares the
+document with the SDK's types.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version
 
@@ -18,13 +18,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI_PATHS, Access, Operation, operation
+from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI, OPENAI_PATHS, Access, Operation, operation
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import MAX_TEXT, Schema, described
+from tinsmith.wire.fields import Schema, described
 
 TEXT: Schema = {"type": "string"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
-SHORT_TEXT: Schema = {"type": "string", "maxLength": MAX_TEXT}
 FLAG: Schema = {"type": "boolean"}
 NUMBER: Schema = {"type": "number"}
 ANYTHING: Schema = {"type": "object"}
@@ -102,6 +101,14 @@ PROJECT: Mapping[str, Schema] = {"project_id": TEXT}
 LINK: Mapping[str, Schema] = {"expires": TEXT, "signature": TEXT}
 
 LINKED = (403, 404, 410)
+GENERATION = (404, 429, 503)
+"""The error statuses of an endpoint whose answer is generated."""
+
+# Declarations of endpoints with something in common.
+listing = partial(operation, "GET", access=Access.LISTING)
+linked = partial(operation, errors=LINKED, access=Access.LINK, query=LINK, keyed=False)
+for_openai = partial(operation, prefixes=OPENAI)
+for_anthropic = partial(operation, prefixes=ANTHROPIC)
 
 
 @operation(

@@ -132,13 +132,8 @@ class Quotas:
         limit = self.limits(tenant_id).checkpoint_bytes
         if not limit:
             return
-        with self._db.read() as connection:
-            stored = connection.scalar(
-                sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
-                    CHECKPOINTS.c.tenant_id == tenant_id
-                )
-            )
-        if stored is not None and stored >= limit and not (request_id and self._is_stored(request_id)):
+        stored = self._stored_bytes(CHECKPOINTS, tenant_id)
+        if stored >= limit and not (request_id and self._is_stored(request_id)):
             used = f"the checkpoints take {stored} bytes"
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 
@@ -147,11 +142,14 @@ class Quotas:
         limit = self.limits(tenant_id).file_bytes
         if not limit:
             return
-        total = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.size_bytes), 0))
-        stored = self._db.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0
+        stored = self._stored_bytes(UPLOADS, tenant_id)
         if stored + size_bytes > limit:
             used = f"the files take {stored} bytes and this one has {size_bytes}"
             raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
+
+    def _stored_bytes(self, table: sa.Table, tenant_id: str) -> int:
+        total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id)
+        return int(self._db.scalar(total) or 0)
 
     def limits(self, tenant_id: str) -> QuotaLimits:
         tenant = self._tenant(tenant_id)

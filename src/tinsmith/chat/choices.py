@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.texts import UNFINISHED, Text
-from tinsmith.chat.tools import ToolCall
+from tinsmith.chat.tools import ToolCall, partial_length
 
 MAX_PENDING = 16
 """Most tokens to wait for until a character is complete; a character has at most four bytes."""
@@ -103,22 +103,32 @@ class Choice:
 
     def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
         self.token_ids.append(token_id)
+        token = ShownToken(token_id, logprob, top, self._offset)
         if self._plan.exact:
-            self._sampled.append(ShownToken(token_id, logprob, top, len(self._whole)))
+            self._sampled.append(token)
         if self._ended:
             return
-        if token_id in self._ends:
-            if self._plan.shows_stop:
-                self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
-                self._add(self._decoder.push(token_id))
-            self._ended = True
+        if token_id not in self._ends:
+            self._take(token)
             return
-        self._count(token_id)
-        if self._is_hidden(token_id):
-            return
-        self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
-        if not self._is_tag(token_id):
+        if self._plan.shows_stop:
+            self._tokens.append(token)
             self._add(self._decoder.push(token_id))
+        self._ended = True
+
+    @property
+    def _offset(self) -> int:
+        """The offset of the next token's text."""
+        return len(self._whole)
+
+    def _take(self, token: ShownToken) -> None:
+        """Take a token that does not end the completion."""
+        self._count(token.token_id)
+        if self._is_hidden(token.token_id):
+            return
+        self._tokens.append(token)
+        if not self._is_tag(token.token_id):
+            self._add(self._decoder.push(token.token_id))
 
     def finish(self) -> None:
         """Call this after the last token."""
@@ -249,13 +259,7 @@ class Choice:
 
     def _before_partial_stop(self, text: str) -> int:
         """Return the length of a growing text without a suffix that may become a stop string."""
-        end = len(text)
-        for stop in self._plan.stops:
-            for length in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:length]):
-                    end = min(end, len(text) - length)
-                    break
-        return end
+        return len(text) - max((partial_length(text, stop) for stop in self._plan.stops), default=0)
 
     def _decided_length(self) -> int:
         text = self._whole

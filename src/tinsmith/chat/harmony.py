@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from tinsmith.chat.choices import Choice, ShownToken, TextPiece, TopRow
+from tinsmith.chat.choices import Choice, ShownToken, TextPiece
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.texts import Channels, Text
 from tinsmith.chat.tools import ToolCall, read_arguments
@@ -45,28 +45,21 @@ class HarmonyChoice(Choice):
         if channels.begun:
             self._open()
 
-    def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
-        self.token_ids.append(token_id)
-        token = ShownToken(token_id, logprob, top, self._base + len(self._message))
-        if self._plan.exact:
-            self._sampled.append(token)
-        if self._ended:
-            return
-        if token_id in self._ends:
-            if self._plan.shows_stop:
-                self._tokens.append(token)
-                self._write(self._decoder.push(token_id))
-            self._ended = True
-            return
+    @property
+    def _offset(self) -> int:
+        return self._base + len(self._message)
+
+    def _take(self, token: ShownToken) -> None:
+        token_id = token.token_id
         if self._kind != HIDDEN or not self._inside:
             self._tokens.append(token)
         self.reasoning_tokens += self._inside and self._is_reasoning
         if token_id in (self._channels.start_id, self._channels.end_id):
             if self._inside:
-                self._write(self._decoder.rest())
+                self._add(self._decoder.rest())
             self._close()
         elif self._inside:
-            self._write(self._decoder.push(token_id))
+            self._add(self._decoder.push(token_id))
         elif token_id == self._channels.message_id:
             self._open()
             self.reasoning_tokens += self._is_reasoning * (len(self._header) + 1)
@@ -77,9 +70,9 @@ class HarmonyChoice(Choice):
         if not self._inside and not self._has_message and self._channels.channel_id not in self._header:
             self._header, own = [], self._header[len(self._channels.header) :]  # not this format: everything is text
             self._open()
-            self._write(self._text.decode(own))
+            self._add(self._text.decode(own))
         elif self._inside and not self._ended:
-            self._write(self._decoder.rest())
+            self._add(self._decoder.rest())
         self._ended = self._finished = True
         self._close()
 
@@ -122,7 +115,7 @@ class HarmonyChoice(Choice):
             self._begun.add(self._kind)
         self._returned = max(end, self._returned)
 
-    def _write(self, new: str) -> None:
+    def _add(self, new: str) -> None:
         if not self._inside or not new:
             return
         self._message += new

@@ -7,8 +7,10 @@ a counterpart are refused here by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -17,11 +19,11 @@ from tinsmith.chat.chats import ChatRequest, may_think
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import SWITCH, Text, channels_of, tags_of, thinking_of
 from tinsmith.chat.tools import ToolCall
-from tinsmith.errors import RequestError, not_supported
+from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
 from tinsmith.wire.fields import (
@@ -37,9 +39,6 @@ from tinsmith.wire.fields import (
     validate,
     wrong,
 )
-
-JsonObject = dict[str, object]
-Event = tuple[str, JsonObject]
 
 MIN_BUDGET = 1024  # Anthropic's minimum
 
@@ -317,50 +316,108 @@ class MessageRequest(CountRequest):
 # Responses.
 
 
-def usage(plan: GenerationPlan, result: SampleResult | None, num_sampled: int, reasoning: int = 0) -> JsonObject:
-    """Return the usage. Cached tokens are counted separately; their number is known only at the end."""
-    cached = result.prompt_cache_hit_tokens if result else 0
-    return {
-        "input_tokens": len(plan.prompts[0]) - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": num_sampled,
-        "output_tokens_details": {"thinking_tokens": reasoning},
-    }
+class MessageAnswer(ClientAnswer):
+    """A message. A stream has one open content block at a time."""
+
+    keep_alive = "ping", {"type": "ping"}
+
+    def __init__(self, plan: GenerationPlan, text: Text) -> None:
+        super().__init__(plan, text)
+        self._message_id = "msg_" + secrets.token_hex(12)
+        self._next = 0  # the index of the open or next block
+        self._open: object = None  # the type of the open block
+        self._stopped: JsonObject = {}
+        self._reasoning = 0
+
+    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
+        sequence = results[0].sequences[0]
+        choice = new_choice(self.plan, self.text, 0)
+        read_sequence(choice, sequence)
+        self._reasoning = choice.reasoning_tokens
+        piece = choice.piece()
+        content: list[JsonObject] = [_thinking_block(piece.reasoning)] if piece.reasoning else []
+        if piece.text:
+            content.append({"type": "text", "text": piece.text})
+        content += [_call(call) for call in piece.calls]
+        return self._message(content, results) | _stop(choice, piece.calls, sequence.stop_reason)
+
+    def begun(self) -> Iterator[Event]:
+        yield self._event("message_start", message=self._message([], ()))
+
+    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+        if piece.reasoning:
+            yield from self._opened(_thinking_block(""))
+            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.text:
+            yield from self._opened({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": piece.text})
+        for call in piece.calls:
+            yield from self._opened(_call(call) | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            yield from self._closed()
+        if reason:
+            self._reasoning = choice.reasoning_tokens
+            self._stopped = _stop(choice, piece.calls, reason)
+
+    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        yield from self._closed()
+        yield self._event("message_delta", delta=self._stopped, usage=self._usage(results))
+        yield self._event("message_stop")
+
+    def failed(self, error: TinsmithError) -> Iterator[Event]:
+        yield "error", anthropic_error(str(error), error.status)
+
+    def _message(self, content: Sequence[JsonObject], results: Sequence[SampleResult]) -> JsonObject:
+        return {
+            "id": self._message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.plan.name,
+            "content": list(content),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(results),
+        }
+
+    def _usage(self, results: Sequence[SampleResult]) -> JsonObject:
+        """Return the usage. Cached tokens are counted separately; their number is known only at the end."""
+        cached = sum(result.prompt_cache_hit_tokens for result in results)
+        return {
+            "input_tokens": len(self.plan.prompts[0]) - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": sum(len(result.sequences[0].tokens_T) for result in results),
+            "output_tokens_details": {"thinking_tokens": self._reasoning},
+        }
+
+    def _opened(self, block: JsonObject) -> Iterator[Event]:
+        """Open a block, unless one of its type, which is not a call, is open."""
+        if self._open != block["type"]:
+            yield from self._closed()
+            self._open = block["type"]
+            yield self._event("content_block_start", index=self._next, content_block=block)
+
+    def _delta(self, delta: JsonObject) -> Event:
+        return self._event("content_block_delta", index=self._next, delta=delta)
+
+    def _closed(self) -> Iterator[Event]:
+        if self._open is not None:
+            self._open = None
+            self._next += 1
+            yield self._event("content_block_stop", index=self._next - 1)
+
+    @staticmethod
+    def _event(kind: str, **more: object) -> Event:
+        return kind, {"type": kind, **more}
 
 
-def message(message_id: str, plan: GenerationPlan, content: Sequence[JsonObject], used: JsonObject) -> JsonObject:
-    return {
-        "id": message_id,
-        "type": "message",
-        "role": "assistant",
-        "model": plan.name,
-        "content": list(content),
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": used,
-    }
-
-
-def whole_message(message_id: str, plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
-    sequence = result.sequences[0]
-    choice = new_choice(plan, text, 0)
-    read_sequence(choice, sequence)
-    piece = choice.piece()
-    content: list[JsonObject] = [_thinking_block(piece.reasoning)] if piece.reasoning else []
-    if piece.text:
-        content.append({"type": "text", "text": piece.text})
-    content += [_call(call) for call in piece.calls]
-    used = usage(plan, result, len(sequence.tokens_T), choice.reasoning_tokens)
-    return message(message_id, plan, content, used) | stop(choice, piece.calls, sequence.stop_reason)
-
-
-def stop(choice: Choice, calls: Sequence[ToolCall], stop_reason: str) -> JsonObject:
+def _stop(choice: Choice, calls: Sequence[ToolCall], reason: str) -> JsonObject:
+    """Return why a completion ended; `reason` is length, or any other."""
     if calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if choice.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped_by}
-    return {"stop_reason": "max_tokens" if stop_reason == "length" else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
 
 
 def _thinking_block(reasoning: str) -> JsonObject:
@@ -373,43 +430,16 @@ def _call(call: ToolCall) -> JsonObject:
     return {"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)}
 
 
-class Blocks:
-    """The content blocks of a stream: tracks the open block and makes the events for each piece."""
+_ERROR_TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
 
-    def __init__(self) -> None:
-        self._next = 0
-        self._open: str | None = None
 
-    def events(self, piece: TextPiece) -> Iterator[Event]:
-        if piece.reasoning:
-            yield from self._opened(_thinking_block(""))
-            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.text:
-            yield from self._opened({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": piece.text})
-        for call in piece.calls:
-            yield from self.close()
-            yield self._start(_call(call) | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-            yield self._stop()
-
-    def close(self) -> Iterator[Event]:
-        if self._open is not None:
-            self._open = None
-            yield self._stop()
-
-    def _opened(self, block: JsonObject) -> Iterator[Event]:
-        if self._open != block["type"]:
-            yield from self.close()
-            self._open = str(block["type"])
-            yield self._start(block)
-
-    def _start(self, block: JsonObject) -> Event:
-        return "content_block_start", {"type": "content_block_start", "index": self._next, "content_block": block}
-
-    def _delta(self, delta: JsonObject) -> Event:
-        return "content_block_delta", {"type": "content_block_delta", "index": self._next, "delta": delta}
-
-    def _stop(self) -> Event:
-        self._next += 1
-        return "content_block_stop", {"type": "content_block_stop", "index": self._next - 1}
+def anthropic_error(text: str, status: int) -> JsonObject:
+    """Return Anthropic's error body."""
+    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, usual), "message": text}}

@@ -6,21 +6,22 @@ earlier response precede the request's own; the caller reads them from the store
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.choices import TextPiece
+from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import chat_logprobs, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import MAX_TOOLS, ToolCall
-from tinsmith.errors import RequestError, not_supported
+from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
 from tinsmith.wire.fields import ByType, ClosedBody, LongText, OneOf, Only, OrText, Unread, refused, validate
@@ -238,19 +239,64 @@ def _joined(content: str | Sequence[JsonObject]) -> str:
 # Responses.
 
 
-class Response:
+class ResponseAnswer(ClientAnswer):
     """A response under construction: its items and its events."""
 
     def __init__(
-        self, response_id: str, created_at: int, request: ResponseRequest, plan: GenerationPlan, text: Text
+        self,
+        request: ResponseRequest,
+        plan: GenerationPlan,
+        text: Text,
+        response_id: str = "",
+        created_at: float | None = None,
+        end: Callable[[JsonObject], JsonObject] = lambda body: body,
     ) -> None:
-        self.response_id = response_id
-        self._created_at = created_at
+        """`end` is called with the body of the ended response, and returns the body to send."""
+        super().__init__(plan, text)
+        self.response_id = response_id or "resp_" + secrets.token_hex(24)
+        self._created_at = int(time.time() if created_at is None else created_at)
         self._request = request
-        self._plan = plan
-        self._text = text
-        self.output: list[JsonObject] = []
+        self._end = end
+        self._output: list[JsonObject] = []
+        self._reasoning = 0
         self._number = 0
+
+    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
+        choice = new_choice(self.plan, self.text, 0)
+        read_sequence(choice, results[0].sequences[0])
+        for _ in (*self.added(choice, choice.piece(), None), *self._closed()):
+            pass
+        return self._end(self._ended(results[0]))
+
+    def begun(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self.body("in_progress"))
+
+    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+        self._reasoning = choice.reasoning_tokens
+        if piece.reasoning:
+            yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
+        if piece.text:
+            scored = [] if self.plan.top_logprobs is None else self.token_logprobs(piece.tokens)
+            yield from self._delta("message", "response.output_text", piece.text, scored)
+        for call in piece.calls:
+            yield from self._closed()
+            yield from self._called(call)
+
+    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        yield from self._closed()
+        body = self._end(self._ended(results[0]))
+        yield self._event(f"response.{body['status']}", response=body)
+
+    def failed(self, error: TinsmithError) -> Iterator[Event]:
+        body = self.failure(error)
+        self._end(body)
+        yield self._event("response.failed", response=body)
+
+    def failure(self, error: TinsmithError) -> JsonObject:
+        """Return the body of the failed response."""
+        told = openai_error(str(error), error.status, error)
+        return self.body("failed", {"code": told["code"] or "server_error", "message": told["message"]})
 
     def body(self, status: str, error: JsonObject | None = None) -> JsonObject:
         request = self._request
@@ -266,7 +312,7 @@ class Response:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
-            "output": self.output,
+            "output": self._output,
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
@@ -281,79 +327,52 @@ class Response:
             "metadata": request.metadata or {},
         }
 
-    def _usage(self, result: SampleResult, reasoning: int) -> JsonObject:
-        read, written = len(self._plan.prompts[0]), sum(len(one.tokens_T) for one in result.sequences)
-        return {
+    def _ended(self, result: SampleResult) -> JsonObject:
+        status = "incomplete" if result.sequences[0].stop_reason == "length" else "completed"
+        read, written = len(self.plan.prompts[0]), sum(len(one.tokens_T) for one in result.sequences)
+        used = {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning},
             "total_tokens": read + written,
         }
+        return self.body(status) | {"usage": used}
 
-    def whole(self, result: SampleResult) -> JsonObject:
-        choice = new_choice(self._plan, self._text, 0)
-        read_sequence(choice, result.sequences[0])
-        for _ in self.added(choice.piece()):
-            pass
-        for _ in self.closed():
-            pass
-        return self.ended(result, choice.reasoning_tokens)
-
-    def ended(self, result: SampleResult, reasoning: int) -> JsonObject:
-        """`reasoning` is the number of reasoning tokens."""
-        status = "incomplete" if result.sequences[0].stop_reason == "length" else "completed"
-        return self.body(status) | {"usage": self._usage(result, reasoning)}
-
-    # Events.
-
-    def event(self, kind: str, **more: object) -> tuple[str, JsonObject]:
+    def _event(self, kind: str, **more: object) -> Event:
         self._number += 1
         return kind, {"type": kind, "sequence_number": self._number - 1, **more}
 
-    def added(self, piece: TextPiece) -> Iterator[tuple[str, JsonObject]]:
-        """Yield the events of the next piece."""
-        if piece.reasoning:
-            yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
-        if piece.text:
-            scored = [] if self._plan.top_logprobs is None else chat_logprobs(self._plan, self._text, piece.tokens)
-            yield from self._delta("message", "response.output_text", piece.text, scored)
-        for call in piece.calls:
-            yield from self.closed()
-            yield from self._called(call)
-
-    def closed(self) -> Iterator[tuple[str, JsonObject]]:
+    def _closed(self) -> Iterator[Event]:
         """Yield the events that end the open item."""
-        if not self.output or self.output[-1]["status"] != "in_progress":
+        if not self._output or self._output[-1]["status"] != "in_progress":
             return
-        item, place = self.output[-1], self._place
+        item, place = self._output[-1], self._place
         part = item["content"][0]
         kind = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
         logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-        yield self.event(f"{kind}.done", **place, text=part["text"], **logprobs)
-        yield self.event("response.content_part.done", **place, part=part)
+        yield self._event(f"{kind}.done", **place, text=part["text"], **logprobs)
+        yield self._event("response.content_part.done", **place, part=part)
         item["status"] = "completed"
-        yield self.event("response.output_item.done", output_index=place["output_index"], item=item)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     @property
     def _place(self) -> JsonObject:
-        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1, "content_index": 0}
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
-    def _delta(
-        self, item_type: str, kind: str, text: str, logprobs: list[JsonObject]
-    ) -> Iterator[tuple[str, JsonObject]]:
-        if not self.output or self.output[-1]["type"] != item_type or self.output[-1]["status"] != "in_progress":
-            yield from self.closed()
+    def _delta(self, item_type: str, kind: str, text: str, logprobs: list[JsonObject]) -> Iterator[Event]:
+        if not self._output or self._output[-1]["type"] != item_type or self._output[-1]["status"] != "in_progress":
+            yield from self._closed()
             yield from self._opened(item_type)
-        part = self.output[-1]["content"][0]
+        part = self._output[-1]["content"][0]
         part["text"] += text
         scored: JsonObject = {}
         if item_type == "message":
             part["logprobs"] += logprobs
             scored = {"logprobs": logprobs}
-        yield self.event(f"{kind}.delta", **self._place, delta=text, **scored)
+        yield self._event(f"{kind}.delta", **self._place, delta=text, **scored)
 
-    def _opened(self, item_type: str) -> Iterator[tuple[str, JsonObject]]:
+    def _opened(self, item_type: str) -> Iterator[Event]:
         item: JsonObject = {"id": self._item_id("msg" if item_type == "message" else "rs"), "type": item_type}
         if item_type == "message":
             part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -362,12 +381,12 @@ class Response:
             part = {"type": "reasoning_text", "text": ""}
             item |= {"summary": []}
         item |= {"status": "in_progress", "content": []}
-        yield self.event("response.output_item.added", output_index=len(self.output), item=dict(item))
-        self.output.append(item)
-        yield self.event("response.content_part.added", **self._place, part=dict(part))
+        yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
+        self._output.append(item)
+        yield self._event("response.content_part.added", **self._place, part=dict(part))
         item["content"] = [part]
 
-    def _called(self, call: ToolCall) -> Iterator[tuple[str, JsonObject]]:
+    def _called(self, call: ToolCall) -> Iterator[Event]:
         item: JsonObject = {
             "id": self._item_id("fc"),
             "type": "function_call",
@@ -377,25 +396,19 @@ class Response:
             "status": "completed",
         }
         begun = item | {"arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": len(self.output)}
-        yield self.event("response.output_item.added", output_index=len(self.output), item=begun)
-        yield self.event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self.event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
-        yield self.event("response.output_item.done", output_index=len(self.output), item=item)
-        self.output.append(item)
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=begun)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self.response_id.removeprefix('resp_')}{len(self.output):02d}"
+        return f"{prefix}_{self.response_id.removeprefix('resp_')}{len(self._output):02d}"
 
 
 def _shown(given: object) -> Any:  # noqa: ANN401  JSON
     return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, ClosedBody) else given
-
-
-def new_response(
-    response_id: str, request: ResponseRequest, plan: GenerationPlan, text: Text, created_at: float | None = None
-) -> Response:
-    return Response(response_id, int(time.time() if created_at is None else created_at), request, plan, text)
 
 
 def items_after(request: ResponseRequest, before: Sequence[JsonObject], body: JsonObject) -> list[JsonObject]:

@@ -1,32 +1,254 @@
-"""Turns sampled tokens into OpenAI's responses, whole and in chunks."""
+"""Turns sampled tokens into responses: `ClientAnswer`, which each protocol implements, and OpenAI's choices.
+
+`ChatAnswer` and `CompletionAnswer` are OpenAI's, `messages.MessageAnswer` is Anthropic's, and
+`responses.ResponseAnswer` is that of OpenAI's responses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 
 from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, ShownToken, TextPiece, TopRow
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import ToolCall
+from tinsmith.errors import RequestError, TinsmithError
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
 
 JsonObject = dict[str, object]
+Event = tuple[str | None, JsonObject]
+"""The name of a server-sent event, if it has one, and its content."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The common fields of a response and its chunks. `chat` selects the endpoint."""
+class ClientAnswer(ABC):
+    """The response to one request, whole or as the events of a stream. An instance makes one of them once."""
 
-    answer_id: str
-    created: int
-    name: str
-    chat: bool
+    keep_alive: Event | None = None
+    """An event without content; without one, the protocol keeps streams alive by comments."""
 
-    def of(self, *, chunk: bool = False) -> JsonObject:
-        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.name}
+    ends_with_mark = False
+    """Whether a complete stream ends with `[DONE]`."""
+
+    def __init__(self, plan: GenerationPlan, text: Text) -> None:
+        self.plan, self.text = plan, text
+
+    @abstractmethod
+    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
+        """Make the response to a request without streaming; `results` has one for each prompt."""
+
+    @abstractmethod
+    def begun(self) -> Iterator[Event]:
+        """Yield the events before the first token."""
+
+    @abstractmethod
+    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+        """Yield the events of a choice's next piece; the last piece has the reason of the choice's end."""
+
+    @abstractmethod
+    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        """Yield the events after the last piece of the last choice."""
+
+    @abstractmethod
+    def failed(self, error: TinsmithError) -> Iterator[Event]:
+        """Yield the events that end a stream after an error."""
+
+    def token_logprobs(self, tokens: Sequence[ShownToken]) -> list[JsonObject]:
+        return [
+            self._token(token.token_id, token.logprob)
+            | {"top_logprobs": [self._token(one, logprob) for one, logprob in zip(*token.top, strict=True)]}
+            for token in tokens
+        ]
+
+    def _token(self, token_id: int, logprob: float) -> JsonObject:
+        shown: JsonObject = {"token": self._named(token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
+        return shown | {"bytes": list(self.text.token_bytes(token_id))}
+
+    def _named(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.plan.tokens_as_ids else _spelled(self.text, token_id)
+
+
+class ChoicesAnswer(ClientAnswer):
+    """A list of choices; a chunk has one of them."""
+
+    ends_with_mark = True
+    prefix: str
+    kind: str
+    chunk_kind: str
+    describes_each_prompt = False
+    """Whether vLLM's fields about a prompt are in each choice, not in the response."""
+
+    def __init__(self, plan: GenerationPlan, text: Text) -> None:
+        super().__init__(plan, text)
+        self._answer_id, self._created = self.prefix + secrets.token_hex(16), int(time.time())
+        self._reasoning = 0
+
+    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
+        choices: list[JsonObject] = []
+        for number, result in enumerate(results):
+            for sequence in result.sequences:
+                choice = new_choice(self.plan, self.text, len(choices))
+                if not self.plan.echo_only:
+                    read_sequence(choice, sequence)
+                self._reasoning += choice.reasoning_tokens
+                piece = choice.piece()
+                shown: JsonObject = {"index": choice.index}
+                shown |= self._choice(piece, self.plan.prompts[number], result)
+                reason = finish_reason(self.plan, piece.calls, sequence.stop_reason)
+                shown["finish_reason"] = "length" if self.plan.echo_only else reason
+                if self.describes_each_prompt:
+                    shown |= self._about_prompt(number, result)
+                choices.append(shown | self._token_ids(piece))
+        about = {} if self.describes_each_prompt else self._about_prompt(0, results[0])
+        used = usage(self.plan, results, self._reasoning)
+        return self._head(self.kind) | {"choices": choices, "usage": used} | about
+
+    def begun(self) -> Iterator[Event]:
+        for number in range(len(self.plan.prompts)):
+            for index in range(number * self.plan.num_choices, (number + 1) * self.plan.num_choices):
+                yield from self._opening(index, self._about_prompt(number))
+
+    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+        if piece or piece.sampled or (piece.tokens and self.plan.top_logprobs is not None):
+            yield self._chunk(choice.index, piece, None)
+        if reason:
+            self._reasoning += choice.reasoning_tokens
+            yield self._chunk(choice.index, TextPiece(), reason)
+
+    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        if self.plan.include_usage:
+            used = usage(self.plan, results, self._reasoning)
+            yield None, self._head(self.chunk_kind) | {"choices": [], "usage": used}
+
+    def failed(self, error: TinsmithError) -> Iterator[Event]:
+        yield None, {"error": openai_error(str(error), error.status, error)}
+
+    @abstractmethod
+    def _opening(self, index: int, about: JsonObject) -> Iterator[Event]:
+        """Yield the first chunk of a choice, if it has one before its first token."""
+
+    @abstractmethod
+    def _choice(self, piece: TextPiece, prompt: Sequence[int], result: SampleResult) -> JsonObject:
+        """Return a choice of a whole response, between its index and its finish_reason."""
+
+    @abstractmethod
+    def _delta(self, piece: TextPiece) -> JsonObject:
+        """Return a choice of a chunk, between its index and its finish_reason."""
+
+    def _about_prompt(self, number: int, result: SampleResult | None = None) -> JsonObject:
+        """Return vLLM's fields about a prompt; its logprobs are not streamed, so chunks have no result."""
+        prompt = self.plan.prompts[number]
+        found: JsonObject = {"prompt_token_ids": list(prompt)} if self.plan.token_ids else {}
+        if self.plan.prompt_logprobs is not None and result is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self.text, prompt, result, self.plan.prompt_logprobs)
+        return found
+
+    def _head(self, kind: str) -> JsonObject:
+        return {"id": self._answer_id, "object": kind, "created": self._created, "model": self.plan.name}
+
+    def _chunk(self, index: int, piece: TextPiece, reason: str | None) -> Event:
+        choice = {"index": index, **self._delta(piece), "finish_reason": reason}
+        return self._chunk_of(choice | self._token_ids(piece))
+
+    def _chunk_of(self, choice: JsonObject, **more: object) -> Event:
+        unused = {"usage": None} if self.plan.include_usage else {}
+        return None, self._head(self.chunk_kind) | {"choices": [choice]} | unused | more
+
+    def _token_ids(self, piece: TextPiece) -> JsonObject:
+        return {"token_ids": [token.token_id for token in piece.sampled]} if self.plan.token_ids else {}
+
+    def _scored(self, piece: TextPiece) -> list[ShownToken]:
+        return piece.sampled if self.plan.exact else piece.tokens
+
+
+class ChatAnswer(ChoicesAnswer):
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _opening(self, index: int, about: JsonObject) -> Iterator[Event]:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        choice: JsonObject = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield self._chunk_of(choice, **about)
+
+    def _choice(self, piece: TextPiece, prompt: Sequence[int], result: SampleResult) -> JsonObject:
+        message: JsonObject = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": [_call(call) for call in piece.calls]}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning
+        return {"message": message, "logprobs": self._logprobs(self._scored(piece))}
+
+    def _delta(self, piece: TextPiece) -> JsonObject:
+        delta: JsonObject = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = [{"index": number} | _call(call) for number, call in enumerate(piece.calls)]
+        tokens = self._scored(piece)
+        return {"delta": delta, "logprobs": self._logprobs(tokens) if tokens else None}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> JsonObject | None:
+        return None if self.plan.top_logprobs is None else {"content": self.token_logprobs(tokens), "refusal": None}
+
+
+class CompletionAnswer(ChoicesAnswer):
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+    describes_each_prompt = True
+
+    def _opening(self, index: int, about: JsonObject) -> Iterator[Event]:
+        if self.plan.token_ids:
+            choice: JsonObject = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+            yield self._chunk_of(choice | about)
+
+    def _choice(self, piece: TextPiece, prompt: Sequence[int], result: SampleResult) -> JsonObject:
+        plan = self.plan
+        before = self.text.decode(prompt, special=plan.shows_special) if plan.echo else ""
+        logprobs = self._logprobs(self._scored(piece), len(before))
+        if logprobs is not None and plan.echo:
+            echoed = self._logprobs(echoed_tokens(self.text, prompt, result, plan.top_logprobs or 0)) or {}
+            logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
+        return {"text": before + piece.text, "logprobs": logprobs}
+
+    def _delta(self, piece: TextPiece) -> JsonObject:
+        return {"text": piece.text, "logprobs": self._logprobs(self._scored(piece))}
+
+    def _logprobs(self, tokens: Sequence[ShownToken], offset: int = 0) -> dict[str, list[object]] | None:
+        """Return the older form, parallel lists. The first token of a prompt has null."""
+        if self.plan.top_logprobs is None:
+            return None
+        found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in tokens:
+            logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
+            spelled = self._named(token.token_id)
+            found["tokens"].append(spelled)
+            found["token_logprobs"].append(logprob)
+            found["text_offset"].append(offset + token.offset)
+            tops = {self._named(one): max(value, LOWEST_LOGPROB) for one, value in zip(*token.top, strict=True)}
+            shown = {spelled: logprob} | tops if self.plan.top_logprobs else {}
+            found["top_logprobs"].append(None if logprob is None else shown)
+        return found
+
+
+def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
+    """Return OpenAI's error body; `param` names the invalid field, if there is one."""
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    if status == HTTPStatus.UNAUTHORIZED:
+        code = "invalid_api_key"
+    return {"message": text, "type": kind, "param": param, "code": code}
+
+
+def read_sequence(choice: Choice, sequence: SampledSequence, first: int = 0) -> None:
+    """Push the tokens of a sequence from `first` on into a choice, and finish it."""
+    tokens, logprobs, tops = sequence.tokens_T.tolist(), sequence.logprobs_T.tolist(), top_rows(sequence)
+    for position in range(first, len(tokens)):
+        choice.push(tokens[position], logprobs[position], tops[position])
+    choice.finish()
 
 
 def top_rows(sequence: SampledSequence) -> list[TopRow]:
@@ -40,49 +262,6 @@ def top_row(topk: TopK, position: int) -> TopRow:
     """Return a position's most likely tokens, without the empty cells of a small vocabulary."""
     full = topk.logprobs_Tk[position] > EMPTY_LOGPROB
     return topk.token_ids_Tk[position][full].tolist(), topk.logprobs_Tk[position][full].tolist()
-
-
-def read_sequence(choice: Choice, sequence: SampledSequence, first: int = 0) -> None:
-    """Push the tokens of a sequence from `first` on into a choice, and finish it."""
-    tokens, logprobs, tops = sequence.tokens_T.tolist(), sequence.logprobs_T.tolist(), top_rows(sequence)
-    for position in range(first, len(tokens)):
-        choice.push(tokens[position], logprobs[position], tops[position])
-    choice.finish()
-
-
-def whole(plan: GenerationPlan, text: Text, head: AnswerHead, results: Sequence[SampleResult]) -> JsonObject:
-    """Make the response to a request without streaming."""
-    choices: list[JsonObject] = []
-    reasoning = 0
-    for number, result in enumerate(results):
-        for sequence in result.sequences:
-            index = len(choices)
-            choice = new_choice(plan, text, index)
-            if not plan.echo_only:
-                read_sequence(choice, sequence)
-            reasoning += choice.reasoning_tokens
-            piece = choice.piece()
-            reason = finish_reason(plan, piece.calls, sequence.stop_reason)
-            if head.chat:
-                made = _chat_choice(plan, text, index, piece, reason)
-            else:
-                made = _completion_choice(plan, text, index, piece, reason, plan.prompts[number], result)
-                made |= _about_prompt(plan, text, plan.prompts[number], result)
-            choices.append(made | _token_ids(plan, piece))
-    about = _about_prompt(plan, text, plan.prompts[0], results[0]) if head.chat else {}
-    return head.of() | {"choices": choices, "usage": usage(plan, results, reasoning)} | about
-
-
-def _token_ids(plan: GenerationPlan, piece: TextPiece) -> JsonObject:
-    return {"token_ids": [token.token_id for token in piece.sampled]} if plan.token_ids else {}
-
-
-def _about_prompt(plan: GenerationPlan, text: Text, prompt: Sequence[int], result: SampleResult) -> JsonObject:
-    """Return vLLM's fields about the prompt, which are part of a chat's response and of each choice of a completion."""
-    found: JsonObject = {"prompt_token_ids": list(prompt)} if plan.token_ids else {}
-    if plan.prompt_logprobs is not None:
-        found["prompt_logprobs"] = prompt_logprobs(text, prompt, result, plan.prompt_logprobs)
-    return found
 
 
 def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[JsonObject | None]:
@@ -105,6 +284,22 @@ def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num
     return found
 
 
+def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[ShownToken]:
+    """Return the prompt's tokens with their `num_top` most likely ones. The first token's logprob is NaN."""
+    assert result.prompt_logprobs_T is not None
+    logprobs = result.prompt_logprobs_T.tolist()
+    shown: list[ShownToken] = []
+    offset = 0
+    for position, token_id in enumerate(prompt):
+        top: TopRow = ((), ())
+        if result.topk_prompt is not None and position:
+            ids, values = top_row(result.topk_prompt, position)
+            top = (ids[:num_top], values[:num_top])
+        shown.append(ShownToken(token_id, logprobs[position], top, offset))
+        offset += len(text.token_bytes(token_id).decode(errors="replace"))
+    return shown
+
+
 def finish_reason(plan: GenerationPlan, calls: Sequence[ToolCall], stop_reason: str) -> str:
     if calls and plan.tools and not plan.tools.named:
         return "tool_calls"
@@ -124,144 +319,9 @@ def usage(plan: GenerationPlan, results: Sequence[SampleResult], reasoning: int 
     }
 
 
-def _chat_choice(plan: GenerationPlan, text: Text, index: int, piece: TextPiece, reason: str) -> JsonObject:
-    message: JsonObject = {"role": "assistant", "content": piece.text, "refusal": None}
-    if piece.calls:
-        message |= {"content": piece.text or None, "tool_calls": [call_json(call) for call in piece.calls]}
-    if piece.reasoning:
-        message["reasoning_content"] = piece.reasoning
-    logprobs = None
-    if plan.top_logprobs is not None:
-        logprobs = {"content": chat_logprobs(plan, text, _scored(plan, piece)), "refusal": None}
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-
-def call_json(call: ToolCall) -> JsonObject:
+def _call(call: ToolCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _scored(plan: GenerationPlan, piece: TextPiece) -> list[ShownToken]:
-    return piece.sampled if plan.exact else piece.tokens
-
-
-def chat_logprobs(plan: GenerationPlan, text: Text, tokens: Sequence[ShownToken]) -> list[JsonObject]:
-    return [
-        _token(plan, text, token.token_id, token.logprob)
-        | {"top_logprobs": [_token(plan, text, one, logprob) for one, logprob in zip(*token.top, strict=True)]}
-        for token in tokens
-    ]
-
-
-def _token(plan: GenerationPlan, text: Text, token_id: int, logprob: float) -> JsonObject:
-    shown: JsonObject = {"token": _named(plan, text, token_id), "logprob": max(logprob, LOWEST_LOGPROB)}
-    return shown | {"bytes": list(text.token_bytes(token_id))}
-
-
-def _named(plan: GenerationPlan, text: Text, token_id: int) -> str:
-    return f"token_id:{token_id}" if plan.tokens_as_ids else _spelled(text, token_id)
-
-
-# Completions.
-
-
-def _completion_choice(
-    plan: GenerationPlan,
-    text: Text,
-    index: int,
-    piece: TextPiece,
-    reason: str,
-    prompt: Sequence[int],
-    result: SampleResult,
-) -> JsonObject:
-    before = text.decode(prompt, special=plan.shows_special) if plan.echo else ""
-    logprobs = None
-    if plan.top_logprobs is not None:
-        shown = echoed_tokens(text, prompt, result, plan.top_logprobs) if plan.echo else []
-        logprobs = completion_logprobs(plan, text, shown, 0)
-        for name, values in completion_logprobs(plan, text, _scored(plan, piece), len(before)).items():
-            logprobs[name] += values
-    reason = "length" if plan.echo_only else reason
-    return {"index": index, "text": before + piece.text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[ShownToken]:
-    """Return the prompt's tokens with their `num_top` most likely ones. The first token's logprob is NaN."""
-    assert result.prompt_logprobs_T is not None
-    logprobs = result.prompt_logprobs_T.tolist()
-    shown: list[ShownToken] = []
-    offset = 0
-    for position, token_id in enumerate(prompt):
-        top: TopRow = ((), ())
-        if result.topk_prompt is not None and position:
-            ids, values = top_row(result.topk_prompt, position)
-            top = (ids[:num_top], values[:num_top])
-        shown.append(ShownToken(token_id, logprobs[position], top, offset))
-        offset += len(text.token_bytes(token_id).decode(errors="replace"))
-    return shown
-
-
-def completion_logprobs(
-    plan: GenerationPlan, text: Text, tokens: Sequence[ShownToken], offset: int
-) -> dict[str, list[object]]:
-    """Return the older form, parallel lists. The first token of a prompt has null."""
-    found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in tokens:
-        logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
-        spelled = _named(plan, text, token.token_id)
-        found["tokens"].append(spelled)
-        found["token_logprobs"].append(logprob)
-        found["text_offset"].append(offset + token.offset)
-        tops = {_named(plan, text, one): max(value, LOWEST_LOGPROB) for one, value in zip(*token.top, strict=True)}
-        if logprob is None:
-            found["top_logprobs"].append(None)
-        elif plan.top_logprobs:
-            found["top_logprobs"].append({spelled: logprob} | tops)
-        else:
-            found["top_logprobs"].append({})
-    return found
 
 
 def _spelled(text: Text, token_id: int) -> str:
     return text.token_bytes(token_id).decode(errors="replace")
-
-
-# Chunks.
-
-
-def opening(plan: GenerationPlan, head: AnswerHead, index: int) -> JsonObject | None:
-    """Make the first chunk of a choice, before its first token."""
-    prompt: JsonObject = {"prompt_token_ids": list(plan.prompts[index // plan.num_choices])} if plan.token_ids else {}
-    if not head.chat:
-        choice: JsonObject = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-        return _chunk(plan, head, choice | prompt) if plan.token_ids else None
-    delta = {"role": "assistant", "content": "", "refusal": None}
-    return _chunk(plan, head, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) | prompt
-
-
-def piece_chunk(
-    plan: GenerationPlan, text: Text, head: AnswerHead, index: int, piece: TextPiece, reason: str | None
-) -> JsonObject:
-    if not head.chat:
-        logprobs = None
-        if plan.top_logprobs is not None:
-            logprobs = completion_logprobs(plan, text, _scored(plan, piece), 0)
-        choice: JsonObject = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
-        return _chunk(plan, head, choice | _token_ids(plan, piece))
-    delta: JsonObject = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-    if piece.text:
-        delta["content"] = piece.text
-    if piece.calls:
-        delta["tool_calls"] = [{"index": number} | call_json(call) for number, call in enumerate(piece.calls)]
-    logprobs = None
-    if plan.top_logprobs is not None and (tokens := _scored(plan, piece)):
-        logprobs = {"content": chat_logprobs(plan, text, tokens), "refusal": None}
-    choice: JsonObject = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-    return _chunk(plan, head, choice | _token_ids(plan, piece))
-
-
-def usage_chunk(plan: GenerationPlan, head: AnswerHead, results: Sequence[SampleResult], reasoning: int) -> JsonObject:
-    return head.of(chunk=True) | {"choices": [], "usage": usage(plan, results, reasoning)}
-
-
-def _chunk(plan: GenerationPlan, head: AnswerHead, choice: JsonObject) -> JsonObject:
-    return head.of(chunk=True) | {"choices": [choice]} | ({"usage": None} if plan.include_usage else {})

@@ -66,12 +66,12 @@ class ToolUse:
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
-            return Grammar("json_lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
+            return Grammar("json_lark", _rules("start: call", wanted, _begun("parameters")))
         if self.form == "harmony":
-            return Grammar("json_lark", _harmony_rules(wanted))
+            return Grammar("json_lark", _rules("start: call", wanted, _begun_in_harmony, end=""))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
-        return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted))
+        return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted, _begun("arguments")))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
@@ -82,7 +82,7 @@ class ToolUse:
             f"start: tagged{again} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
             f"tagged: begin {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         )
-        return Grammar("lark", _rules(head, self.tools))
+        return Grammar("lark", _rules(head, self.tools, _begun("arguments")))
 
     def _mark(self, mark: str) -> str:
         """Return a tag as grammars write it: a single token has no quotes."""
@@ -100,7 +100,7 @@ class ToolUse:
             end = 0
         elif self.form == "hermes":
             begin = text.find(OPEN)
-            end = begin if begin >= 0 else len(text) - _partial_length(text, OPEN)
+            end = begin if begin >= 0 else len(text) - partial_length(text, OPEN)
         return len(text[:end].rstrip())
 
     def found(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -196,26 +196,22 @@ def _form(template: str) -> str:
     raise not_supported("tools", "this model's chat template uses none of the formats Hermes, Llama 3.1 and harmony")
 
 
-def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ') -> str:
-    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    lines = [head, f"call: {calls}"]
-    for index, tool in enumerate(tools):
-        start = before + json.dumps(tool.name) + between
-        lines += [
-            f'call_{index}: {_quoted(start)} arguments_{index} "}}"',
-            f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
-        ]
-    return "%llguidance {}\n" + "\n".join(lines) + "\n"
+def _begun(arguments: str) -> Callable[[str], str]:
+    return lambda name: _quoted(f'{{"name": {json.dumps(name)}, "{arguments}": ')
 
 
-def _harmony_rules(tools: Sequence[Tool]) -> str:
-    """Return the rules of one call, a message to the tool on the channel "commentary"."""
+def _begun_in_harmony(name: str) -> str:
+    """A message to the tool on the channel "commentary"."""
+    return f'<|channel|> {_quoted(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
+
+
+def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: str = ' "}"') -> str:
+    """Return the rules of a call of one of the tools: what `begun` writes for its name, its arguments, and `end`."""
     calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    lines = ["%llguidance {}", "start: call", f"call: {calls}"]
+    lines = ["%llguidance {}", head, f"call: {calls}"]
     for index, tool in enumerate(tools):
-        header = f"commentary to=functions.{tool.name} "
         lines += [
-            f'call_{index}: <|channel|> {_quoted(header)} <|constrain|> "json" <|message|> arguments_{index}',
+            f"call_{index}: {begun(tool.name)} arguments_{index}{end}",
             f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
         ]
     return "\n".join(lines) + "\n"
@@ -256,6 +252,6 @@ def _finite(number: str) -> float:
     return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
-def _partial_length(text: str, word: str) -> int:
+def partial_length(text: str, word: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a word."""
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

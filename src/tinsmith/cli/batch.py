@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import httpx
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from tinsmith.cli.remote import INTERRUPTED, REFUSED, AsJson, json_object, notes, output, print_table
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.cli.remote import INTERRUPTED, AsJson, json_object, notes, output, print_json, print_rows, refusals, say
+from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
     from tinsmith.batch.client.http import Client, Status
@@ -107,22 +107,13 @@ def list_jobs(
     """List jobs, newest first."""
     with _client() as client:
         found = client.jobs(limit)
-    if as_json:
-        _print_json(found)
-        return
-    table = Table("id", "name", "status", "batches", "rows", "failed", "pool", "created", box=None, pad_edge=False)
-    for job in found:
-        table.add_row(
-            str(job["job_id"]),
-            escape(job["name"]),
-            _coloured(job["status"]),
-            f"{job['batch_completed_batches']}/{job['batch_total_batches']}",
-            str(job["rows_ok"]),
-            str(job["rows_failed"]),
-            escape(job["pool"]),
-            _moment(job["created_at"]),
-        )
-    print_table(table)
+
+    def row(job: Status) -> tuple[object, ...]:
+        batches = f"{job['batch_completed_batches']}/{job['batch_total_batches']}"
+        done = Text.from_markup(_coloured(job["status"])), batches, job["rows_ok"], job["rows_failed"]
+        return job["job_id"], job["name"], *done, job["pool"], _moment(job["created_at"])
+
+    print_rows(as_json, found, ("id", "name", "status", "batches", "rows", "failed", "pool", "created"), row)
 
 
 @app.command()
@@ -131,7 +122,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     with _client() as client:
         status = client.status(job_id)
     if as_json:
-        _print_json(status)
+        print_json(status)
         return
     from tinsmith.batch.client.job import first_error_lines, progress_of
 
@@ -206,7 +197,7 @@ def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
             _confirm(f"End bulk job {job_id}, of which {done}?", yes)
         status = client.cancel(job_id)
     if as_json:
-        _print_json(status)
+        print_json(status)
     else:
         output.print(f"bulk job {job_id} is {_coloured(status['status'])}")
 
@@ -230,10 +221,7 @@ def purge(
         if chosen:
             _confirm(f"Delete the parts of {_counted(chosen)}, which can then not be resumed?", yes)
         purged = [client.purge(job_id) for job_id in chosen]
-    if as_json:
-        _print_json(purged)
-    else:
-        output.print(f"the parts of {_counted(chosen)} are being deleted" if chosen else "nothing to delete")
+    say(as_json, purged, f"the parts of {_counted(chosen)} are being deleted" if chosen else "nothing to delete")
 
 
 def _work_of(worker: dict[str, Any]) -> str:
@@ -298,10 +286,7 @@ def export(
     with _client() as client:
         what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
         info = Job(job_id, client).export(target, number, what)
-    if as_json:
-        _print_json(info.to_dict())
-    else:
-        output.print(escape(_said(info.to_dict())))
+    say(as_json, info.to_dict(), _said(info.to_dict()))
 
 
 @app.command()
@@ -309,14 +294,13 @@ def pools(as_json: AsJson = False) -> None:
     """List the pools that jobs can run on."""
     with _client() as client:
         found = client.pools()
-    if as_json:
-        _print_json(found)
-        return
-    table = Table("pool", "workers", "accelerators", "jobs", box=None, pad_edge=False)
-    for pool in found:
-        running = ", ".join(map(str, pool["jobs"]))
-        table.add_row(escape(pool["name"]), str(pool["workers"]), str(pool["accelerators_per_worker"]), running)
-    print_table(table)
+    names = "name", "workers", "accelerators_per_worker"
+    print_rows(
+        as_json,
+        found,
+        ("pool", "workers", "accelerators", "jobs"),
+        lambda pool: (*(pool[name] for name in names), ", ".join(map(str, pool["jobs"]))),
+    )
 
 
 @app.command()
@@ -343,14 +327,8 @@ def _client() -> Iterator[Client]:
     """A client of the environment's server. An error ends the command with one line."""
     from tinsmith.batch.client.http import Client
 
-    client = Client(patience_s=PATIENCE_S)
-    try:
+    with refusals(ValueError, httpx.TransportError), closing(Client(patience_s=PATIENCE_S)) as client:
         yield client
-    except (TinsmithError, ValueError, OSError, httpx.TransportError) as error:
-        notes.print(f"[red]error:[/] {escape(str(error))}")
-        raise typer.Exit(REFUSED) from None
-    finally:
-        client.close()
 
 
 def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
@@ -359,10 +337,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
 
     job = Job(job_id, client)
     if detach:
-        if as_json:
-            _print_json({"job_id": job_id})
-        else:
-            output.print(f"bulk job {job_id} is submitted: `tinsmith batch show {job_id}`")
+        say(as_json, {"job_id": job_id}, f"bulk job {job_id} is submitted: `tinsmith batch show {job_id}`")
         return
     client.patience_s = 60.0
     try:
@@ -374,7 +349,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         notes.print(f"bulk job {job_id} goes on: `tinsmith batch show {job_id}`, `tinsmith batch cancel {job_id}`")
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
-        _print_json(status)
+        print_json(status)
         if status["status"] != "SUCCEEDED":
             raise typer.Exit(NOT_SUCCEEDED)
         return
@@ -498,7 +473,3 @@ def _coloured(status: str) -> str:
 
 def _moment(at: float | None) -> str:
     return "" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1))

@@ -143,9 +143,11 @@ class Comparison:
 class BenchClient(ABC):
     """A session on one server, and the measured work. Each measure returns its number of tokens."""
 
-    def __init__(self, target: BenchTarget, model: str) -> None:
+    def __init__(self, target: BenchTarget, rank: int, patience_s: float) -> None:
         self.target = target
-        self.model = model
+        self.model = target.model or _first_model(target)
+        self._rank = rank
+        self._patience_s = patience_s
         self._seeds = itertools.count()
 
     @abstractmethod
@@ -186,10 +188,8 @@ class SdkClient(BenchClient):
     """A client that uses the official SDK."""
 
     def __init__(self, service: tinker.ServiceClient, target: BenchTarget, rank: int, patience_s: float) -> None:
-        super().__init__(target, target.model or _first_model(target))
+        super().__init__(target, rank, patience_s)
         self._service = service
-        self._rank = rank
-        self._patience_s = patience_s
 
     @cached_property
     def training(self) -> tinker.TrainingClient:
@@ -239,27 +239,14 @@ class JsonClient(BenchClient):
     """
 
     def __init__(self, target: BenchTarget, rank: int, patience_s: float) -> None:
-        headers = {"X-API-Key": target.key, "Authorization": f"Bearer {target.key}"}
-        self._http = httpx.Client(base_url=f"{target.url.rstrip('/')}/api/v1/", headers=headers, timeout=patience_s)
-        self._rank = rank
-        self._patience_s = patience_s
+        super().__init__(target, rank, patience_s)
+        self._http = _http(target, patience_s)
         self._threads = ThreadPoolExecutor(SAMPLES)
         self._passes, self._drawn, self._sessions = itertools.count(1), itertools.count(), itertools.count()
-        super().__init__(target, target.model or self._first_model())
 
     def close(self) -> None:
         self._threads.shutdown()
         self._http.close()
-
-    def _first_model(self) -> str:
-        try:
-            served = _read(self._http.get("get_server_capabilities")).get("supported_models") or []
-        except BenchError as error:
-            raise SettingsError(f"{self.target.url} names no base model ({error}); give one with --model") from None
-        names = [one.get("model_name") if isinstance(one, dict) else one for one in served]
-        if not (names and names[0]):
-            raise SettingsError(f"{self.target.url} names no base model; give one with --model")
-        return str(names[0])
 
     @cached_property
     def _session(self) -> str:
@@ -418,13 +405,20 @@ def _require_server(target: BenchTarget) -> None:
 
 
 def _first_model(target: BenchTarget) -> str:
-    import tinker
+    try:
+        with _http(target, REACHED_S) as http:
+            served = _read(http.get("get_server_capabilities")).get("supported_models") or []
+    except BenchError as error:
+        raise SettingsError(f"{target.url} names no base model ({error}); give one with --model") from None
+    names = [one.get("model_name") if isinstance(one, dict) else one for one in served]
+    if not (names and names[0]):
+        raise SettingsError(f"{target.url} names no base model; give one with --model")
+    return str(names[0])
 
-    served = tinker.RestClient(base_url=target.url, api_key=target.key).get_server_capabilities().result()
-    for found in served.supported_models:
-        if found.model_name:
-            return found.model_name
-    raise SettingsError(f"{target.url} names no base model; give one with --model")
+
+def _http(target: BenchTarget, timeout_s: float) -> httpx.Client:
+    headers = {"X-API-Key": target.key, "Authorization": f"Bearer {target.key}"}
+    return httpx.Client(base_url=f"{target.url.rstrip('/')}/api/v1/", headers=headers, timeout=timeout_s)
 
 
 def run_bench(output: Console, targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float) -> bool:

@@ -5,7 +5,6 @@ Merging local directories needs no server. Exit status: 0 for success, 2 if the 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -13,15 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
-from tinsmith.cli.remote import AsJson, moment, notes, print_table, refusals, say, server, size
+from tinsmith.cli.remote import AsJson, moment, notes, print_rows, refusals, say, server, size
 from tinsmith.errors import UserError
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -46,16 +43,12 @@ def list_checkpoints(
     with refusals(), server() as there:
         path = f"training_runs/{quote(run, safe='')}/checkpoints" if run else "checkpoints"
         found = there.get(path, {} if run else {"limit": limit})["checkpoints"][:limit]
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    table = Table("checkpoint", "kind", "size", "created", "expires", box=None, pad_edge=False)
-    for one in found:
+
+    def row(one: dict[str, Any]) -> tuple[str, ...]:
         expires = moment(one["expires_at"]) or "never"
-        table.add_row(
-            escape(one["tinker_path"]), one["checkpoint_type"], size(one["size_bytes"]), moment(one["time"]), expires
-        )
-    print_table(table)
+        return one["tinker_path"], one["checkpoint_type"], size(one["size_bytes"]), moment(one["time"]), expires
+
+    print_rows(as_json, found, ("checkpoint", "kind", "size", "created", "expires"), row)
 
 
 @app.command()
@@ -71,15 +64,15 @@ def pull(
         if directory.name.endswith(transfer.ARCHIVES):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".pull-") as scratch:
-                pulled = there.pull(path, Path(scratch) / "files", progress)
-                transfer.pack(pulled.directory, directory)
+                files = there.pull(path, Path(scratch) / "files", progress)
+                transfer.pack(Path(scratch) / "files", directory)
         else:
-            pulled = there.pull(path, directory, progress)
-    size_bytes = sum(pulled.files.values())
+            files = there.pull(path, directory, progress)
+    size_bytes = sum(files.values())
     say(
         as_json,
-        {"tinker_path": path, "directory": str(directory), "files": dict(pulled.files), "size_bytes": size_bytes},
-        f"{path}: {len(pulled.files)} files, {size(size_bytes)} in {directory}",
+        {"tinker_path": path, "directory": str(directory), "files": files, "size_bytes": size_bytes},
+        f"{path}: {len(files)} files, {size(size_bytes)} in {directory}",
     )
 
 

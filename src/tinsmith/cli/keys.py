@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
-from tinsmith.cli.remote import AsJson, notes, output, print_table
+from tinsmith.cli.remote import AsJson, notes, output, print_rows
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import load
 
@@ -65,16 +63,9 @@ def list_keys(as_json: AsJson = False, data_dir: DataDir = None) -> None:
     from tinsmith.auth.keys import Keys
 
     with server_database(data_dir) as database:
-        found = Keys(database).list_all()
-    if as_json:
-        typer.echo(json.dumps([_shown(key) for key in found], indent=1))
-        return
-    table = Table("id", "tenant", "name", "created", "revoked", box=None, pad_edge=False)
-    for key in found:
-        table.add_row(
-            str(key.key_id), key.tenant_id, escape(key.name), _iso(key.created_at), _iso(key.revoked_at) or ""
-        )
-    print_table(table)
+        found = [_shown(key) for key in Keys(database).list_all()]
+    columns = "id", "tenant", "name", "created", "revoked"
+    print_rows(as_json, found, columns, lambda key: ("" if fact is None else fact for fact in key.values()))
 
 
 @app.command()

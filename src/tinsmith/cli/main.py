@@ -14,14 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tinsmith import __version__
 from tinsmith.cli import batch as batch_cli
@@ -30,7 +29,7 @@ from tinsmith.cli import keys as keys_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
-from tinsmith.cli.remote import AsJson, json_object
+from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
@@ -152,7 +151,7 @@ def demo(
     from tinsmith.cli.demo import run_demo
 
     stays = sys.stdout.isatty() if stay is None else stay
-    run_demo(errors if as_json else output, data_dir, stay=stays, done=_print_json if as_json else None)
+    run_demo(errors if as_json else output, data_dir, stay=stays, done=print_json if as_json else None)
 
 
 @app.command()
@@ -208,19 +207,17 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     if place is not None:
         from tinsmith.cli.plan import PlanRequest
 
-        asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
-        asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
-        asked = replace(asked, context_parallel=context_parallel, expert_parallel=expert_parallel)
-        asked = replace(asked, pipeline_parallel=pipeline_parallel, machines=machines)
+        degrees = (tensor_parallel, data_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel)
+        asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize, *degrees, machines)
         _show_plan(asked, load(given) if measure else None, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
     findings = examine(load(given))
     if as_json:
-        _print_json([asdict(finding) for finding in findings])
+        print_json([asdict(finding) for finding in findings])
         raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
-    table = Table("", "what", "finding", box=None, pad_edge=False)
+    table = plain_table("", "what", "finding")
     for finding in findings:
         table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, finding.detail)
     output.print(table)
@@ -277,10 +274,10 @@ def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) 
     advice, command = report.recommended(asked, plan)
     if as_json:
         found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
-        _print_json(found | {"launches": report.launches(asked, plan)})
+        print_json(found | {"launches": report.launches(asked, plan)})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
-    table = Table("memory of each device", "", box=None, pad_edge=False)
+    table = plain_table("memory of each device", "")
     for what, size in report.rows(plan):
         table.add_row(what, size)
     output.print(table)
@@ -388,10 +385,6 @@ def work_line(done: Mapping[str, float], seconds: float) -> str:
         f"{done['requests']:,.0f} requests, {done['trained'] / seconds:,.1f} trained and "
         f"{done['sampled'] / seconds:,.1f} sampled tokens/s"
     )
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1))
 
 
 def main() -> None:

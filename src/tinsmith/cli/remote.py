@@ -7,10 +7,10 @@ JSON, with times in ISO 8601 and sizes in bytes; without it, times are local and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -18,11 +18,14 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from tinsmith.errors import SettingsError, TinsmithError
 
 if TYPE_CHECKING:
     from tinsmith.exchange.transfer import TinkerServer
+
+T = TypeVar("T")
 
 REFUSED = 2
 """Exit status of a command that was refused."""
@@ -50,6 +53,25 @@ def json_object(flag: str, text: str, what: str = "a JSON object") -> dict[str, 
     return found
 
 
+def plain_table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def print_rows(as_json: bool, found: Sequence[T], columns: Sequence[str], row: Callable[[T], Iterable[object]]) -> None:
+    """Print a list: as JSON, or as a table of the cells that `row` makes of each. Only cells of `Text` have markup."""
+    if as_json:
+        print_json(found)
+        return
+    table = plain_table(*columns)
+    for each in found:
+        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row(each)))
+    print_table(table)
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
 def print_table(table: Table) -> None:
     """Print every cell in full, so that ids can be copied. A narrow terminal wraps the lines."""
     wide = Console(width=MAX_WIDTH, highlight=False, emoji=False)
@@ -69,11 +91,11 @@ def server() -> Iterator[TinkerServer]:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """End the command with one line and status 2 on an expected error."""
+def refusals(*more: type[Exception]) -> Iterator[None]:
+    """End the command with one line and status 2 on an expected error, or one of `more`."""
     try:
         yield
-    except (TinsmithError, OSError) as error:
+    except (TinsmithError, OSError, *more) as error:
         notes.print(f"[red]error:[/] {escape(str(error))}")
         raise typer.Exit(REFUSED) from None
 
@@ -81,7 +103,7 @@ def refusals() -> Iterator[None]:
 def say(as_json: bool, value: object, line: str) -> None:
     """Print one result."""
     if as_json:
-        typer.echo(json.dumps(value, indent=1))
+        print_json(value)
     else:
         output.print(escape(line))
 

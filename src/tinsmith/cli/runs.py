@@ -20,7 +20,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tinsmith.cli.remote import INTERRUPTED, AsJson, moment, output, print_table, refusals, say, server
+from tinsmith.cli.remote import (
+    INTERRUPTED,
+    AsJson,
+    moment,
+    output,
+    plain_table,
+    print_json,
+    print_rows,
+    print_table,
+    refusals,
+    say,
+    server,
+)
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,15 +61,12 @@ def list_runs(
     """List training runs, newest first."""
     with refusals(), server() as there:
         found = there.get("dashboard/runs", {"limit": limit, **({"search": search} if search else {})})["runs"]
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    table = Table("run", "name", "base model", "rank", "state", "step", "last request", box=None, pad_edge=False)
-    for run in found:
-        name, last = escape(run["display_name"] or ""), moment(run["last_request_at"])
-        rank = str(run["lora_rank"] or "full")
-        table.add_row(run["model_id"], name, escape(run["base_model"]), rank, run["state"], str(run["step"]), last)
-    print_table(table)
+
+    def row(run: Run) -> tuple[object, ...]:
+        name, rank, last = run["display_name"] or "", run["lora_rank"] or "full", moment(run["last_request_at"])
+        return run["model_id"], name, run["base_model"], rank, run["state"], run["step"], last
+
+    print_rows(as_json, found, ("run", "name", "base model", "rank", "state", "step", "last request"), row)
 
 
 @app.command()
@@ -66,13 +75,13 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
     with refusals(), server() as there:
         run, series = _run(there, run_id), _series(_points(there, run_id, 0.0)[0])
     if as_json:
-        typer.echo(json.dumps({**run, "series": series}, indent=1))
+        print_json({**run, "series": series})
         return
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(run).items():
         facts.add_row(name, escape(value))
     output.print(facts)
-    table = Table("metric", "first", "last", "least", "most", "", box=None, pad_edge=False)
+    table = plain_table("metric", "first", "last", "least", "most", "")
     for name, points in sorted(series.items()):
         values = [value for _, value in points]
         ends = (values[0], values[-1], min(values), max(values))
@@ -96,9 +105,9 @@ def compare(
     names = sorted({name for each in series for name in each})
     last = {name: [each[name][-1][1] if name in each else None for each in series] for name in names}
     if as_json:
-        typer.echo(json.dumps({"runs": run_ids, "differences": different, "metrics": last}, indent=1))
+        print_json({"runs": run_ids, "differences": different, "metrics": last})
         return
-    table = Table("", *run_ids, box=None, pad_edge=False)
+    table = plain_table("", *run_ids)
     for name, texts in different.items():
         table.add_row(name, *map(escape, texts))
     table.add_section()

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tinsmith.cli.keys import DataDir, server_database
-from tinsmith.cli.remote import AsJson, output, print_table
+from tinsmith.cli.remote import AsJson, output, print_json, print_rows, print_table
 
 app = typer.Typer(help="List, locate, drain and wake dedicated samplers, or have them sleep.", no_args_is_help=True)
 
@@ -31,14 +31,9 @@ def list_samplers(as_json: AsJson = False, data_dir: DataDir = None) -> None:
 
     with server_database(data_dir) as database:
         found = DedicatedSamplers(database).all()
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    table = Table("sampler", "base model", "state", "holder", "process", "samples", box=None, pad_edge=False)
-    for row in found:
-        cells = (row[name] for name in ("sampler", "base_model", "state", "holder", "pid", "samples"))
-        table.add_row(*(escape(str(cell)) for cell in cells))
-    print_table(table)
+    names = "sampler", "base_model", "state", "holder", "pid", "samples"
+    columns = "sampler", "base model", "state", "holder", "process", "samples"
+    print_rows(as_json, found, columns, lambda row: (row[name] for name in names))
 
 
 @app.command()
@@ -49,7 +44,7 @@ def show(name: Name, as_json: AsJson = False, data_dir: DataDir = None) -> None:
     with server_database(data_dir) as database:
         found = DedicatedSamplers(database).find(name)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        print_json(found)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in found.items():

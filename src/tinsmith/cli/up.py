@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
-from tinsmith.cli.remote import AsJson, output, print_table
+from tinsmith.cli.remote import AsJson, output, plain_table, print_json, print_table
 from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
     ENGINE,
@@ -34,6 +33,7 @@ from tinsmith.cluster.ray.scaling import (
 )
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
+from tinsmith.storage.stores import make_private
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -148,9 +148,9 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
         seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
     if as_json:
         shown = [{name: getattr(seat, name) for name in seat.__slots__} | {"role": seat.role} for seat in seats]
-        typer.echo(json.dumps({"controller": kept, "processes": shown, **found}, indent=1))
+        print_json({"controller": kept, "processes": shown, **found})
     else:
-        table = Table("process", "state", "node", "pid", "restarts", "", box=None, pad_edge=False)
+        table = plain_table("process", "state", "node", "pid", "restarts", "")
         for seat in sorted(seats, key=lambda each: (each.role, each.index)):
             table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
         print_table(table)
@@ -172,7 +172,9 @@ def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
 def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
     names = tuple(entry.partition("=")[0] for entry in settings.models) or (nano.MODEL_NAME,)
     configured = settings.signing_secret.get_secret_value()
-    key = b"" if configured else load_secret("", _made(settings.resolved_data_dir))
+    if not configured:
+        make_private(settings.resolved_data_dir)
+    key = b"" if configured else load_secret("", settings.resolved_data_dir)
     return Fleet(roles, names, portable(settings), key)
 
 
@@ -187,11 +189,6 @@ def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
         )
 
 
-def _made(directory: Path) -> Path:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
-
-
 def _refuse_one_file(settings: Settings, num_machines: int) -> None:
     if num_machines > 1 and settings.resolved_database_url.startswith("sqlite"):
         raise SettingsError(
@@ -202,7 +199,7 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
 
 def _make_token(data_dir: Path) -> Path:
     """Make a new token file. Without a token, other users of this machine could run code on the cluster."""
-    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(data_dir)
     path = data_dir / TOKEN_FILE
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))

@@ -14,7 +14,6 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -45,13 +44,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and in all (0: unknown)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    path: str
-    directory: Path
-    files: Mapping[str, int]
-
-
 class TinkerServer:
     """A connection to one server with one key."""
 
@@ -68,8 +60,8 @@ class TinkerServer:
         """The answer to GET /api/v1/`path`. Raises UserError."""
         return self._request(lambda: self._http.get(path, params=dict(query or {}))).json()
 
-    def pull(self, path: str, directory: Path, progress: Progress) -> Pulled:
-        """Fetch all files of a checkpoint. Raises UserError."""
+    def pull(self, path: str, directory: Path, progress: Progress) -> dict[str, int]:
+        """Fetch all files of a checkpoint; returns their sizes by name. Raises UserError."""
         run_id, kind, name = _parts(path)
         answer = self._request(lambda: self._http.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive"))
         link = answer.headers.get("location", "")
@@ -84,10 +76,9 @@ class TinkerServer:
                 with atomic_directory(directory) as hidden:
                     stream = _Stream(response.iter_bytes(CHUNK_BYTES), total, progress)
                     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[arg-type]
-                        files = _unpacked(archive, hidden)
+                        return _unpacked(archive, hidden)
         except (httpx.TransportError, tarfile.TarError, EOFError) as error:
             raise TinsmithError(f"the download failed: {error!r}; nothing was kept, try again") from None
-        return Pulled(path, directory, files)
 
     def push(self, directory: Path, fields: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Upload an adapter as a training checkpoint; returns the response. Raises UserError."""

@@ -15,30 +15,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.api.operation import Services
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import now
 from tinsmith.runtime import malloc
 from tinsmith.runtime.clocks import WatchedClock
-from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store import usage
-from tinsmith.store.audit import Audit
-from tinsmith.store.checkpoints import Checkpoints
-from tinsmith.store.custom_losses import CustomLosses
-from tinsmith.store.exchanges import Exchanges
-from tinsmith.store.files import Files
-from tinsmith.store.futures import Futures
-from tinsmith.store.history import RETENTION_S, KeptSamples
-from tinsmith.store.models import Models, unload_request
-from tinsmith.store.recorded_sequences import Sequences
-from tinsmith.store.responses import Responses
-from tinsmith.store.sampling_sessions import SamplingSessions
-from tinsmith.store.sessions import Sessions
+from tinsmith.store.history import RETENTION_S
+from tinsmith.store.models import unload_request
 
 TryLock = Callable[[], AbstractContextManager[bool]]
 """A context manager that yields whether this server holds the janitor's lock."""
@@ -57,37 +46,21 @@ DIRECTORIES_SWEEP_S = 3600.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class SweptParts:
-    """The stores that a sweep works on."""
-
-    sessions: Sessions
-    models: Models
-    samplers: SamplingSessions
-    futures: Futures
-    checkpoints: Checkpoints
-    versions: Directories
-    snapshots: Directories
-    audit: Audit
-    custom_losses: CustomLosses
-    sequences: Sequences
-    files: Files
-    kept_samples: KeptSamples
-    responses: Responses
-    exchanges: Exchanges
-    engines: Engines
-
-
 class Janitor:
     def __init__(
         self,
-        settings: Settings,
-        parts: SweptParts,
+        services: Services,
+        engines: Engines,
+        versions: Directories,
+        snapshots: Directories,
         try_lock: TryLock = lambda: nullcontext(True),
         clock: WatchedClock | None = None,
     ) -> None:
-        self._settings = settings
-        self._parts = parts
+        self._settings = services.settings
+        self._services = services
+        self._engines = engines
+        self._versions = versions
+        self._snapshots = snapshots
         self._try_lock = try_lock
         self._clock = clock or WatchedClock()
         self._next_expiry = 0.0
@@ -105,7 +78,7 @@ class Janitor:
 
     def _sweep_locked(self) -> None:
         """Sweep, unless another server of the database is sweeping."""
-        self._parts.samplers.delete_acknowledged()  # on every server: acknowledgements are in its memory
+        self._services.sampling_sessions.delete_acknowledged()  # on every server: acknowledgements are in its memory
         with self._try_lock() as locked:
             if locked:
                 self.sweep()
@@ -113,7 +86,7 @@ class Janitor:
 
     def sweep(self) -> None:
         """One sweep. Each part may be interrupted; the next sweep completes it."""
-        parts = self._parts
+        parts = self._services
         timeout_s = self._settings.session_timeout_s
         if jump_s := self._clock.jump_s():
             log.warning("the clock was set, or the machine slept; expiry is postponed", jump_s=round(jump_s))
@@ -132,8 +105,8 @@ class Janitor:
             body = {"model_id": model.model_id, "reason": f"its session ended ({reason})"}
             parts.futures.submit(unload_request(model, json.dumps(body).encode()))
         parts.futures.cancel_of_closed_sessions()
-        for directory in parts.samplers.release_directories():
-            parts.versions.discard(directory)
+        for directory in parts.sampling_sessions.release_directories():
+            self._versions.discard(directory)
         if session_ids := parts.sessions.closed_before(now() - self._settings.result_grace_s):
             parts.futures.delete_of_sessions(session_ids, usage.fold_usage)
         parts.custom_losses.sweep(now() - self._settings.result_grace_s)
@@ -145,14 +118,14 @@ class Janitor:
         parts.kept_samples.sweep(now() - RETENTION_S)
         parts.responses.sweep()
         parts.exchanges.sweep()
-        parts.engines.delete_unused()
+        self._engines.delete_unused()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
             for directory in parts.checkpoints.sweep_directories(UNREFERENCED_AGE_S):
                 log.info("an unreferenced directory of a checkpoint was deleted", directory=directory)
             parts.files.sweep_unreferenced(UNREFERENCED_AGE_S)
-            self._sweep_directories(parts.versions, parts.samplers.directories)
-            self._sweep_directories(parts.snapshots, parts.models.snapshot_directories)
+            self._sweep_directories(self._versions, parts.sampling_sessions.directories)
+            self._sweep_directories(self._snapshots, parts.models.snapshot_directories)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
 
     def _sweep_directories(self, directories: Directories, referenced: Callable[[], set[str]]) -> None:

@@ -58,7 +58,6 @@ from tinsmith.db.wakeups import (
     SAFETY_POLL_S,
     SERVER,
     Waiters,
-    WakeUps,
     engine_mailbox,
     job_line,
     server_mailbox,
@@ -67,7 +66,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import ThreadPools
-from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.janitor import Janitor
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
 from tinsmith.storage.directories import claim
@@ -231,7 +230,12 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
     background = Background(meters.count_background_failure)
     supervisor = Supervisor(
-        settings, served, engines, meters.remove_engine_gauges, partial(_announce_freed_runs, mailbox), prestarted
+        settings,
+        served,
+        engines,
+        meters.remove_engine_gauges,
+        lambda base_model: mailbox.wake(engine_mailbox(base_model), [EVERYTHING]),
+        prestarted,
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -239,7 +243,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 
-    wake = partial(_wake_engine, mailbox) if database.is_sqlite else None  # Postgres notifies
+    wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
@@ -250,7 +254,8 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
-    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.try_lock("janitor"))
+    versions, snapshots = (open_directories(settings, kind) for kind in ("versions", "snapshots"))
+    janitor = Janitor(services, engines, versions, snapshots, lambda: database.try_lock("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -295,26 +300,6 @@ async def _stop(services: Services, supervisor: Supervisor, background: Backgrou
     await supervisor.stop()
     await asyncio.to_thread(services.tracing.close)
     await background.stop()
-
-
-def _swept(settings: Settings, services: Services, engines: Engines) -> SweptParts:
-    return SweptParts(
-        services.sessions,
-        services.models,
-        services.sampling_sessions,
-        services.futures,
-        services.checkpoints,
-        open_directories(settings, "versions"),
-        open_directories(settings, "snapshots"),
-        services.audit,
-        services.custom_losses,
-        services.sequences,
-        services.files,
-        services.kept_samples,
-        services.responses,
-        services.exchanges,
-        engines,
-    )
 
 
 def _services(
@@ -378,14 +363,6 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
-
-
-def _wake_engine(mailbox: WakeUps, base_model: str, engine_id: str | None) -> None:
-    mailbox.wake(engine_mailbox(base_model, engine_id))
-
-
-def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:
-    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:

@@ -31,7 +31,6 @@ from tinsmith.storage.directories import (
     Staged,
     manifest_text,
     read_manifest,
-    seal,
     write_manifest,
 )
 from tinsmith.storage.locations import open_store
@@ -85,9 +84,6 @@ class BucketDirectories(Directories):
             log.warning("an uploaded directory could not be cached", directory=name, error=str(error))
             shutil.rmtree(hidden, ignore_errors=True)
         return name, size_bytes
-
-    def _seal(self, directory: Path) -> None:
-        seal(directory, durable=False)
 
     def copy(self, name: str) -> tuple[str, int]:
         """As for a local directory, by server-side copies."""

@@ -43,7 +43,7 @@ class Directories:
     """Sealed directories below one root."""
 
     is_remote = False
-    """Whether `place` uploads the directory, which takes long."""
+    """Whether `place` uploads the directory, which takes long; the files on the disk are then not made durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -62,7 +62,7 @@ class Directories:
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
             hit(f"{self._root.name}.writing")
-            self._seal(hidden)
+            seal(hidden, durable=not self.is_remote)
 
         return self._filled(fill_and_seal)
 
@@ -92,10 +92,6 @@ class Directories:
         fsync(self._root)
         hit(f"{self._root.name}.placed")
         return name, size_bytes
-
-    def _seal(self, directory: Path) -> None:
-        """Make the files durable and write the manifest."""
-        seal(directory, durable=True)
 
     def copy(self, name: str) -> tuple[str, int]:
         """Make a durable directory with the same files, independent of the first. Returns (name, bytes).

@@ -21,7 +21,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CHECKPOINTS, MODELS
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
-from tinsmith.store.models import ids_of_project
+from tinsmith.store.models import NewModel, ids_of_project, lora_columns
 from tinsmith.types import LoraSpec
 
 KINDS = ("weights", "sampler_weights", "external_weights")
@@ -52,6 +52,11 @@ class NewCheckpoint:
     user_metadata: Mapping[str, str] | None = None
     ttl_s: float | None = None
     keep_last: int = 0
+
+    def run(self, session_id: str) -> NewModel:
+        """A run that only holds this checkpoint."""
+        facts = self.tenant_id, self.base_model, self.lora, self.optimizer_type, self.user_metadata
+        return NewModel(self.ref.training_run_id, session_id, *facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,11 +360,7 @@ def _row(new: NewCheckpoint) -> dict[str, object]:
         **asdict(new.ref),
         "tenant_id": new.tenant_id,
         "base_model": new.base_model,
-        "lora_rank": new.lora.rank,
-        "train_attn": new.lora.train_attn,
-        "train_mlp": new.lora.train_mlp,
-        "train_unembed": new.lora.train_unembed,
-        "lora_alpha": new.lora.alpha,
+        **lora_columns(new.lora),
         "optimizer_type": new.optimizer_type,
         "public": False,
         "user_metadata": new.user_metadata,

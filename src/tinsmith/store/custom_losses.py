@@ -6,7 +6,7 @@ first one. It is kept after its session has ended, as long as a replay may refer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import sqlalchemy as sa
 import zstandard
@@ -62,11 +62,5 @@ class CustomLosses:
 
 def insertion(new: NewCustomLoss) -> sa.Executable:
     """A statement for the transaction that stores the creation."""
-    return CUSTOM_LOSSES.insert().values(
-        loss_id=new.loss_id,
-        session_id=new.session_id,
-        tenant_id=new.tenant_id,
-        name=new.name,
-        definition=zstandard.ZstdCompressor(level=3).compress(new.definition),
-        created_at=now(),
-    )
+    packed = zstandard.ZstdCompressor(level=3).compress(new.definition)
+    return CUSTOM_LOSSES.insert().values(**asdict(replace(new, definition=packed)), created_at=now())

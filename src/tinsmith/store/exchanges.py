@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
@@ -154,7 +155,7 @@ class Exchanges:
                 f"session {session[:80]!a} has more than {MAX_EXCHANGES} exchanges, too many to merge; use a separate "
                 "session for each conversation"
             )
-        return merged(_exchange(row._mapping) for row in rows)
+        return merged(_exchange(tuple(row)) for row in rows)
 
     def sessions(self, tenant_id: str, limit: int, after: str) -> tuple[list[str], bool]:
         """A page of session names in their order, and whether there are more."""
@@ -187,18 +188,10 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _exchange(row: sa.RowMapping) -> Exchange:
-    return Exchange(
-        exchange_id=row["exchange_id"],
-        session=row["session"],
-        version=row["version"],
-        prompt_T=np.frombuffer(_unpacked(row["prompt"]), "<i4"),
-        tokens_T=np.frombuffer(_unpacked(row["tokens"]), "<i4"),
-        logprobs_T=np.frombuffer(_unpacked(row["logprobs"]), "<f4"),
-        stop_reason=row["stop_reason"],
-        reward=row["reward"],
-        created_at=row["created_at"],
-    )
+def _exchange(row: Sequence[Any]) -> Exchange:
+    exchange_id, session, version, prompt, tokens, logprobs, *rest = row
+    arrays = np.frombuffer(_unpacked(prompt), "<i4"), np.frombuffer(_unpacked(tokens), "<i4")
+    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpacked(logprobs), "<f4"), *rest)
 
 
 def _packed(array: I32 | F32) -> bytes:

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import orjson
@@ -261,52 +262,35 @@ class KeptSample:
     created_at: float
 
 
+def _nth_newest(table: sa.FromClause, name: str, mine: sa.ColumnElement[bool], newer: object) -> sa.ScalarSelect[Any]:
+    """A column of the row that has `newer` newer ones among `mine`."""
+    column = sa.select(table.c[name]).where(mine).order_by(table.c.position.desc())
+    return column.offset(newer).limit(1).scalar_subquery()  # type: ignore[arg-type]
+
+
 _OTHERS = KEPT_SAMPLES.alias("others")
-_OLDEST_KEPT = (
-    sa.select(_OTHERS.c.position)
-    .where(_OTHERS.c.tenant_id == sa.bindparam("tenant_id"))
-    .order_by(_OTHERS.c.position.desc())
-    .offset(sa.bindparam("newer", type_=sa.Integer))
-    .limit(1)
-)
+_OF_TENANT = _OTHERS.c.tenant_id == sa.bindparam("tenant_id"), sa.bindparam("newer", type_=sa.Integer)
 _ADD = Statement(KEPT_SAMPLES.insert())
 _THIN = Statement(
     KEPT_SAMPLES.delete().where(
         KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"),
-        KEPT_SAMPLES.c.position < _OLDEST_KEPT.scalar_subquery(),
+        KEPT_SAMPLES.c.position < _nth_newest(_OTHERS, "position", *_OF_TENANT),
     )
-)
-_KEPT_SINCE = (
-    sa.select(KEPT_SAMPLES.c.created_at)
-    .where(KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
-    .order_by(KEPT_SAMPLES.c.position.desc())
-    .offset(sa.bindparam("newer", type_=sa.Integer))
-    .limit(1)
 )
 _THIN_ANSWERS = Statement(
     KEPT_ANSWERS.delete().where(
         KEPT_ANSWERS.c.tenant_id == sa.bindparam("tenant_id"),
-        KEPT_ANSWERS.c.created_at < _KEPT_SINCE.scalar_subquery(),
+        KEPT_ANSWERS.c.created_at < _nth_newest(_OTHERS, "created_at", *_OF_TENANT),
     )
 )
 _NOT_TRAINED = KEPT_ANSWERS.c.model_id.is_(None)
-_TRAIN = Statement(
-    KEPT_ANSWERS.update()
-    .where(
-        KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"),
-        KEPT_ANSWERS.c.digest == sa.bindparam("of_digest"),
-        _NOT_TRAINED,
-    )
-    .values({name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs")})
+_ANSWER = KEPT_ANSWERS.update().where(
+    KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), KEPT_ANSWERS.c.digest == sa.bindparam("of_digest")
 )
+_TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs")}
+_TRAIN = Statement(_ANSWER.where(_NOT_TRAINED).values(_TRAINED))
 _REWARD = Statement(
-    KEPT_ANSWERS.update()
-    .where(
-        KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"),
-        KEPT_ANSWERS.c.digest == sa.bindparam("of_digest"),
-        sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED),
-    )
-    .values(reward=sa.bindparam("reward"))
+    _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED)).values(reward=sa.bindparam("reward"))
 )
 _COLUMNS = [KEPT_SAMPLES.c[name] for name in KeptSample.__dataclass_fields__]
 
@@ -473,13 +457,7 @@ class RecentSteps:
     def add(self, base_model: str, steps: Sequence[RecentStep]) -> None:
         mine = RECENT_STEPS.c.base_model == base_model
         others = RECENT_STEPS.alias("others")
-        oldest_kept = (
-            sa.select(others.c.position)
-            .where(others.c.base_model == base_model)
-            .order_by(others.c.position.desc())
-            .offset(KEPT_STEPS - 1)
-            .limit(1)
-        ).scalar_subquery()
+        oldest_kept = _nth_newest(others, "position", others.c.base_model == base_model, KEPT_STEPS - 1)
         with self._db.write() as connection:
             connection.execute(RECENT_STEPS.insert(), [{"base_model": base_model, **_values(step)} for step in steps])
             connection.execute(RECENT_STEPS.delete().where(mine, RECENT_STEPS.c.position < oldest_kept))

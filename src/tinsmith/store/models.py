@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -202,26 +203,16 @@ def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executa
 
 def _model(new: NewModel, state: str, reason: str | None = None, project_id: str | None = None) -> Model:
     created_at = now()
-    return Model(
-        model_id=new.model_id,
-        session_id=new.session_id,
-        tenant_id=new.tenant_id,
-        base_model=new.base_model,
-        state=state,
-        reason=reason,
-        lora_rank=new.lora.rank,
-        lora_seed=new.lora.seed,
-        train_attn=new.lora.train_attn,
-        train_mlp=new.lora.train_mlp,
-        train_unembed=new.lora.train_unembed,
-        lora_alpha=new.lora.alpha,
-        optimizer_type=new.optimizer_type,
-        user_metadata=new.user_metadata,
-        created_at=created_at,
-        last_request_at=created_at,
-        project_id=project_id,
-        engine_id=new.engine_id,
-    )
+    names = ("model_id", "session_id", "tenant_id", "base_model", "optimizer_type", "user_metadata", "engine_id")
+    given: dict[str, Any] = {name: getattr(new, name) for name in names} | lora_columns(new.lora)
+    given |= {"created_at": created_at, "last_request_at": created_at}
+    return Model(**given, lora_seed=new.lora.seed, state=state, reason=reason, project_id=project_id)
+
+
+def lora_columns(spec: LoraSpec) -> dict[str, object]:
+    """The columns of an adapter's shape, without its seed."""
+    groups = {name: getattr(spec, name) for name in ("train_attn", "train_mlp", "train_unembed")}
+    return {"lora_rank": spec.rank, "lora_alpha": spec.alpha, **groups}
 
 
 def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:

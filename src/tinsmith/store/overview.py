@@ -98,6 +98,7 @@ _RUN_COLUMNS = [
     *(MODELS.c.reason, MODELS.c.lora_rank, MODELS.c.optimizer_type, MODELS.c.applied_seq_id, MODELS.c.created_at),
     *(MODELS.c.last_request_at, SESSIONS.c.display_name, _PROJECT, MODELS.c.user_metadata),
 ]
+_LANE = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
 _RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
 SORTS: Mapping[str, sa.ColumnElement[object]] = {
     name: MODELS.c[name] for name in ("created_at", "last_request_at", "base_model", "lora_rank", "state", "model_id")
@@ -186,10 +187,9 @@ class Overview:
 
     def waiting(self, tenant_id: str) -> list[Row]:
         """The tenant's unfinished requests by base model, kind and lane (model or sampling session), oldest first."""
-        lane = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
         oldest = sa.func.min(FUTURES.c.created_at).label("oldest_at")
         tokens = sa.cast(sa.func.sum(FUTURES.c.num_tokens), sa.BigInteger).label("tokens")
-        columns = FUTURES.c.base_model, FUTURES.c.kind, lane
+        columns = FUTURES.c.base_model, FUTURES.c.kind, _LANE
         query = (
             sa.select(*columns, sa.func.count().label("requests"), tokens, oldest)
             .where(FUTURES.c.tenant_id == tenant_id, FUTURES.c.state == "pending")
@@ -200,9 +200,8 @@ class Overview:
 
     def settled(self, tenant_id: str, since: float, most: int) -> list[Row]:
         """The tenant's newest requests settled since `since`, with their times."""
-        lane = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
         times = (FUTURES.c[name] for name in ("created_at", "started_at", "ran_at", "settled_at"))
-        columns = (FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, FUTURES.c.num_tokens, lane, *times)
+        columns = (FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, FUTURES.c.num_tokens, _LANE, *times)
         mine = (FUTURES.c.tenant_id == tenant_id) & FUTURES.c.state.in_(("done", "failed"))
         query = sa.select(*columns).where(mine, FUTURES.c.settled_at >= since)
         return [_named(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most))]

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import sqlalchemy as sa
 
@@ -95,17 +96,13 @@ class Sessions:
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
         """Open a session with a new id or with `session_id`, or return the existing session of that id."""
-        created_at = now()
+        created_at, given = now(), cast("dict[str, Any]", asdict(new) | {"tags": list(new.tags)})
         session = Session(
             session_id=session_id or str(uuid.uuid4()),
             tenant_id=tenant_id,
             state="active",
             reason=None,
-            tags=list(new.tags),
-            user_metadata=new.user_metadata,
-            sdk_version=new.sdk_version,
-            project_id=new.project_id,
-            display_name=new.display_name,
+            **given,
             created_at=created_at,
             last_heartbeat_at=created_at,
         )

@@ -39,12 +39,10 @@ class UsageRow:
 class StoredCheckpoint:
     """An existing checkpoint, and the project whose storage it counts toward."""
 
-    session_id: str
     project_id: str | None
     base_model: str
     size_bytes: int
     created_at: float
-    expires_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +102,10 @@ class Usage:
         project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
         query = (
             sa.select(
-                sa.func.coalesce(MODELS.c.session_id, "").label("session_id"),
                 project.label("project_id"),
                 CHECKPOINTS.c.base_model,
                 sa.func.coalesce(CHECKPOINTS.c.size_bytes, 0).label("size_bytes"),
                 CHECKPOINTS.c.created_at,
-                CHECKPOINTS.c.expires_at,
             )
             .select_from(CHECKPOINTS)
             .outerjoin(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
@@ -182,20 +178,9 @@ def added(
 ) -> list[sa.Executable]:
     """Statements that add `quantity` to the hour of `at` (default: now)."""
     bucket_start = (now() if at is None else at) // HOUR_S * HOUR_S
-    key = (
-        (USAGE.c.bucket_start == bucket_start)
-        & (USAGE.c.session_id == session_id)
-        & (USAGE.c.base_model == base_model)
-        & (USAGE.c.type == type_)
-    )
-    values = {
-        "bucket_start": bucket_start,
-        "session_id": session_id,
-        "base_model": base_model,
-        "type": type_,
-        "tenant_id": tenant_id,
-        "quantity": 0,
-    }
+    keys = {"bucket_start": bucket_start, "session_id": session_id, "base_model": base_model, "type": type_}
+    key = sa.and_(*(USAGE.c[name] == value for name, value in keys.items()))
+    values = {**keys, "tenant_id": tenant_id, "quantity": 0}
     literals = [sa.literal(value, USAGE.c[name].type) for name, value in values.items()]
     missing = sa.select(*literals).where(~sa.exists().where(key))
     return [

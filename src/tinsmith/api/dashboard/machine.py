@@ -15,8 +15,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tinsmith.api.openapi import ANYTHING, LIST, fields
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.api.openapi import ANYTHING, LIST, fields, listing
+from tinsmith.api.operation import Call, JsonObject
 from tinsmith.db.database import now
 from tinsmith.errors import UserError
 from tinsmith.store.overview import Row
@@ -65,12 +65,10 @@ class Utilisation:
 _UTILISATION = Utilisation()
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/machine",
     "Read the machine's current state",
     answer=fields({"rates": ANYTHING, "queue": ANYTHING, "engines": LIST, "utilisation": ANYTHING}),
-    access=Access.LISTING,
 )
 def machine(call: Call) -> JsonObject:
     services, moment = call.services, now()
@@ -107,12 +105,10 @@ def machine(call: Call) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/timeline",
     "List requests of the last minutes",
     answer=fields({"requests": LIST, "steps": LIST, "snapshots": LIST, "others_sampling": LIST}),
-    access=Access.LISTING,
     query={"minutes": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MINUTES}},
 )
 def timeline(call: Call) -> JsonObject:

@@ -23,8 +23,8 @@ from starlette.routing import Route
 
 from tinsmith import __version__
 from tinsmith.api.dashboard.machine import why
-from tinsmith.api.openapi import ANYTHING, FLAG, LIST, PAGE, TEXT, fields, one_of, ref
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.api.openapi import ANYTHING, FLAG, LIST, PAGE, TEXT, fields, listing, one_of, ref
+from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.history import Outline, Point, RecentStep
@@ -120,12 +120,10 @@ COUNTED = {
 """The count that each quota limits. tokens_per_minute is counted in memory."""
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/overview",
     "Count the caller's objects",
     answer=fields({"counts": ANYTHING, "engines": LIST, "seats": LIST}),
-    access=Access.LISTING,
 )
 def overview(call: Call) -> JsonObject:
     memory = call.services.meters.memory()
@@ -148,12 +146,10 @@ def _engines(call: Call) -> list[JsonObject]:
     return found
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/runs",
     "Search runs",
     answer=fields({"runs": LIST, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={
         **PAGE,
         "search": TEXT | {"maxLength": MAX_SEARCH},
@@ -250,12 +246,8 @@ def _run(found: Row, newest: Point | None) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    "/dashboard/queue",
-    "List waiting requests and recent steps",
-    answer=fields({"waiting": LIST, "engines": LIST}),
-    access=Access.LISTING,
+@listing(
+    "/dashboard/queue", "List waiting requests and recent steps", answer=fields({"waiting": LIST, "engines": LIST})
 )
 def queue(call: Call) -> JsonObject:
     waiting = call.services.overview.waiting(call.tenant_id)
@@ -288,13 +280,7 @@ def _step(tenant_id: str, position: int, step: RecentStep) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    "/dashboard/tenant",
-    "List keys and quotas",
-    answer=fields({"tenant_id": TEXT, "keys": LIST, "quotas": LIST}),
-    access=Access.LISTING,
-)
+@listing("/dashboard/tenant", "List keys and quotas", answer=fields({"tenant_id": TEXT, "keys": LIST, "quotas": LIST}))
 def tenant(call: Call) -> JsonObject:
     """Return the caller's tenant, its keys and the usage of its quotas."""
     services = call.services

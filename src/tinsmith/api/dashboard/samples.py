@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tinsmith.api.dashboard.routes import MAX_SEARCH, search_of
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, integer, one_of, ref
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, integer, listing, one_of, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.chat.texts import Text as ModelText
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
@@ -27,12 +27,10 @@ MAX_GROUPED = 1000
 MAX_STEP = 2**53 - 1
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/samples",
     "List kept samples, newest first",
     answer=fields({"samples": LIST, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}},
     filters=("?search={model_id}:0",),
 )
@@ -152,12 +150,10 @@ def _spread(values: Sequence[float | None]) -> float | None:
     return max(found) - min(found) if found else None
 
 
-@operation(
-    "GET",
+@listing(
     "/dashboard/groups",
     "List kept answers by prompt",
     answer=fields({"groups": LIST, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={
         **PAGE,
         "run": TEXT,

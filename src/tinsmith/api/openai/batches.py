@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field
 
 from tinsmith.api.openai.files import Expiry, page, page_limit
 from tinsmith.api.openai.generation import answer
-from tinsmith.api.openapi import FLAG, TEXT, fields, integer, ref
-from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, operation
+from tinsmith.api.openapi import FLAG, TEXT, fields, for_openai, integer, ref
+from tinsmith.api.operation import Access, Call, JsonObject, Services
 from tinsmith.batch.coordinator.model_gateway import RowRequest
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
@@ -53,14 +53,13 @@ class CreateBatchRequest(ClosedBody):
     output_expires_after: Expiry | None = None
 
 
-@operation(
+@for_openai(
     "POST",
     "/batches",
     "Create a batch of the requests in a file",
     body=CreateBatchRequest,
     answer=ref("Batch"),
     example={"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"},
-    prefixes=OPENAI,
 )
 def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     services = call.services
@@ -99,12 +98,12 @@ async def answer_request(services: Services, request: RowRequest) -> dict[str, o
             return {"status_code": status, "request_id": request_id, "body": answered}
 
 
-@operation("GET", "/batches/{batch_id}", "Get a batch", answer=ref("Batch"), prefixes=OPENAI)
+@for_openai("GET", "/batches/{batch_id}", "Get a batch", answer=ref("Batch"))
 def batch(call: Call) -> JsonObject:
     return shown(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
 
-@operation(
+@for_openai(
     "GET",
     "/batches",
     "List batches, newest first",
@@ -113,7 +112,6 @@ def batch(call: Call) -> JsonObject:
     access=Access.LISTING,
     query={"limit": integer(1, MAX_LISTED), "after": TEXT},
     filters=("?after={batch_id}",),
-    prefixes=OPENAI,
 )
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, LISTED)
@@ -121,7 +119,7 @@ def listing(call: Call) -> JsonObject:
     return page([shown(each) for each in found], more)
 
 
-@operation("POST", "/batches/{batch_id}/cancel", "Cancel a batch", answer=ref("Batch"), prefixes=OPENAI)
+@for_openai("POST", "/batches/{batch_id}/cancel", "Cancel a batch", answer=ref("Batch"))
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
     call.services.batch_reconciler.wake()

@@ -1,124 +1,102 @@
-"""OpenAI's chat completions and completions for any base model or checkpoint, and vLLM's token endpoints.
+"""OpenAI's chat completions and completions and Anthropic's messages for any base model or checkpoint, and vLLM's
+token endpoints.
 
-`tinsmith.chat` translates requests, `generation` samples, and `streaming` sends chunks. A request without `stream`
-holds its connection until the response; a disconnect cancels the samples.
+`tinsmith.chat` translates requests and results, `generation` samples, and `streaming` sends the response.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
-    Prepared,
-    cancel_samples,
     named_or_only,
-    new_head,
     read,
     sample_all,
-    submitted_samples,
     weights_of,
 )
-from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, cancel_on_disconnect, event, follow
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, TEXTS, fields
-from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, answer, operation, run
+from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
+from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
+from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
-from tinsmith.chat.results import AnswerHead, opening, piece_chunk, usage_chunk, whole
+from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest
+from tinsmith.chat.results import ChatAnswer, CompletionAnswer
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, generated
-from tinsmith.errors import RequestError, TinsmithError, not_supported
-from tinsmith.store.implicit_sessions import SampleId
-from tinsmith.types import ModelShape, SampleResult
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.errors import RequestError, not_supported
+from tinsmith.types import ModelShape
 
 ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 
 
-@operation(
+@for_openai(
     "POST",
     "/chat/completions",
     "Create a chat completion, whole or streamed",
     body=ChatRequest,
     answer=ANSWER,
-    errors=(404, 429, 503),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def chat_completions(request: Request) -> Response:
-    return await _generated(request, chat=True)
+    prepared = await read(request, ChatRequest)
+    return await respond(request, prepared, ChatAnswer(prepared.plan, prepared.text))
 
 
-@operation(
+@for_openai(
     "POST",
     "/completions",
     "Create a completion, whole or streamed",
     body=CompletionRequest,
     answer=ANSWER,
-    errors=(404, 429, 503),
     example={"model": "{model}", "prompt": "hi"},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def completions(request: Request) -> Response:
-    return await _generated(request, chat=False)
+    prepared = await read(request, CompletionRequest)
+    return await respond(request, prepared, CompletionAnswer(prepared.plan, prepared.text))
 
 
-async def _generated(request: Request, *, chat: bool) -> Response:
-    services, tenant_id, prepared = await read(request, ChatRequest if chat else CompletionRequest)
-    head = new_head(prepared.plan, chat=chat)
-    if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
-        stack = AsyncExitStack()
-        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, prepared, stream=True))
-        return Events(_events(services, prepared, head, seats), stack)
-    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
-    return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
+# Anthropic's messages.
+
+MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
 
 
-def _whole(prepared: Prepared, head: AnswerHead, results: list[SampleResult]) -> bytes:
-    return orjson.dumps(whole(prepared.plan, prepared.text, head, results))
+@for_anthropic(
+    "POST",
+    "/messages",
+    "Create a message, whole or streamed",
+    body=MessageRequest,
+    answer=MESSAGE,
+    errors=GENERATION,
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+)
+async def messages(request: Request) -> Response:
+    prepared = await read(request, MessageRequest)
+    return await respond(request, prepared, MessageAnswer(prepared.plan, prepared.text))
 
 
-async def _events(
-    services: Services, prepared: Prepared, head: AnswerHead, seats: list[SampleId]
-) -> AsyncGenerator[bytes, None]:
-    plan, text = prepared.plan, prepared.text
-    results: list[SampleResult] = []
-    reasoning = 0
-    try:
-        for index in range(len(seats) * plan.num_choices):
-            if first := opening(plan, head, index):
-                yield event(first)
-        async for news in follow(services, prepared, seats, results):
-            if news.choice is None or news.piece is None:
-                yield STILL_THERE
-                continue
-            if news.piece or news.piece.sampled or (news.piece.tokens and plan.top_logprobs is not None):
-                yield event(piece_chunk(plan, text, head, news.choice.index, news.piece, None))
-            if news.reason:
-                reasoning += news.choice.reasoning_tokens
-                yield event(piece_chunk(plan, text, head, news.choice.index, TextPiece(), news.reason))
-        if plan.include_usage:
-            yield event(usage_chunk(plan, head, results, reasoning))
-        yield DONE
-    except TinsmithError as error:
-        await run(cancel_samples, services, seats)
-        yield event({"error": openai_error(str(error), error.status, error)})
+@for_anthropic(
+    "POST",
+    "/messages/count_tokens",
+    "Count the prompt's tokens",
+    body=CountRequest,
+    answer=fields({"input_tokens": COUNT}),
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
+)
+async def count_tokens(request: Request) -> Response:
+    prepared = await read(request, CountRequest)
+    return answer({"input_tokens": len(prepared.plan.prompts[0])})
 
 
-@operation(
+@for_openai(
     "POST",
     "/embeddings",
     "Refused: embeddings are not supported",
     body=ANYTHING,
     answer=ANYTHING,
     access=Access.NOTHING,
-    prefixes=OPENAI,
 )
 def embeddings(_call: Call) -> JsonObject:
     raise not_supported("/embeddings", "this server's models generate text")
@@ -182,6 +160,6 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
     prefixes=("",),
 )
 async def generate(request: Request) -> Response:
-    services, tenant_id, prepared = await read(request, GenerateRequest)
-    results = await cancel_on_disconnect(request.receive, sample_all(services, tenant_id, prepared))
+    prepared = await read(request, GenerateRequest)
+    results = await cancel_on_disconnect(request.receive, sample_all(prepared))
     return answer(await run(generated, prepared.plan, prepared.text, results[0]))

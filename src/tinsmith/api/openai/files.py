@@ -15,17 +15,15 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import FLAG, TEXT, fields, integer, one_of, ref
+from tinsmith.api.openapi import FLAG, TEXT, fields, for_openai, integer, one_of, ref
 from tinsmith.api.operation import (
     FORM_TYPE,
-    OPENAI,
     Access,
     Call,
     JsonObject,
     Services,
     authenticate,
     call_of,
-    operation,
     run,
 )
 from tinsmith.api.routes.downloads import StoredFile, file_response
@@ -68,7 +66,7 @@ class UploadForm(Body):
     expires_after: Expiry | None = None
 
 
-@operation(
+@for_openai(
     "POST",
     "/files",
     "Upload a file",
@@ -77,7 +75,6 @@ class UploadForm(Body):
     errors=(429,),
     access=Access.NOTHING,
     takes=(FORM_TYPE,),
-    prefixes=OPENAI,
 )
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
@@ -131,7 +128,7 @@ def _too_large(limit_bytes: int) -> TooLargeError:
     )
 
 
-@operation(
+@for_openai(
     "GET",
     "/files",
     "List files, newest first",
@@ -140,7 +137,6 @@ def _too_large(limit_bytes: int) -> TooLargeError:
     access=Access.LISTING,
     query=FILES_QUERY,
     filters=("?after={file_id}",),
-    prefixes=OPENAI,
 )
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, MAX_LISTED)
@@ -167,26 +163,19 @@ def page(data: list[JsonObject], more: bool) -> JsonObject:
     return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
 
 
-@operation("GET", "/files/{file_id}", "Get a file", answer=ref("File"), prefixes=OPENAI)
+@for_openai("GET", "/files/{file_id}", "Get a file", answer=ref("File"))
 def file(call: Call) -> JsonObject:
     return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
 
 
-@operation("DELETE", "/files/{file_id}", "Delete a file", answer=fields({"id": TEXT, "deleted": FLAG}), prefixes=OPENAI)
+@for_openai("DELETE", "/files/{file_id}", "Delete a file", answer=fields({"id": TEXT, "deleted": FLAG}))
 def delete(call: Call) -> JsonObject:
     file_id = call.path["file_id"]
     call.services.files.delete(call.tenant_id, file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@operation(
-    "GET",
-    "/files/{file_id}/content",
-    "Read a file's content",
-    answer=JSONL_TYPE,
-    errors=(206, 404, 416),
-    prefixes=OPENAI,
-)
+@for_openai("GET", "/files/{file_id}/content", "Read a file's content", answer=JSONL_TYPE, errors=(206, 404, 416))
 async def content(request: Request) -> Response:
     """Return a file's content, whole or by range."""
     services, tenant_id = await authenticate(request)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import orjson
 from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
-from tinsmith.api.errors import anthropic_error, anthropic_text, openai_error
+from tinsmith.api.errors import anthropic_text
 from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
@@ -31,9 +30,9 @@ from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.messages import CountRequest, MessageRequest, whole_message
-from tinsmith.chat.responses import ResponseRequest, new_response, refuse_in_batch
-from tinsmith.chat.results import AnswerHead, read_sequence, whole
+from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest, anthropic_error
+from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, refuse_in_batch
+from tinsmith.chat.results import ChatAnswer, ClientAnswer, CompletionAnswer, openai_error, read_sequence
 from tinsmith.chat.splicing import answered
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tokens import GenerateRequest
@@ -58,13 +57,23 @@ from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 T = TypeVar("T")
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
-KINDS: Mapping[str, Kind] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, MESSAGES: MessageRequest}
+KINDS: Mapping[str, tuple[Kind, type[ClientAnswer]]] = {
+    CHAT: (ChatRequest, ChatAnswer),
+    COMPLETIONS: (CompletionRequest, CompletionAnswer),
+    MESSAGES: (MessageRequest, MessageAnswer),
+}
+Begin = Callable[[list[SampleId]], None] | None
+"""Called on a worker thread with the samples of a request, before it waits for their results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A valid request: the weights to sample from, and its plan. `capture` is the session that records the exchange."""
+    """A valid request of a tenant: the weights to sample from, and its plan. `capture` is the session that records the
+    exchange.
+    """
 
+    services: Services
+    tenant_id: str
     shape: ModelShape
     model_path: str | None
     text: Text
@@ -88,12 +97,10 @@ async def answer(
             raise not_supported("stream", "a line of a file has one response; leave it out")
         if endpoint == RESPONSES:
             return 200, await _response(services, tenant_id, body)
-        prepared = await run(prepare, services, tenant_id, body, KINDS[endpoint])
-        head = new_head(prepared.plan, chat=endpoint == CHAT)
-        results = await sample_all(services, tenant_id, prepared)
-        if endpoint == MESSAGES:
-            return 200, await run(whole_message, new_message_id(), prepared.plan, prepared.text, results[0])
-        return 200, await run(whole, prepared.plan, prepared.text, head, results)
+        kind, answer_kind = KINDS[endpoint]
+        prepared = await run(prepare, services, tenant_id, body, kind)
+        results = await sample_all(prepared)
+        return 200, await run(answer_kind(prepared.plan, prepared.text).whole, results)
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
         if endpoint == MESSAGES:
@@ -107,22 +114,12 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     refuse_in_batch(request)
     request = request.model_copy(update={"store": False})
     prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
-    (result,) = await sample_all(services, tenant_id, prepared)
-    response = new_response("resp_" + secrets.token_hex(24), request, prepared.plan, prepared.text)
-    return await run(response.whole, result)
+    results = await sample_all(prepared)
+    return await run(ResponseAnswer(request, prepared.plan, prepared.text).whole, results)
 
 
-def new_message_id() -> str:
-    return "msg_" + secrets.token_hex(12)
-
-
-def new_head(plan: GenerationPlan, *, chat: bool) -> AnswerHead:
-    prefix = "chatcmpl-" if chat else "cmpl-"
-    return AnswerHead(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
-
-
-async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
-    """Authenticate and validate a request. Returns the services, the tenant and the prepared request."""
+async def read(request: Request, kind: Kind) -> Prepared:
+    """Authenticate and validate a request."""
 
     def make(services: Services, tenant_id: str, values: JsonObject) -> Prepared:
         return prepare(services, tenant_id, values, kind, capture_session(request))
@@ -130,15 +127,15 @@ async def read(request: Request, kind: Kind) -> tuple[Services, str, Prepared]:
     return await read_as(request, make)
 
 
-async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> tuple[Services, str, T]:
-    """Authenticate a request and call `make` with the body on a worker thread. Returns services, tenant and result."""
+async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> T:
+    """Authenticate a request and call `make` with its body on a worker thread."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
 
     def work() -> T:
         return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)))
 
-    return services, tenant_id, await run(work)
+    return await run(work)
 
 
 def prepare(
@@ -162,7 +159,7 @@ def prepare_plan(
     """Like `prepare`, for a request that is already validated."""
     shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
     text = services.texts.of(shape)
-    return Prepared(shape, model_path, text, plan(text), capture)
+    return Prepared(services, tenant_id, shape, model_path, text, plan(text), capture)
 
 
 def named_or_only(services: Services, model: str | None) -> str:
@@ -195,23 +192,23 @@ class ModelNotFoundError(RequestError, NotFoundError):
 # Samples.
 
 
-async def sample_all(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
+async def sample_all(prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with submitted_samples(services, tenant_id, prepared) as seats:
-        results = [await settled(services, seat) for seat in seats]
-        await record(services, tenant_id, prepared, results)
+    async with submitted_samples(prepared) as seats:
+        if begin is not None:
+            await run(begin, seats)
+        results = [await settled(prepared.services, seat) for seat in seats]
+        await record(prepared, results)
         return results
 
 
-async def record(services: Services, tenant_id: str, prepared: Prepared, results: Sequence[SampleResult]) -> None:
+async def record(prepared: Prepared, results: Sequence[SampleResult]) -> None:
     """Record the exchange of a captured request before its response is sent."""
     if prepared.capture is not None and not prepared.plan.echo_only:
-        await asyncio.shield(run(_record, services, tenant_id, prepared.capture, prepared, results))
+        await asyncio.shield(run(_record, prepared, prepared.capture, results))
 
 
-def _record(
-    services: Services, tenant_id: str, session: str, prepared: Prepared, results: Sequence[SampleResult]
-) -> None:
+def _record(prepared: Prepared, session: str, results: Sequence[SampleResult]) -> None:
     plan, version = prepared.plan, prepared.model_path or prepared.shape.name
     digests: list[str] | None = None
     if plan.conversation is not None:
@@ -220,17 +217,16 @@ def _record(
             choice = new_choice(plan, prepared.text, len(digests))
             read_sequence(choice, sequence)
             digests.append(answered(plan.conversation, choice.piece()))
-    services.exchanges.record(tenant_id, session, version, plan.prompts, results, digests)
+    exchanges = prepared.services.exchanges
+    exchanges.record(prepared.tenant_id, session, version, plan.prompts, results, digests)
 
 
 @asynccontextmanager
-async def submitted_samples(
-    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
-) -> AsyncIterator[list[SampleId]]:
+async def submitted_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
     """Submit a plan's samples. An exception inside the block cancels the pending ones."""
-    seats: list[SampleId] = []
+    services, seats = prepared.services, list[SampleId]()
     try:
-        submission = asyncio.create_task(run(submit_all, services, tenant_id, prepared, stream, seats))
+        submission = asyncio.create_task(run(submit_all, prepared, seats))
         try:
             await asyncio.shield(submission)
         finally:
@@ -245,20 +241,18 @@ async def submitted_samples(
             services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
 
 
-def submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[SampleId]) -> None:
+def submit_all(prepared: Prepared, seats: list[SampleId]) -> None:
     for prompt in prepared.plan.prompts:
-        _submit(services, tenant_id, prepared, prompt, stream, seats)
+        _submit(prepared, prompt, seats)
 
 
-def _submit(
-    services: Services, tenant_id: str, prepared: Prepared, prompt: Sequence[int], stream: bool, seats: list[SampleId]
-) -> None:
-    plan, shape = prepared.plan, prepared.shape
+def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) -> None:
+    services, tenant_id, plan, shape = prepared.services, prepared.tenant_id, prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
         # With a fixed seed, an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
-    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream, images=plan.images)
+    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=plan.stream, images=plan.images)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
     _check(sample, shape, plan)
     seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
@@ -276,7 +270,7 @@ def _submit(
     )
     services.quotas.admit(new)
     seats.append(seat)
-    if stream:
+    if plan.stream:
         services.partials.expect(seat.request_id)
     services.futures.submit(services.dispatch.assigned(new, sample))
 
@@ -314,21 +308,18 @@ def cancel_samples(services: Services, seats: Sequence[SampleId]) -> None:
 async def settled(services: Services, seat: SampleId) -> SampleResult:
     """Wait for the result of a sample. Raises its error."""
     with services.waiters.watch(seat.request_id) as woken:
-        while (outcome := await _outcome(services, seat)) is None:
+        while (outcome := await outcome_of(services, seat.tenant_id, seat.request_id)) is None:
             if services.waiters.closed:
                 raise StoppingError
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
                     await woken.wait()
             woken.clear()
-            if why := await run(_cannot_run, services, seat, on=services.threads.quick):
+            base_model = await run(services.futures.base_model_of, seat.request_id, on=services.threads.quick)
+            if why := await run(services.cannot_start, base_model or "", on=services.threads.quick):
                 raise EngineFailedError(why)
             await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
     return _result_of(outcome, seat.request_id)
-
-
-def _cannot_run(services: Services, seat: SampleId) -> str | None:
-    return services.cannot_start(services.futures.base_model_of(seat.request_id) or "")
 
 
 def sample_outcome(services: Services, tenant_id: str, request_id: str) -> SampleResult | None:
@@ -342,7 +333,3 @@ def _result_of(outcome: FutureOutcome, request_id: str) -> SampleResult:
         raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
     assert outcome.body is not None
     return read_sample_result(outcome.body, request_id)
-
-
-async def _outcome(services: Services, seat: SampleId) -> FutureOutcome | None:
-    return await outcome_of(services, seat.tenant_id, seat.request_id)

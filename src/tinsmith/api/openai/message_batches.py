@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.errors import anthropic_error
 from tinsmith.api.openai.files import RETENTION_S, page_limit
-from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, integer, one_of
-from tinsmith.api.operation import ANTHROPIC, Access, Call, JsonObject, Services, authenticate, call_of, operation, run
+from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, for_anthropic, integer, one_of
+from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, run
 from tinsmith.api.routes.links import base_url
 from tinsmith.batch.openai import MAX_REQUESTS, MESSAGES, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
+from tinsmith.chat.messages import anthropic_error
 from tinsmith.errors import NotFoundError, RequestError, UserError
 from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.fields import ClosedBody, iso, wrong
@@ -73,7 +73,7 @@ class CreateMessageBatchRequest(ClosedBody):
             yield orjson.dumps(request) + b"\n"
 
 
-@operation(
+@for_anthropic(
     "POST",
     "/messages/batches",
     "Create a batch of messages",
@@ -81,7 +81,6 @@ class CreateMessageBatchRequest(ClosedBody):
     answer=MESSAGE_BATCH,
     errors=(429,),
     access=Access.NOTHING,
-    prefixes=ANTHROPIC,
 )
 def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     services = call.services
@@ -98,12 +97,12 @@ def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     return _shown(call, made)
 
 
-@operation("GET", "/messages/batches/{message_batch_id}", "Get a batch", answer=MESSAGE_BATCH, prefixes=ANTHROPIC)
+@for_anthropic("GET", "/messages/batches/{message_batch_id}", "Get a batch", answer=MESSAGE_BATCH)
 def retrieve(call: Call) -> JsonObject:
     return _shown(call, _found(call))
 
 
-@operation(
+@for_anthropic(
     "GET",
     "/messages/batches",
     "List batches, newest first",
@@ -112,7 +111,6 @@ def retrieve(call: Call) -> JsonObject:
     access=Access.LISTING,
     query={"limit": integer(1, MAX_LISTED), "after_id": TEXT, "before_id": TEXT},
     filters=("?after_id={message_batch_id}", "?before_id={message_batch_id}"),
-    prefixes=ANTHROPIC,
 )
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, LISTED)
@@ -125,21 +123,18 @@ def listing(call: Call) -> JsonObject:
     return {"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]}
 
 
-@operation(
-    "POST", "/messages/batches/{message_batch_id}/cancel", "Cancel a batch", answer=MESSAGE_BATCH, prefixes=ANTHROPIC
-)
+@for_anthropic("POST", "/messages/batches/{message_batch_id}/cancel", "Cancel a batch", answer=MESSAGE_BATCH)
 def cancel(call: Call) -> JsonObject:
     cancelled = call.services.openai_batches.cancel(call.tenant_id, call.path["message_batch_id"], messages=True)
     call.services.batch_reconciler.wake()
     return _shown(call, cancelled)
 
 
-@operation(
+@for_anthropic(
     "DELETE",
     "/messages/batches/{message_batch_id}",
     "Delete a batch and its files",
     answer=fields({"id": TEXT, "type": one_of("message_batch_deleted")}),
-    prefixes=ANTHROPIC,
 )
 def delete(call: Call) -> JsonObject:
     batch = _ended(_found(call), "deleted")
@@ -151,12 +146,8 @@ def delete(call: Call) -> JsonObject:
     return {"id": batch.batch_id, "type": "message_batch_deleted"}
 
 
-@operation(
-    "GET",
-    "/messages/batches/{message_batch_id}/results",
-    "Read the results, one line per request",
-    answer=JSONL_TYPE,
-    prefixes=ANTHROPIC,
+@for_anthropic(
+    "GET", "/messages/batches/{message_batch_id}/results", "Read the results, one line per request", answer=JSONL_TYPE
 )
 async def results(request: Request) -> Response:
     services, tenant_id = await authenticate(request)

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.openai.generation import weights_of
-from tinsmith.api.openapi import LIST, TEXT, fields
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, is_anthropic, json_endpoint, operation
+from tinsmith.api.openapi import LIST, TEXT, fields, for_anthropic
+from tinsmith.api.operation import MAX_PAGE, Access, Call, JsonObject, is_anthropic, json_endpoint
 from tinsmith.chat.generation_request import ModelTarget
 from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
@@ -109,14 +109,12 @@ def _anthropic(served: Served) -> JsonObject:
     }
 
 
-@operation("GET", "/models", "List models", answer=fields({"data": LIST}), access=Access.LISTING, prefixes=ANTHROPIC)
+@for_anthropic("GET", "/models", "List models", answer=fields({"data": LIST}), access=Access.LISTING)
 async def models(request: Request) -> Response:
     return await (_ANTHROPICS_MODELS if is_anthropic(request) else _OPENAIS_MODELS)(request)
 
 
-@operation(
-    "GET", "/models/{model:path}", "Get a model", answer=fields({"id": TEXT}), errors=(404, 410), prefixes=ANTHROPIC
-)
+@for_anthropic("GET", "/models/{model:path}", "Get a model", answer=fields({"id": TEXT}), errors=(404, 410))
 async def model(request: Request) -> Response:
     return await (_ANTHROPICS_MODEL if is_anthropic(request) else _OPENAIS_MODEL)(request)
 

@@ -6,33 +6,25 @@ server: the first retrieve after its samples have settled builds the output and 
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import (
     cancel_samples,
     prepare_plan,
     read_as,
-    record,
     sample_outcome,
-    settled,
     submit_all,
-    submitted_samples,
 )
-from tinsmith.api.openai.streaming import STILL_THERE, Events, cancel_on_disconnect, event, follow
-from tinsmith.api.openapi import ANYTHING, FLAG, LIST, TEXT, fields
-from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, answer, capture_session, operation, run
-from tinsmith.chat.responses import ResponseRequest, items_after, new_response
+from tinsmith.api.openai.streaming import respond
+from tinsmith.api.openapi import ANYTHING, FLAG, GENERATION, LIST, TEXT, fields, for_openai
+from tinsmith.api.operation import Call, JsonObject, Services, answer, capture_session, run
+from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
 from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.store.responses import StoredResponse
-from tinsmith.types import SampleResult
 from tinsmith.wire.fields import validate
 
 RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})
@@ -44,25 +36,25 @@ class PreparedResponse:
 
     def __init__(self, services: Services, tenant_id: str, values: JsonObject, capture: str | None = None) -> None:
         """Call it on a worker thread. Raises UserError."""
-        self.services, self.tenant_id, self.values = services, tenant_id, values
+        self.values = values
         self.request = validate(ResponseRequest, values)
-        self.response_id = "resp_" + secrets.token_hex(24)
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
         recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
         plan = partial(self.request.plan, before=self.before, recorded=recorded)
+        self._responses = services.responses
         self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
-        self.response = new_response(self.response_id, self.request, self.prepared.plan, self.prepared.text)
+        self.answer = ResponseAnswer(self.request, self.prepared.plan, self.prepared.text, end=self._end)
 
     def store(self, seats: list[SampleId]) -> None:
         if self.request.store:
             request_ids = [seat.request_id for seat in seats]
-            self.services.responses.add(self.tenant_id, self.response_id, self.values, self.before, request_ids)
+            self._responses.add(self.prepared.tenant_id, self.answer.response_id, self.values, self.before, request_ids)
 
-    def end(self, body: JsonObject) -> JsonObject:
-        if self.request.store and not self.services.responses.end(self.tenant_id, self.response_id, body):
-            stored = self.services.responses.find(self.tenant_id, self.response_id)  # it was cancelled
+    def _end(self, body: JsonObject) -> JsonObject:
+        if self.request.store and not self._responses.end(self.prepared.tenant_id, self.answer.response_id, body):
+            stored = self._responses.find(self.prepared.tenant_id, self.answer.response_id)  # it was cancelled
             return stored.answer or body
         return body
 
@@ -70,12 +62,12 @@ class PreparedResponse:
         """Start a background response and return it."""
         seats: list[SampleId] = []
         try:
-            submit_all(self.services, self.tenant_id, self.prepared, False, seats)
+            submit_all(self.prepared, seats)
             self.store(seats)
         except BaseException:
-            cancel_samples(self.services, seats)
+            cancel_samples(self.prepared.services, seats)
             raise
-        return self.response.body("queued")
+        return self.answer.body("queued")
 
 
 def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObject]:
@@ -92,81 +84,34 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     return items_after(validate(ResponseRequest, stored.request), stored.before, body)
 
 
-@operation(
+@for_openai(
     "POST",
     "/responses",
     "Create a response, whole or streamed",
     body=ResponseRequest,
     answer=RESPONSE,
-    errors=(404, 429, 503),
     example={"model": "{model}", "input": "hi"},
-    prefixes=OPENAI,
+    errors=GENERATION,
 )
 async def create(request: Request) -> HttpResponse:
     def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
         return PreparedResponse(services, tenant_id, values, capture_session(request))
 
-    services, tenant_id, asked = await read_as(request, make)
+    asked = await read_as(request, make)
     if asked.request.background and asked.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if asked.request.background:
         return answer(await run(asked.submit))
-    if asked.request.stream:
-        stack = AsyncExitStack()
-        seats = await stack.enter_async_context(submitted_samples(services, tenant_id, asked.prepared, stream=True))
-        await run(asked.store, seats)
-        return Events(_events(asked, seats), stack)
-    return answer(await cancel_on_disconnect(request.receive, _whole(asked)))
+    return await respond(request, asked.prepared, asked.answer, asked.store)
 
 
-async def _whole(asked: PreparedResponse) -> JsonObject:
-    async with submitted_samples(asked.services, asked.tenant_id, asked.prepared) as seats:
-        await run(asked.store, seats)
-        result = await settled(asked.services, seats[0])
-        await record(asked.services, asked.tenant_id, asked.prepared, [result])
-        return await run(lambda: asked.end(asked.response.whole(result)))
-
-
-async def _events(asked: PreparedResponse, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
-    response, results = asked.response, list[SampleResult]()
-    reasoning = 0
-
-    def sent(made: tuple[str, JsonObject]) -> bytes:
-        return event(made[1], made[0])
-
-    try:
-        for kind in ("response.created", "response.in_progress"):
-            yield sent(response.event(kind, response=response.body("in_progress")))
-        async for news in follow(asked.services, asked.prepared, seats, results):
-            if news.choice is None or news.piece is None:
-                yield STILL_THERE
-                continue
-            reasoning = news.choice.reasoning_tokens
-            for made in response.added(news.piece):
-                yield sent(made)
-        for made in response.closed():
-            yield sent(made)
-        body = await run(asked.end, response.ended(results[0], reasoning))
-        yield sent(response.event(f"response.{body['status']}", response=body))
-    except TinsmithError as error:
-        await run(cancel_samples, asked.services, seats)
-        failed = response.body("failed", error=_error(error))
-        await run(asked.end, failed)
-        yield sent(response.event("response.failed", response=failed))
-
-
-def _error(error: TinsmithError) -> JsonObject:
-    told = openai_error(str(error), error.status, error)
-    return {"code": told.get("code") or "server_error", "message": told["message"]}
-
-
-@operation("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE, prefixes=OPENAI)
+@for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)
 def retrieve(call: Call) -> JsonObject:
     stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
     return stored.answer or _finished(call.services, stored)
 
 
-@operation("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE, prefixes=OPENAI)
+@for_openai("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE)
 def cancel(call: Call) -> JsonObject:
     """Cancel a response; a complete one does not change."""
     services = call.services
@@ -181,13 +126,7 @@ def cancel(call: Call) -> JsonObject:
     return services.responses.find(call.tenant_id, stored.response_id).answer or ended
 
 
-@operation(
-    "DELETE",
-    "/responses/{response_id}",
-    "Delete a response",
-    answer=fields({"id": TEXT, "deleted": FLAG}),
-    prefixes=OPENAI,
-)
+@for_openai("DELETE", "/responses/{response_id}", "Delete a response", answer=fields({"id": TEXT, "deleted": FLAG}))
 def delete(call: Call) -> JsonObject:
     response_id = call.path["response_id"]
     call.services.responses.delete(call.tenant_id, response_id)
@@ -198,13 +137,13 @@ def _finished(services: Services, stored: StoredResponse) -> JsonObject:
     """Return a response without stored output: with its output if its samples have settled, else with its status."""
     request = validate(ResponseRequest, stored.request)
     made = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
-    response = new_response(stored.response_id, request, made.plan, made.text, stored.created_at)
+    response = ResponseAnswer(request, made.plan, made.text, stored.response_id, stored.created_at)
     try:
         result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])
-        if result is None:
-            return response.body("in_progress")
-        body = response.whole(result)
+        body = response.body("in_progress") if result is None else response.whole([result])
     except TinsmithError as error:
-        body = response.body("failed", error=_error(error))
+        body = response.failure(error)
+    if body["status"] in RUNNING:
+        return body
     services.responses.end(stored.tenant_id, stored.response_id, body)
     return services.responses.find(stored.tenant_id, stored.response_id).answer or body

@@ -14,18 +14,27 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.api.openai.generation import Prepared, record, settled
-from tinsmith.api.operation import Services
+from tinsmith.api.openai.generation import (
+    Begin,
+    Prepared,
+    cancel_samples,
+    record,
+    sample_all,
+    settled,
+    submitted_samples,
+)
+from tinsmith.api.operation import run
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import finish_reason, read_sequence
-from tinsmith.errors import EngineFailedError
+from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence
+from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
+from tinsmith.wire.bodies import JSON_TYPE
 
 T = TypeVar("T")
 
@@ -43,16 +52,14 @@ class News:
     reason: str | None = None
 
 
-async def follow(
-    services: Services, prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]
-) -> AsyncIterator[News]:
+async def follow(prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]) -> AsyncIterator[News]:
     """Yield the chunks of all choices in order of arrival. At the end `results` has the result of every prompt."""
     number = prepared.plan.num_choices
     choices = [new_choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
     of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
     found: dict[str, SampleResult] = {}
-    with services.partials.listen(list(of_seat)) as queue:
-        ends = {asyncio.create_task(settled(services, seat)) for seat in seats}
+    with prepared.services.partials.listen(list(of_seat)) as queue:
+        ends = {asyncio.create_task(settled(prepared.services, seat)) for seat in seats}
         coming: asyncio.Task[Partial] = asyncio.create_task(queue.get())
         try:
             while ends:
@@ -76,7 +83,7 @@ async def follow(
             for task in (*ends, coming):
                 task.cancel()
     results += [found[seat.request_id] for seat in seats]
-    await record(services, seats[0].tenant_id, prepared, results)
+    await record(prepared, results)
 
 
 def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
@@ -97,6 +104,39 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
     read_sequence(choice, sequence, sent)
     piece = choice.piece()
     return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
+
+
+async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, begin: Begin = None) -> Response:
+    """Sample, and send the answer whole or as events."""
+    if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
+        async with AsyncExitStack() as stack:
+            seats = await stack.enter_async_context(submitted_samples(prepared))
+            if begin is not None:
+                await run(begin, seats)
+            return Events(_events(prepared, seats, answer), stack.pop_all())
+    results = await cancel_on_disconnect(request.receive, sample_all(prepared, begin))
+    return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
+
+
+async def _events(prepared: Prepared, seats: list[SampleId], answer: ClientAnswer) -> AsyncGenerator[bytes, None]:
+    results: list[SampleResult] = []
+    try:
+        for event in answer.begun():
+            yield _written(event)
+        async for news in follow(prepared, seats, results):
+            if news.choice is None or news.piece is None:
+                yield _written(answer.keep_alive) if answer.keep_alive else STILL_THERE
+                continue
+            for event in answer.added(news.choice, news.piece, news.reason):
+                yield _written(event)
+        for event in await run(list, answer.ended(results)):
+            yield _written(event)
+        if answer.ends_with_mark:
+            yield DONE
+    except TinsmithError as error:
+        await run(cancel_samples, prepared.services, seats)
+        for event in await run(list, answer.failed(error)):
+            yield _written(event)
 
 
 class Events(StreamingResponse):
@@ -134,7 +174,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def event(content: dict[str, object], name: str | None = None) -> bytes:
+def _written(event: Event) -> bytes:
+    name, content = event
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(content) + b"\n\n"
 

@@ -9,7 +9,7 @@ import re
 import time
 from datetime import UTC, date, datetime, timedelta
 
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROJECT, TEXT, fields, one_of
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROJECT, TEXT, fields, listing, one_of
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth import Caller, user_email, user_urn
 from tinsmith.errors import UserError
@@ -56,12 +56,10 @@ def _caller(call: Call) -> Caller:
     return call.services.tenants.authenticate(call.headers.get("x-api-key"))
 
 
-@operation(
-    "GET",
+@listing(
     "/billing/usage/events",
     "List usage by the hour",
     answer=fields({"data": LIST, "sessions": ANYTHING}),
-    access=Access.LISTING,
     query={"starting_on": HOUR, "ending_before": HOUR},
 )
 def usage_events(call: Call) -> JsonObject:
@@ -126,14 +124,7 @@ def _bucket(start: float) -> JsonObject:
     return {"bucket_start": iso(start), "bucket_end": iso(start + HOUR_S)}
 
 
-@operation(
-    "GET",
-    "/billing/usage/checkpoints/current",
-    "List stored checkpoints",
-    answer=fields({"data": LIST}),
-    access=Access.LISTING,
-    query=PROJECT,
-)
+@listing("/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=PROJECT)
 def stored_checkpoints(call: Call) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
     for one in call.services.usage.stored(call.tenant_id, call.query.get("project_id")):
@@ -159,12 +150,10 @@ def stored_checkpoints(call: Call) -> JsonObject:
 CHECKPOINT_FIELDS = ("model_id", "tinker_path", "purpose")
 
 
-@operation(
-    "GET",
+@listing(
     "/audit",
     "Read the audit log of a day",
     answer=fields({"entries": LIST}),
-    access=Access.LISTING,
     query={"day": DAY, "event_type": one_of(*PREFIXES)},
 )
 def get_audit(call: Call) -> JsonObject:

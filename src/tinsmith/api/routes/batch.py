@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, integer
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, integer, listing
 from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
@@ -66,14 +66,7 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     return job_id
 
 
-@operation(
-    "GET",
-    "/batch/jobs",
-    "List bulk jobs, newest first",
-    answer=fields({"jobs": LIST, "total_count": COUNT}),
-    access=Access.LISTING,
-    query=PAGE,
-)
+@listing("/batch/jobs", "List bulk jobs, newest first", answer=fields({"jobs": LIST, "total_count": COUNT}), query=PAGE)
 def jobs(call: Call) -> JsonObject:
     limit, offset = call.page(100)
     found, count = call.services.batch_jobs.page(call.tenant_id, limit, offset)
@@ -217,7 +210,7 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
                     await asyncio.sleep(EVENTS_PAUSE_S)
 
 
-@operation("GET", "/batch/pools", "List the pools of workers", answer=fields({"pools": LIST}), access=Access.LISTING)
+@listing("/batch/pools", "List the pools of workers", answer=fields({"pools": LIST}))
 def pools(call: Call) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 

@@ -8,24 +8,24 @@ a repeated request finds the existing copy.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, ref
+from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, listing, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.api.routes.sessions import MAX_PAGE as MAX_SEARCHED
-from tinsmith.api.routes.sessions import MAX_PROJECTS, SearchOwnerBody, check_scope, includes_caller
+from tinsmith.api.routes.sessions import MAX_PROJECTS, ProjectId, SearchOwnerBody, check_scope, includes_caller
 from tinsmith.api.routes.weights import granting_tenant
 from tinsmith.auth import user_urn
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, CheckpointSearch, NewCheckpoint, parse_path
-from tinsmith.store.models import Model, NewModel, copied_run
+from tinsmith.store.models import Model, copied_run
 from tinsmith.store.usage import added
-from tinsmith.wire.fields import NO_NUL, Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, moment_of, show
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, moment_of, show
 from tinsmith.wire.weights import Ttl, optimizer_config
 
 # Maps the middle segment of a path to the type that the SDK shows.
@@ -37,12 +37,10 @@ BARE_CHECKPOINT = RUN + "/checkpoints/{checkpoint_id}"
 CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 
 
-@operation(
-    "GET",
+@listing(
     "/training_runs",
     "List training runs, newest first",
     answer=fields({"training_runs": {"type": "array", "items": ref("TrainingRun")}, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={**PAGE, **SCOPE, **PROJECT},
 )
 def list_training_runs(call: Call) -> JsonObject:
@@ -68,12 +66,10 @@ def list_run_checkpoints(call: Call) -> JsonObject:
     return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]}
 
 
-@operation(
-    "GET",
+@listing(
     "/checkpoints",
     "List checkpoints, newest first",
     answer=fields({"checkpoints": CHECKPOINTS, "cursor": ref("Cursor")}),
-    access=Access.LISTING,
     query={**PAGE, **PROJECT},
 )
 def list_checkpoints(call: Call) -> JsonObject:
@@ -179,7 +175,10 @@ def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
     }
 
 
-@operation("DELETE", CHECKPOINT, "Delete a checkpoint", answer=ANYTHING, errors=(404, 410))
+_of_checkpoint = partial(operation, answer=ANYTHING, errors=(404, 410))
+
+
+@_of_checkpoint("DELETE", CHECKPOINT, "Delete a checkpoint")
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
     record(call, "checkpoint_deleted", ref_of(call))
@@ -198,14 +197,14 @@ def without_kind(call: Call) -> JsonObject:
     )
 
 
-@operation("POST", CHECKPOINT + "/publish", "Publish a checkpoint", answer=ANYTHING, errors=(404, 410))
+@_of_checkpoint("POST", CHECKPOINT + "/publish", "Publish a checkpoint")
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
-@operation("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint", answer=ANYTHING, errors=(404, 410))
+@_of_checkpoint("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint")
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
@@ -218,14 +217,8 @@ class SetTtlRequest(Body):
     ttl_seconds: Ttl | None = None
 
 
-@operation(
-    "PUT",
-    CHECKPOINT + "/ttl",
-    "Set a checkpoint's expiry",
-    body=SetTtlRequest,
-    answer=ANYTHING,
-    errors=(404, 410),
-    example={"ttl_seconds": 3600},
+@_of_checkpoint(
+    "PUT", CHECKPOINT + "/ttl", "Set a checkpoint's expiry", body=SetTtlRequest, example={"ttl_seconds": 3600}
 )
 def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
     ttl_s = request.ttl_seconds
@@ -256,7 +249,7 @@ def _run(call: Call, model: Model) -> JsonObject:
         "is_lora": model.lora_rank > 0,
         "corrupted": model.state == "failed",
         "lora_rank": model.lora_rank or None,
-        "last_request_time": _iso(model.last_request_at),
+        "last_request_time": iso(model.last_request_at),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
         "user_metadata": model.user_metadata,
@@ -267,24 +260,19 @@ def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": CHECKPOINT_TYPES[checkpoint.kind],
-        "time": _iso(checkpoint.created_at),
+        "time": iso(checkpoint.created_at),
         "tinker_path": checkpoint.ref.path,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
         "base_model": checkpoint.base_model,
         "user_metadata": checkpoint.user_metadata,
-        "expires_at": None if checkpoint.expires_at is None else _iso(checkpoint.expires_at),
+        "expires_at": None if checkpoint.expires_at is None else iso(checkpoint.expires_at),
     }
-
-
-def _iso(moment_s: float) -> str:
-    return datetime.fromtimestamp(moment_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 TOKEN_HEADER = "x-tinker-weights-access-token"
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 MAX_KEY_LENGTH = 256
-MAX_PROJECT_LENGTH = 128
 COPY_IDS = uuid.UUID("6b1f7f5e-3e0a-5c7e-9a53-5d0f7d1c2b11")  # the namespace of the ids of copies
 
 
@@ -301,7 +289,7 @@ class CopyWeightsRequest(Body):
     source_path: Text
     session_id: Text | None = None
     model_seq_id: Position | None = None
-    destination_project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+    destination_project_id: ProjectId | None = None
     ttl_seconds: Ttl | None = None
 
 
@@ -334,7 +322,11 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
             user_metadata=source.user_metadata,
             ttl_s=ttl_s,
         )
-        run = _run_of_copy(call, destination, source, readable=source.tenant_id in (call.tenant_id, granted_by))
+        # Its run has the source run's metadata (such as its renderer) if that run is readable.
+        readable = source.tenant_id in (call.tenant_id, granted_by)
+        origin = services.models.find(source.training_run_id) if readable else None
+        metadata = None if origin is None else origin.user_metadata
+        run = replace(new.run(destination.session_id), user_metadata=metadata)
         effects = [
             *added(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
@@ -377,17 +369,3 @@ def already_exists(model: Model | None, reason: str) -> bool:
             "(or another X-Idempotency-Key)"
         )
     return True
-
-
-def _run_of_copy(call: Call, destination: Destination, source: Checkpoint, *, readable: bool) -> NewModel:
-    """Make the run of the copy, with the source run's metadata (such as its renderer) if that run is readable."""
-    origin = call.services.models.find(source.training_run_id) if readable else None
-    return NewModel(
-        model_id=destination.model_id,
-        session_id=destination.session_id,
-        tenant_id=call.tenant_id,
-        base_model=source.base_model,
-        lora=source.lora,
-        optimizer_type=source.optimizer_type,
-        user_metadata=None if origin is None else origin.user_metadata,
-    )

@@ -13,7 +13,6 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from email.utils import format_datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO
@@ -21,13 +20,14 @@ from typing import IO
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TAR_TYPE, TEXT, fields
-from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, operation, run
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINKED, TAR_TYPE, TEXT, fields, linked
+from tinsmith.api.operation import Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, parse_path
+from tinsmith.wire.fields import iso
 
 _RANGE = re.compile(r"bytes=(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})")
 
@@ -132,12 +132,9 @@ def external_weights_urls(call: Call) -> JsonObject:
         )
     files = call.services.checkpoints.files.files(checkpoint.directory or "")
     links = {file: sign_link(call, PURPOSE, f"{_path(checkpoint)}/files/{file}") for file in sorted(files)}
-    expires = min(link.expires for link in links.values())
+    expires_s = min(link.expires_s for link in links.values())
     record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="files")
-    return {
-        "urls": {file: link.url for file, link in links.items()},
-        "expires": expires.isoformat().replace("+00:00", "Z"),
-    }
+    return {"urls": {file: link.url for file, link in links.items()}, "expires": iso(expires_s)}
 
 
 @operation(
@@ -150,7 +147,7 @@ def external_weights_urls(call: Call) -> JsonObject:
 def archive_url(call: Call) -> JsonObject:
     """Return a link to a tar of all files, for a checkpoint of any kind."""
     link = _link_to_archive(call)
-    return {"url": link.url, "expires": link.expires.isoformat().replace("+00:00", "Z")}
+    return {"url": link.url, "expires": iso(link.expires_s)}
 
 
 def _link_to_archive(call: Call) -> SignedLink:
@@ -168,21 +165,12 @@ async def archive_link(request: Request) -> Response:
 
     def work() -> Response:
         link = _link_to_archive(call)
-        return RedirectResponse(link.url, 302, {"expires": format_datetime(link.expires, usegmt=True)})
+        return RedirectResponse(link.url, 302, {"expires": email.utils.formatdate(link.expires_s, usegmt=True)})
 
     return await run(work)
 
 
-@operation(
-    "GET",
-    DOWNLOAD + "/files/{file}",
-    "Download one file",
-    answer=FILE_TYPE,
-    errors=(206, 416, *LINKED),
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", DOWNLOAD + "/files/{file}", "Download one file", answer=FILE_TYPE, errors=(206, 416, *LINKED))
 async def download_file(request: Request) -> Response:
     """Send one file, whole or by range."""
     file = request.path_params["file"]
@@ -197,16 +185,7 @@ async def download_file(request: Request) -> Response:
     return await run(work, on=transfers_of(request))
 
 
-@operation(
-    "GET",
-    DOWNLOAD + "/archive",
-    "Download all files",
-    answer=TAR_TYPE,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
 async def download_archive(request: Request) -> Response:
     """Send a tar that is built while it is sent."""
 

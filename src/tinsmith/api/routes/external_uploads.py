@@ -12,22 +12,22 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from typing import IO, Annotated
+from typing import IO
 
 import orjson
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TEXT, fields
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, TEXT, fields, linked
 from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
-from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, already_exists
+from tinsmith.api.routes.checkpoints import already_exists
 from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
+from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.api.routes.uploads import UploadRequest, store_adapter
 from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
 from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE
 from tinsmith.wire.bodies import check_length
-from tinsmith.wire.fields import NO_NUL, Body, ClosedBody, Text, iso
+from tinsmith.wire.fields import Body, ClosedBody, Text, iso
 from tinsmith.wire.weights import LoraConfigBody
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
@@ -40,7 +40,7 @@ UPLOAD_IDS = uuid.UUID("5e0c3f8a-2f59-5a0e-8d0b-3b6f7f0f9d51")  # the namespace 
 class StartUploadRequest(ClosedBody):
     base_model: Text
     lora_config: LoraConfigBody
-    destination_project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+    destination_project_id: ProjectId | None = None
 
 
 class ExternalUpload(Body):
@@ -82,17 +82,13 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
     }
 
 
-@operation(
+@linked(
     "PUT",
     "/external_weights_uploads/{number}/{file}",
     "Upload one file",
     body=ANYTHING,
     takes=(FILE_TYPE,),
     answer=ANYTHING,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
 )
 async def put(request: Request) -> Response:
     """Store one file of an upload atomically. A repeated PUT replaces it."""
@@ -151,9 +147,7 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
 def _read(call: Call, upload_id: str) -> ExternalUpload:
     written, _, signature = upload_id.partition(".")
     if call.services.signer.verify(ID_PURPOSE, written.encode(), signature):
-        upload = ExternalUpload.model_validate(
-            orjson.loads(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4)))
-        )
+        upload = ExternalUpload.model_validate_json(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4)))
         if upload.tenant_id == call.tenant_id:
             return upload
     raise NotFoundError("this upload_id does not exist; external_weights_upload_start makes one")

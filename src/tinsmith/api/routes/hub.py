@@ -7,6 +7,7 @@ The API key is the bearer token; a server without keys needs none.
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,15 +31,10 @@ MODELS = "/api/models/{repo:path}"
 REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
 
 
-@operation(
-    "GET",
-    "/api/whoami-v2",
-    "Identify the token",
-    answer=fields({"name": TEXT}),
-    errors=(403, 404),
-    access=Access.NOTHING,
-    prefixes=(HUB,),
-)
+_hub = partial(operation, errors=(403, 404), prefixes=(HUB,))
+
+
+@_hub("GET", "/api/whoami-v2", "Identify the token", answer=fields({"name": TEXT}), access=Access.NOTHING)
 def whoami(call: Call) -> JsonObject:
     return {
         "type": "user",
@@ -50,22 +46,8 @@ def whoami(call: Call) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    MODELS + "/tree/{revision}",
-    "List the files of a repository",
-    answer=LIST,
-    errors=(403, 404),
-    prefixes=(HUB,),
-)
-@operation(
-    "GET",
-    MODELS + "/tree/{revision}/{directory:path}",
-    "List the files of a directory",
-    answer=LIST,
-    errors=(403, 404),
-    prefixes=(HUB,),
-)
+@_hub("GET", MODELS + "/tree/{revision}", "List the files of a repository", answer=LIST)
+@_hub("GET", MODELS + "/tree/{revision}/{directory:path}", "List the files of a directory", answer=LIST)
 def tree(call: Call) -> list[JsonObject]:
     """Return the files of a repository, or of one of its directories."""
     found = _repository(call)
@@ -86,15 +68,8 @@ def tree(call: Call) -> list[JsonObject]:
 
 
 # These follow the longer paths, since a repository's name may contain slashes.
-@operation(
-    "GET",
-    MODELS + "/revision/{revision}",
-    "Read a repository's metadata",
-    answer=REPOSITORY,
-    errors=(403, 404),
-    prefixes=(HUB,),
-)
-@operation("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,))
+@_hub("GET", MODELS + "/revision/{revision}", "Read a repository's metadata", answer=REPOSITORY)
+@_hub("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY)
 def model(call: Call) -> JsonObject:
     """Return a repository's metadata and, with the query `blobs`, the sizes and digests of its files."""
     found = _repository(call)
@@ -107,7 +82,7 @@ def model(call: Call) -> JsonObject:
         "modelId": found.repo_id,
         "author": found.repo_id.rpartition("/")[0],
         "sha": found.commit,
-        "lastModified": _iso(found.modified_at),
+        "lastModified": datetime.fromtimestamp(found.modified_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z"),
         "private": False,
         "gated": False,
         "disabled": False,
@@ -127,14 +102,7 @@ def _listed(name: str, file: HubFile) -> JsonObject:
     return facts
 
 
-@operation(
-    "GET",
-    "/{repo:path}/resolve/{revision}/{file:path}",
-    "Download a file, whole or by range",
-    answer=FILE_TYPE,
-    errors=(403, 404),
-    prefixes=(HUB,),
-)
+@_hub("GET", "/{repo:path}/resolve/{revision}/{file:path}", "Download a file, whole or by range", answer=FILE_TYPE)
 async def resolve(request: Request) -> Response:
     """Send a file, whole or by range."""
     services, tenant_id = await authenticate(request)
@@ -173,7 +141,3 @@ def _repository(call: Call) -> Repository:
         f"there is no repository {show(repo_id)}: a base model has the name under which it is served, and the "
         "checkpoint tinker://SESSION:train:N/KIND/NAME is SESSION/N.KIND.NAME"
     )
-
-
-def _iso(moment_s: float) -> str:
-    return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")

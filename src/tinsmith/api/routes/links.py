@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -26,10 +25,9 @@ HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5}
 PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 
-@dataclass(frozen=True, slots=True)
-class SignedLink:
+class SignedLink(NamedTuple):
     url: str
-    expires: datetime
+    expires_s: int
 
 
 def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
@@ -38,7 +36,7 @@ def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
     signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
     base = base_url(call.services.settings, call.scheme, call.headers)
     url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires_s}&signature={signature}"
-    return SignedLink(url, datetime.fromtimestamp(expires_s, UTC))
+    return SignedLink(url, expires_s)
 
 
 def follow_link(request: Request, purpose: str) -> Services:

@@ -70,14 +70,11 @@ async def readyz(request: Request) -> Response:
     return answer({"status": "ok"})
 
 
-@operation(
-    "POST",
-    "/client/config",
-    "Get the client's flags",
-    body=fields({}, {"sdk_version": TEXT}),
-    answer=ANYTHING,
-    access=Access.NOTHING,
-    quick=True,
+_about_server = partial(operation, access=Access.NOTHING, quick=True)
+
+
+@_about_server(
+    "POST", "/client/config", "Get the client's flags", body=fields({}, {"sdk_version": TEXT}), answer=ANYTHING
 )
 def client_config(call: Call) -> JsonObject:
     settings = call.services.settings
@@ -95,26 +92,15 @@ def _is_here(call: Call) -> bool:
         return False
 
 
-@operation(
-    "POST",
-    "/client/dynamic_config",
-    "Get the flags that a client refreshes",
-    body=ANYTHING,
-    answer=ANYTHING,
-    access=Access.NOTHING,
-    quick=True,
+@_about_server(
+    "POST", "/client/dynamic_config", "Get the flags that a client refreshes", body=ANYTHING, answer=ANYTHING
 )
 def dynamic_config(_call: Call) -> JsonObject:
     return DYNAMIC_FLAGS
 
 
-@operation(
-    "GET",
-    "/get_server_capabilities",
-    "List the served base models",
-    answer=fields({"supported_models": LIST}),
-    access=Access.NOTHING,
-    quick=True,
+@_about_server(
+    "GET", "/get_server_capabilities", "List the served base models", answer=fields({"supported_models": LIST})
 )
 def get_server_capabilities(call: Call) -> JsonObject:
     models = [

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, LINK, LINKED, LIST, PAGE, PROJECT, SCOPE, TEXT, TEXTS, fields
+from tinsmith.api.openapi import (
+    ANYTHING,
+    LIST,
+    PAGE,
+    PROJECT,
+    SCOPE,
+    TEXT,
+    TEXTS,
+    fields,
+    linked,
+    listing,
+)
 from tinsmith.api.operation import Access, Call, Draft, JsonObject, operation
 from tinsmith.api.routes.links import follow_link, sign_link
 from tinsmith.auth import user_urn
@@ -56,13 +68,7 @@ class CreateSessionRequest(Body):
     quick=True,
 )
 def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
-    new = NewSession(
-        tags=request.tags,
-        user_metadata=request.user_metadata,
-        sdk_version=request.sdk_version,
-        project_id=request.project_id or None,
-        display_name=request.display_name,
-    )
+    new = replace(NewSession(**request.model_dump()), project_id=request.project_id or None)
     session = call.services.sessions.open(call.tenant_id, new)
     opened = {"session_id": session.session_id, "project_id": new.project_id}
     call.services.audit.record(call.tenant_id, "session_opened", opened)
@@ -117,7 +123,7 @@ def finish(call: Call, draft: Draft[FinishRequest]) -> JsonObject:
 
 
 class SetProjectRequest(Body):
-    project_id: Annotated[str, Field(min_length=1, max_length=MAX_PROJECT_ID, pattern=NO_NUL)]
+    project_id: Annotated[ProjectId, Field(min_length=1)]
 
 
 @operation(
@@ -138,14 +144,7 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
     return {}
 
 
-@operation(
-    "GET",
-    "/sessions",
-    "List sessions, newest first",
-    answer=SESSION_IDS,
-    access=Access.LISTING,
-    query={**PAGE, **SCOPE, **PROJECT},
-)
+@listing("/sessions", "List sessions, newest first", answer=SESSION_IDS, query={**PAGE, **SCOPE, **PROJECT})
 def list_sessions(call: Call) -> JsonObject:
     check_scope(call)
     limit, offset = call.page(default_limit=20)
@@ -329,16 +328,7 @@ def trace_export(call: Call) -> JsonObject:
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
 
-@operation(
-    "GET",
-    "/sessions/{session_id}/trace",
-    "Download a session's timeline",
-    answer=ANYTHING,
-    errors=LINKED,
-    access=Access.LINK,
-    query=LINK,
-    keyed=False,
-)
+@linked("GET", "/sessions/{session_id}/trace", "Download a session's timeline", answer=ANYTHING)
 async def trace(request: Request) -> Response:
     """Send the timeline. The link was issued to the session's tenant, so no key is needed."""
     services = follow_link(request, PURPOSE)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.openapi import ANYTHING, COUNT, FLAG, LIST, NUMBER, TEXT, fields, integer
+from tinsmith.api.openapi import ANYTHING, COUNT, FLAG, LIST, NUMBER, TEXT, fields, integer, listing
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.errors import UserError
 from tinsmith.store.exchanges import Trajectory
@@ -24,12 +24,10 @@ TRAJECTORY = fields(
 )
 
 
-@operation(
-    "GET",
+@listing(
     "/trajectories",
     "List captured trajectories of one session or a page of sessions",
     answer=fields({"trajectories": {"type": "array", "items": TRAJECTORY}, "has_more": FLAG}, {"next_after": TEXT}),
-    access=Access.LISTING,
     query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_SESSIONS)},
     filters=("?session={capture}", "?after={capture}"),
 )

@@ -14,10 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, cast
+from typing import IO, cast
 
 import orjson
-from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -25,19 +24,19 @@ from starlette.responses import Response
 
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
-from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, already_exists, idempotent_session
+from tinsmith.api.routes.checkpoints import already_exists, idempotent_session
+from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
-from tinsmith.store.models import NewModel, copied_run
+from tinsmith.store.models import copied_run
 from tinsmith.store.usage import added
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import (
     MAX_METADATA_BYTES,
-    NO_NUL,
     Body,
     Schema,
     Text,
@@ -101,7 +100,7 @@ class UploadRequest(Body):
 
     base_model: Text
     name: Text
-    project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+    project_id: ProjectId | None = None
     ttl_seconds: Ttl | None = None
     user_metadata: TextMetadata | None = None
 
@@ -169,29 +168,13 @@ def store_adapter(
     if not already_exists(services.models.find(ref.training_run_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         directory, size_bytes, facts, optimizer_type = _written(call, files, shape, wanted)
-        new = NewCheckpoint(
-            ref,
-            call.tenant_id,
-            shape.name,
-            facts.spec,
-            optimizer_type or "adamw",
-            request.user_metadata,
-            request.ttl_seconds,
-        )
-        of_run = NewModel(
-            ref.training_run_id,
-            session_id,
-            call.tenant_id,
-            shape.name,
-            facts.spec,
-            new.optimizer_type,
-            request.user_metadata,
-        )
+        facts_of_save = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
+        new = NewCheckpoint(ref, call.tenant_id, shape.name, facts.spec, *facts_of_save)
         effects = [
             *added(call.tenant_id, session_id, shape.name, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
         ]
-        added_run = copied_run(of_run, request.project_id, reason)
+        added_run = copied_run(new.run(session_id), request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
             already_exists(services.models.find(ref.training_run_id), reason)
     return services.checkpoints.get(call.tenant_id, ref)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import orjson
 
@@ -22,15 +23,10 @@ from tinsmith.wire.weights import (
     SaveWeightsForSampler,
 )
 
+_save = partial(operation, "POST", example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"}, late=True)
 
-@operation(
-    "POST",
-    "/save_weights",
-    "Save a training checkpoint",
-    body=SaveWeights,
-    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    late=True,
-)
+
+@_save("/save_weights", "Save a training checkpoint", body=SaveWeights)
 def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
     return submit_json_operation(call, "save_weights", draft, _check_save)
 
@@ -53,14 +49,7 @@ def _refuse_recipients(request: SaveRequest) -> None:
         )
 
 
-@operation(
-    "POST",
-    "/save_weights_external",
-    "Export an adapter",
-    body=SaveWeightsExternal,
-    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    late=True,
-)
+@_save("/save_weights_external", "Export an adapter", body=SaveWeightsExternal)
 def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Submission:
     """Save an export in PEFT's format for download."""
     return submit_json_operation(call, "save_weights_external", draft, _check_export)
@@ -71,14 +60,7 @@ def _check_export(_model: Model, request: SaveRequest) -> None:
     read_recipients(request.age_encryption_recipients)
 
 
-@operation(
-    "POST",
-    "/save_weights_for_sampler",
-    "Save weights for sampling",
-    body=SaveWeightsForSampler,
-    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
-    late=True,
-)
+@_save("/save_weights_for_sampler", "Save weights for sampling", body=SaveWeightsForSampler)
 def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
     """Save a listed checkpoint if the body has a path; open a sampling session if it has none."""
     return submit_json_operation(call, "save_weights_for_sampler", draft, _check_sampler_save)

@@ -95,10 +95,6 @@ class Adapters:
         self._numbers = itertools.count()
         self._process = secrets.token_hex(4)  # several processes may share an engine
 
-    @property
-    def names(self) -> list[str]:
-        return [version.name for version in self._loaded]
-
     @contextlib.asynccontextmanager
     async def held(self, version: Version, era: int) -> AsyncIterator[str]:
         """Load the version into the engine of this era and yield its name; it stays loaded during the block."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -37,18 +37,22 @@ from tinsmith.types import (
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
 
+OnPart = Callable[[int, EngineReply], None]
+"""Takes the number of an answer's tokens so far, and the next part of it."""
+
+
 class Sender(Protocol):
     """Sends requests to the engine."""
 
-    async def send(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply: ...
+    async def send(self, ask: Ask, on_part: OnPart) -> EngineReply: ...
 
     async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
         """Send these requests together while no others run."""
         ...
 
 
-Publish = Callable[[int, EngineReply], None]
-"""Takes the index of an answer and the next part of it."""
+Publish = Callable[[int, int, EngineReply], None]
+"""Takes the index of an answer, the number of its tokens so far, and the next part of it."""
 
 
 class Answering:
@@ -68,15 +72,14 @@ class Answering:
         self._rescores = dialect.rescores(sample.params)
         self._max_tokens = self._room(min(context_length, dialect.max_context_length or context_length))
         self._prompt_scores = self._prompt_ask()
-        self._stream = sample.stream and dialect.streams and not self._rescores
+        self._stream = sample.stream and not self._rescores
         # A stream may be drawn again after its first tokens were published, so it needs a seed.
         drawn = secrets.randbits(62) if dialect.needs_seeds or self._stream else None
         self._alone = dialect.scores_alone or self._stream
         self._seed = drawn if sample.params.seed is None else sample.params.seed
 
-    async def result(self, sender: Sender, adapter: str | None, publish: Publish, *, unembedding: bool) -> SampleResult:
-        """`unembedding`: whether the adapter adapts the unembedding."""
-        by_token = unembedding and not self._dialect.scores_unembeddings
+    async def result(self, sender: Sender, adapter: str | None, publish: Publish, *, by_token: bool) -> SampleResult:
+        """`by_token`: whether to score prompts token by token, because the adapter adapts the unembedding."""
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [
@@ -90,7 +93,7 @@ class Answering:
                     )
         except BaseExceptionGroup as group_of_errors:
             raise _worst(group_of_errors) from None
-        replies = [reply for task in answers for reply in [task.result()]]
+        replies = [task.result() for task in answers]
         rows = scored.result() if scored is not None else replies[0].prompt_rows
         if self._prompt_scores and (rows is None or len(rows) != len(self._prompt)):
             raise EngineFailedError(f"{self._dialect.name} answered without the logprobs of the prompt")
@@ -241,28 +244,23 @@ class Answering:
         return replace(targets, values=values) if isinstance(targets, SparseRows) else values.reshape(targets.shape)
 
 
-@dataclass(slots=True)
-class Published:
-    """How many tokens of a streamed answer were published."""
-
-    tokens: int = 0
-
-    def advance(self, sample: Sample, index: int, start: int, part: EngineReply) -> Partial | None:
-        """The new tokens of this part, which begins at token `start`; None if there are none."""
-        old = max(self.tokens - start, 0)
-        if old >= len(part.tokens):
-            return None
-        k = sample.topk_sample_logprobs
-        tops = [likeliest(row, k) for row in part.topk[old:]] if k else []
-        self.tokens = start + len(part.tokens)
-        return Partial(
-            sample.request_id,
-            index,
-            start + old,
-            tuple(part.tokens[old:]),
-            tuple(part.logprobs[old:]),
-            tuple((tuple(token for token, _ in top), tuple(value for _, value in top)) for top in tops),
-        )
+def new_tokens(sample: Sample, index: int, start: int, part: EngineReply, published: int) -> Partial | None:
+    """The tokens of a part of an answer, which begins at token `start`, beyond those that were published; None if there
+    are none.
+    """
+    old = max(published - start, 0)
+    if old >= len(part.tokens):
+        return None
+    k = sample.topk_sample_logprobs
+    tops = [likeliest(row, k) for row in part.topk[old:]] if k else []
+    return Partial(
+        sample.request_id,
+        index,
+        start + old,
+        tuple(part.tokens[old:]),
+        tuple(part.logprobs[old:]),
+        tuple((tuple(token for token, _ in top), tuple(value for _, value in top)) for top in tops),
+    )
 
 
 def _topk(rows: Sequence[Row], k: int) -> TopK:
@@ -278,7 +276,7 @@ def _ids(targets: I64 | SparseRows) -> I64:
     return (targets.values if isinstance(targets, SparseRows) else targets.ravel()).astype(np.int64)
 
 
-def _ignore(_: EngineReply) -> None:
+def _ignore(_start: int, _part: EngineReply) -> None:
     return None
 
 

@@ -18,12 +18,10 @@ import contextlib
 import queue
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,13 @@ import structlog
 from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import Adapters, Version, Write
-from tinsmith.samplers.remote.answering import Answering, Published
+from tinsmith.samplers.remote.answering import Answering, OnPart, new_tokens
 from tinsmith.samplers.remote.connection import (
     FIRST_PAUSE_S,
     QUICK_S,
-    EngineAccess,
     EngineConnection,
     EngineGone,
+    RemoteEngine,
 )
 from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, Json, PromptAsk
 from tinsmith.samplers.remote.links import AdapterLinks
@@ -101,7 +99,6 @@ class Gate:
 MAX_CONCURRENT = 256
 """Concurrent requests to the external engine, which queues what it cannot run yet."""
 
-MOST_ADAPTERS = 32
 PROBED_TOKENS = 8
 WAIT_S = 0.005
 """How long a step waits for a finished sample; between steps the engine thread does its other work."""
@@ -117,35 +114,13 @@ Capture = Callable[[str], Write | None]
 """Returns a function that writes the current files of a version, or None if the version does not exist."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteEngine:
-    """The address and credentials of a running engine, or the Python interpreter and options with which to start one.
-
-    `directory` holds the files of adapters and is emptied at start. An engine on another machine must see it under the
-    same path, unless it downloads adapters from `adapters_url`, an address of this process. `memory` is preferred for
-    them while it has space.
-    """
-
-    directory: Path
-    log_path: Path
-    memory: Path | None = None
-    url: str = ""
-    access: EngineAccess = field(default_factory=EngineAccess)
-    adapters_url: str = ""
-    adapters_host: str = "127.0.0.1"  # the address on which this process listens for downloads
-    python: str = ""
-    options: tuple[str, ...] = ()
-    shares_device: bool = False
-    most_adapters: int = MOST_ADAPTERS
-
-
 class _Job:
     def __init__(self, sample: Sample, version: Version | None, answering: Answering) -> None:
         self.sample = sample
         self.version = version
         self.answering = answering
         self.deaths = 0
-        self.published: dict[int, Published] = {}
+        self.published: dict[int, int] = {}  # tokens by the index of the answer
         self.task: asyncio.Task[None] | None = None
         self.attempt: asyncio.Task[SampleResult] | None = None
 
@@ -231,7 +206,7 @@ class ExternalSampler:
         """Unload a version that was replaced or dropped, after the requests that use it."""
         version = self._versions.pop(version_id, None)
         if version is not None:
-            self._spawn(self._adapters.retire(version))
+            asyncio.run_coroutine_threadsafe(self._adapters.retire(version), self._loop)
 
     def _version(self, version_id: str) -> Version:
         version = self._versions.get(version_id)
@@ -293,26 +268,8 @@ class ExternalSampler:
     def _wait(self, coroutine: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
     async def _open(self, engine: RemoteEngine) -> None:
-        command: Sequence[str] = ()
-        url = engine.url
-        if not url:
-            port = _free_port()
-            url = f"http://127.0.0.1:{port}"
-            command = self._dialect.command(engine.python, self._shape.path, port, engine.options, engine.shares_device)
-        self._connection = EngineConnection(
-            self._dialect.name,
-            (self._dialect.health, self._dialect.health_asleep),
-            self._learn,
-            url=url,
-            access=engine.access,
-            command=command,
-            log_path=engine.log_path,
-            directory=engine.directory,
-        )
+        self._connection = EngineConnection(self._dialect, engine, self._shape.path, self._learn)
         self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload, engine.memory)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._gate = Gate()
@@ -327,7 +284,7 @@ class ExternalSampler:
 
     async def _learn(self) -> None:
         """Read the engine's facts, and find out by two requests which logprobs it reports."""
-        self._dialect.learn([await self._asked(path) for path in self._dialect.questions()])
+        self._dialect.learn([await self._asked(path) for path in self._dialect.questions])
         half = SamplingParams(max_tokens=PROBED_TOKENS, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
         drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, PROBED_TOKENS))
@@ -482,20 +439,21 @@ class ExternalSampler:
                 )
 
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
+        publish = partial(self._publish, job)
         if job.version is None:
-            return await job.answering.result(self, None, self._publisher(job), unembedding=False)
+            return await job.answering.result(self, None, publish, by_token=False)
         for last in (False, True):
             async with self._adapters.held(job.version, era) as name:
                 try:
-                    unembedding = job.version.adapts_unembedding
-                    return await job.answering.result(self, name, self._publisher(job), unembedding=unembedding)
+                    by_token = job.version.adapts_unembedding
+                    return await job.answering.result(self, name, publish, by_token=by_token)
                 except NotFoundError:
                     if last:
                         raise
                     await self._adapters.forget(job.version)  # another client of the engine unloaded it
         raise AssertionError("unreachable")
 
-    async def send(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
+    async def send(self, ask: Ask, on_part: OnPart) -> EngineReply:
         """Called by `Answering` on the event loop."""
         async with self._scoring.shared():
             return await self._sent(ask, on_part)
@@ -503,10 +461,10 @@ class ExternalSampler:
     async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
         """Called by `Answering` on the event loop."""
         async with self._scoring.exclusive(), asyncio.TaskGroup() as group:
-            sent = [group.create_task(self._sent(ask, lambda _: None)) for ask in asks]
+            sent = [group.create_task(self._sent(ask, lambda _start, _part: None)) for ask in asks]
         return [one.result() for one in sent]
 
-    async def _sent(self, ask: Ask, on_part: Callable[[EngineReply], None]) -> EngineReply:
+    async def _sent(self, ask: Ask, on_part: OnPart) -> EngineReply:
         async with self._slots:
             try:
                 call = self._dialect.call(ask)
@@ -515,7 +473,7 @@ class ExternalSampler:
                 whole = EngineReply([], [], [])
                 async for event in self._connection.events(call):
                     part = self._dialect.read(ask, event, len(whole.tokens))
-                    on_part(part)
+                    on_part(len(whole.tokens), part)
                     whole.add(part)
                 return whole
             except asyncio.CancelledError:
@@ -529,24 +487,12 @@ class ExternalSampler:
         with contextlib.suppress(EngineGone, TinsmithError):
             await self._connection.order(call)
 
-    def _publisher(self, job: _Job) -> Callable[[int, EngineReply], None]:
-        """Publishes the tokens of a streaming request. After a restart, tokens that were published are skipped."""
-        received = dict.fromkeys(range(job.sample.num_samples), 0)
-
-        def publish(index: int, part: EngineReply) -> None:
-            progress = job.published.setdefault(index, Published())
-            partial = progress.advance(job.sample, index, received[index], part)
-            received[index] += len(part.tokens)
-            if partial is not None:
-                self._partials.put(partial)
-
-        return publish
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    def _publish(self, job: _Job, index: int, start: int, part: EngineReply) -> None:
+        """Publish the tokens of a streaming request. After a restart, tokens that were published are skipped."""
+        published = job.published.get(index, 0)
+        if partial_answer := new_tokens(job.sample, index, start, part, published):
+            job.published[index] = start + len(part.tokens)
+            self._partials.put(partial_answer)
 
 
 def _cancel(job: _Job) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import orjson
 import structlog
 
 from tinsmith.errors import EngineFailedError, NotFoundError, SettingsError, UserError
-from tinsmith.samplers.remote.dialect import EngineCall, Json
+from tinsmith.samplers.remote.dialect import Dialect, EngineCall, Json
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
 LONGEST_BACKOFF_S = 2.0
@@ -36,6 +37,7 @@ QUICK_S = 10.0
 BUSY = (429, 503)
 UNAUTHORISED = (401, 403)
 FAILED_STARTS = 3
+MOST_ADAPTERS = 32
 
 log = structlog.get_logger()
 
@@ -74,31 +76,44 @@ class EngineAccess:
         return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=self.headers, verify=verify)
 
 
-class EngineConnection:
-    """`command` starts the engine; without it, `url` is the address of a running one. `learn` runs each time that the
-    engine comes up, before requests are sent. `health` has the paths of health checks: while it may sample, and while
-    it is paused.
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """The address and credentials of a running engine, or the Python interpreter and options with which to start one.
+
+    `directory` holds the files of adapters and is emptied at start. An engine on another machine must see it under the
+    same path, unless it downloads adapters from `adapters_url`, an address of this process. `memory` is preferred for
+    them while it has space.
     """
 
+    directory: Path
+    log_path: Path
+    memory: Path | None = None
+    url: str = ""
+    access: EngineAccess = field(default_factory=EngineAccess)
+    adapters_url: str = ""
+    adapters_host: str = "127.0.0.1"  # the address on which this process listens for downloads
+    python: str = ""
+    options: tuple[str, ...] = ()
+    shares_device: bool = False
+    most_adapters: int = MOST_ADAPTERS
+
+
+class EngineConnection:
+    """`learn` runs each time that the engine comes up, before requests are sent."""
+
     def __init__(
-        self,
-        name: str,
-        health: tuple[str, str],
-        learn: Callable[[], Awaitable[None]],
-        *,
-        url: str = "",
-        access: EngineAccess | None = None,
-        command: Sequence[str] = (),
-        log_path: Path | None = None,
-        directory: Path | None = None,
+        self, dialect: Dialect, engine: RemoteEngine, model: str, learn: Callable[[], Awaitable[None]]
     ) -> None:
-        self._name = name
-        self._health = health
+        """`model` is the directory of the base model, for an engine that is started here."""
+        self._name = dialect.name
+        self._dialect = dialect
+        self._engine = engine
         self._learn = learn
-        self._command = list(command)
-        self._log_path = log_path
-        self._directory = directory
-        self.url = url
+        self.url, self._command = engine.url, list[str]()
+        if not self.url:
+            port = _free_port()
+            self.url = f"http://127.0.0.1:{port}"
+            self._command = dialect.command(engine.python, model, port, engine.options, engine.shares_device)
         self.era = 0
         self._up = asyncio.Event()
         self._look = asyncio.Event()
@@ -108,8 +123,7 @@ class EngineConnection:
         self._num_checks = 0
         self._failed_starts = 0
         self._refusal: UserError | EngineFailedError | SettingsError | None = None
-        self._access = access or EngineAccess()
-        self._client = self._access.client(url)
+        self._client = engine.access.client(self.url)
 
     async def ready(self) -> int:
         """Wait until the engine is up and return its era. Raises the error that keeps it from starting."""
@@ -247,20 +261,21 @@ class EngineConnection:
         )
 
     def _late(self) -> EngineFailedError:
-        return EngineFailedError(f"{self._name} sent nothing for {self._access.timeout_s:g} s (sampler_timeout_s)")
+        return EngineFailedError(
+            f"{self._name} sent nothing for {self._engine.access.timeout_s:g} s (sampler_timeout_s)"
+        )
 
     async def _keep_child(self) -> None:
-        assert self._log_path is not None
         self._has_child = True
         attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
-        with self._log_path.open("ab") as output:
+        with self._engine.log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *attendant,
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                cwd=self._directory,  # a directory in which `python -m` finds no module by accident
+                cwd=self._engine.directory,  # a directory in which `python -m` finds no module by accident
             )
         exited = asyncio.create_task(process.wait())
         watching = asyncio.create_task(self._watch())
@@ -269,7 +284,10 @@ class EngineConnection:
             await asyncio.wait({exited, watching}, return_when=asyncio.FIRST_COMPLETED)
             was_up = self._up.is_set()
             log.error(
-                "the sampling engine ended", engine=self._name, status=process.returncode, log=str(self._log_path)
+                "the sampling engine ended",
+                engine=self._name,
+                status=process.returncode,
+                log=str(self._engine.log_path),
             )
         finally:
             self._down()
@@ -282,7 +300,9 @@ class EngineConnection:
         if not was_up and self._refusal is None:
             self._failed_starts += 1
             if self._failed_starts >= FAILED_STARTS:
-                self._refusal = EngineFailedError(f"{self._name} ends before it is up; its log is {self._log_path}")
+                self._refusal = EngineFailedError(
+                    f"{self._name} ends before it is up; its log is {self._engine.log_path}"
+                )
 
     async def _watch(self) -> None:
         """Wait until the engine is up, and then until it is down."""
@@ -320,9 +340,10 @@ class EngineConnection:
 
     async def is_healthy(self) -> bool:
         awake = self._may_start.is_set()
+        path = self._dialect.health if awake else self._dialect.health_asleep
         self._num_checks += 1
         try:
-            status = (await self._client.get(self._health[0 if awake else 1], timeout=QUICK_S)).status_code
+            status = (await self._client.get(path, timeout=QUICK_S)).status_code
         except httpx.TransportError:
             return False
         finally:
@@ -352,3 +373,9 @@ def _refusal(status: int, text: bytes, name: str) -> Exception:
     if status == 404:
         return NotFoundError(f"{name} answers: {message}")
     return (UserError if status < 500 else EngineFailedError)(f"{name} answers {status}: {message}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

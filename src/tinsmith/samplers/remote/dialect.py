@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tinsmith.errors import EngineFailedError, NotSupportedError
 from tinsmith.types import Adjustments, SamplingParams
@@ -21,6 +22,9 @@ LEAST_LOGPROB = -9999.0
 """The value that engines write for NaN and minus infinity, which JSON cannot express."""
 
 NO_ADJUSTMENTS = Adjustments()
+
+MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
+"""Of an engine that this process starts."""
 
 Row = Mapping[int, float]
 """Logprobs of some tokens at one position."""
@@ -92,86 +96,119 @@ class EngineReply:
         self.cached_tokens = max(self.cached_tokens, more.cached_tokens)
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """The HTTP interface of one kind of engine.
 
     `name` is the engine's name. `health` is a path that returns 200 while it is up, and `health_asleep` one that does
-    so without using the device. `seed_bits` is the size of its seeds; an engine that `needs_seeds` repeats its answers
-    without one. `takes_unembeddings`: it applies adapters of the unembedding to answers; `scores_unembeddings`: also to
-    the logprobs of prompts. `scores_alone`: logprobs of a prompt are correct only while no other request runs.
-    `max_context_length` is None until the engine has reported it.
+    so without using the device. `questions` are paths to GET once it is up. `seed_bits` is the size of its seeds; an
+    engine that `needs_seeds` repeats its answers without one. `takes_unembeddings`: it applies adapters of the
+    unembedding to answers; none does so in the logprobs of prompts. `scores_alone`: logprobs of a prompt are correct
+    only while no other request runs. `max_context_length` is None until the engine has reported it.
     """
 
     name: str
     health: str
     health_asleep: str
-    scores_alone: bool
-    takes_unembeddings: bool
-    scores_unembeddings: bool
-    streams: bool
-    needs_seeds: bool
+    questions: Sequence[str]
     seed_bits: int
-    max_context_length: int | None
+    needs_seeds = False
+    root = ""
+    """Begins the paths of the calls that load and unload adapters."""
 
+    environment: Sequence[str]
+    module: str
+    model_option = "--model-path"
+    fixed_options: Sequence[str]
+    sleep_option: str
+    default_options: Mapping[str, str]
+    """Of the command that starts an engine; a user's own options replace the last ones."""
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self.scores_alone = False
+        self.takes_unembeddings = True
+        self.max_context_length: int | None = None
+
+    @abstractmethod
     def learn(self, facts: Sequence[Json]) -> None:
         """Take the engine's answers to `questions`, in order. Raises SettingsError if the engine cannot be used."""
-        ...
 
-    def questions(self) -> Sequence[str]:
-        """Paths to GET once the engine is up."""
-        ...
-
+    @abstractmethod
     def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
         """Conclude which logprobs the engine reports, from those of tokens that were drawn at temperature 0.5 and those
         of the same tokens in a prompt. Raises SettingsError if the engine cannot be used.
         """
-        ...
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
         """Raises NotSupportedError for what the engine cannot do exactly. `alternatives` is the number of alternative
-        tokens to draw at each position of the prompt.
+        tokens to draw at each position of the prompt. Masks are refused, because the engine would report logprobs of
+        the masked distribution.
         """
-        ...
+        given = params.adjustments or NO_ADJUSTMENTS
+        if given.grammar is not None:
+            raise NotSupportedError(f"a grammar (response_format, tools) is not supported where {self.name} samples")
+        for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+            if getattr(given, name):
+                raise NotSupportedError(f"{name} is not supported where {self.name} samples; leave it out")
+        if alternatives:
+            raise NotSupportedError(
+                f"prompt_alt_tokens_k is not supported where {self.name} samples: {self.name} draws no such tokens"
+            )
 
+    @abstractmethod
     def about_prompt(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptAsk:
         """How to ask for logprobs of a prompt of `length` tokens from position `first` on: of the prompt tokens, of the
         `topk` likeliest and of `ids`. Raises NotSupportedError if the engine would report too many.
         """
-        ...
 
+    @abstractmethod
     def rescores(self, params: SamplingParams) -> bool:
         """Whether the logprobs of an answer follow another definition, so that a second request must score it."""
-        ...
 
+    @abstractmethod
     def call(self, ask: Ask) -> EngineCall: ...
 
     def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
         """The answer, or what an event of a stream adds to the first `start` tokens. Raises EngineFailedError if it
         cannot be read.
         """
-        ...
+        try:
+            return self._read(ask, answer, start)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EngineFailedError(f"{self.name}'s answer cannot be read: {type(error).__name__}: {error}") from error
+
+    @abstractmethod
+    def _read(self, ask: Ask, answer: Json, start: int) -> EngineReply: ...
 
     def abort(self, request_id: str) -> EngineCall | None:
         """The call that aborts a request; None if closing the connection does."""
-        ...
+        return None
 
-    def load(self, name: str, directory: str) -> EngineCall: ...
+    def load(self, name: str, directory: str) -> EngineCall:
+        return EngineCall(f"{self.root}/load_lora_adapter", {"lora_name": name, "lora_path": directory})
 
-    def unload(self, name: str) -> EngineCall: ...
+    def unload(self, name: str) -> EngineCall:
+        return EngineCall(f"{self.root}/unload_lora_adapter", {"lora_name": name})
 
+    @abstractmethod
     def sleep(self) -> Sequence[EngineCall]:
         """The calls that release the device, in order, while no request runs."""
-        ...
 
+    @abstractmethod
     def wake_after(self, num_slept: int) -> list[EngineCall]:
         """The calls that take back, in order, what the first `num_slept` calls of `sleep` released: the weights first,
         the KV cache last.
         """
-        ...
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
         """The command that starts an engine on this machine. Notes how the options change what the engine can do."""
-        ...
+        given = {option.partition("=")[0] for option in options}
+        chosen = [word for flag, value in self.default_options.items() if flag not in given for word in (flag, value)]
+        sleeping = [self.sleep_option] if shares_device else []
+        here = [self.model_option, model, "--host", "127.0.0.1", "--port", str(port)]
+        return ["env", *self.environment, python, "-m", self.module, *here, *self.fixed_options, *sleeping, *chosen,
+                *options]  # fmt: skip
 
 
 def seed_of(seed: int, index: int, bits: int) -> int:
@@ -182,12 +219,21 @@ def seed_of(seed: int, index: int, bits: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - bits)
 
 
-def refuse_masks(params: SamplingParams, engine: str) -> None:
-    """Raises NotSupportedError for masks, because the engine would report logprobs of the masked distribution."""
-    given = params.adjustments or NO_ADJUSTMENTS
-    for name in ("allowed_token_ids", "bad_words", "min_tokens"):
-        if getattr(given, name):
-            raise NotSupportedError(f"{name} is not supported where {engine} samples; leave it out")
+def sampling_fields(params: SamplingParams, no_top_k: int) -> Json:
+    """The fields that engines name alike; `no_top_k` is their value for all tokens."""
+    given, greedy = params.adjustments or NO_ADJUSTMENTS, params.temperature == 0
+    fields: Json = {
+        "temperature": params.temperature,
+        "top_k": no_top_k if greedy or params.top_k < 1 else params.top_k,
+        "top_p": 1.0 if greedy else params.top_p,
+        "min_p": 0.0 if greedy else given.min_p,
+        "repetition_penalty": given.repetition_penalty,
+        "presence_penalty": given.presence_penalty,
+        "frequency_penalty": given.frequency_penalty,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    return fields | ({"logit_bias": {str(token): bias for token, bias in given.logit_bias}} if given.logit_bias else {})
 
 
 def truncates(params: SamplingParams) -> bool:
@@ -211,10 +257,10 @@ def likeliest(row: Row, k: int) -> list[tuple[int, float]]:
     return sorted(known, key=lambda entry: (-entry[1], entry[0]))[:k]
 
 
-def number(value: object, what: str) -> float:
+def logprob_of(value: object) -> float:
     """A logprob from JSON; null and LEAST_LOGPROB become NaN."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise EngineFailedError(f"the sampling engine answered {value!r} where {what} should be")
+        raise EngineFailedError(f"the sampling engine answered {value!r} where a logprob should be")
     return math.nan if value <= LEAST_LOGPROB else float(value)

@@ -17,27 +17,29 @@ Written after published sources of versions up to 0.5.18; no SGLang was run. Thi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
 from tinsmith.samplers.remote.dialect import (
+    MAX_ADAPTERS_AT_ONCE,
+    MAX_RANK,
     NO_ADJUSTMENTS,
     Ask,
+    Dialect,
     EngineCall,
     EngineReply,
     Json,
     PromptAsk,
     Row,
     agree,
-    number,
+    logprob_of,
     penalises,
-    refuse_masks,
+    sampling_fields,
 )
 from tinsmith.types import SamplingParams
 
 GENERATE = "/generate"
-MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
 MOST_IDS = 4096
 """The most target ids of one request; the reply has a logprob for each id at each position."""
 
@@ -51,25 +53,24 @@ MEMORY = ("weights", "cuda_graph", "kv_cache")
 FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class SglangDialect:
+class SglangDialect(Dialect):
     name = "SGLang"
     health = "/health"
     health_asleep = "/model_info"  # the other generates a token
+    questions = ("/model_info", "/server_info")  # in older versions with "get_" in front
     seed_bits = 31
-    streams = True
     needs_seeds = True
-    scores_alone = False
-    scores_unembeddings = False
-
-    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
-        self._deterministic = True
-        self.takes_unembeddings = True
-        self.max_context_length: int | None = None
-
-    def questions(self) -> Sequence[str]:
-        return ["/model_info", "/server_info"]  # in older versions with "get_" in front
+    environment = ("-u", "SGLANG_RETURN_ORIGINAL_LOGPROB", "HF_HUB_OFFLINE=1")
+    module = "sglang.launch_server"
+    fixed_options = ("--enable-lora", "--enable-deterministic-inference")
+    sleep_option = "--enable-memory-saver"
+    default_options: Mapping[str, str] = {
+        "--max-lora-rank": str(MAX_RANK),
+        "--max-loras-per-batch": str(MAX_ADAPTERS_AT_ONCE),
+        "--lora-target-modules": "all",
+        "--sampling-defaults": "openai",
+    }
+    _deterministic = True
 
     def learn(self, facts: Sequence[Json]) -> None:
         model, server = facts
@@ -90,14 +91,8 @@ class SglangDialect:
             raise SettingsError("SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB; start it without")
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
+        super().check(params, alternatives=alternatives)
         given = params.adjustments or NO_ADJUSTMENTS
-        if given.grammar is not None:
-            raise NotSupportedError("a grammar (response_format, tools) is not supported where SGLang samples")
-        refuse_masks(params, "SGLang")
-        if alternatives:
-            raise NotSupportedError(
-                "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"
-            )
         if given.repetition_penalty != 1:
             raise NotSupportedError("repetition_penalty is not supported where SGLang samples: its formula differs")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -129,28 +124,17 @@ class SglangDialect:
         return penalises(params)
 
     def call(self, ask: Ask) -> EngineCall:
-        params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
-        greedy = params.temperature == 0
-        sampling: Json = {
+        params = ask.params
+        sampling: Json = sampling_fields(params, -1) | {
             "max_new_tokens": ask.max_tokens,
-            "temperature": params.temperature,
-            "top_k": -1 if greedy or params.top_k < 1 else params.top_k,
-            "top_p": 1.0 if greedy else params.top_p,
-            "min_p": 0.0 if greedy else given.min_p,
-            "presence_penalty": given.presence_penalty,
-            "frequency_penalty": given.frequency_penalty,
             "repetition_penalty": 1.0,
             "ignore_eos": not params.stop_eos,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
             "no_stop_trim": True,
         }
         if params.stop_eos:
             sampling["stop_token_ids"] = sorted(self._eos_token_ids | set(params.stop_tokens))
         if params.stop_strings:
             sampling["stop"] = list(params.stop_strings)
-        if given.logit_bias:
-            sampling["logit_bias"] = {str(token): bias for token, bias in given.logit_bias}
         if ask.seed is not None and self._deterministic:
             sampling["sampling_seed"] = ask.seed
         body: Json = {
@@ -176,43 +160,34 @@ class SglangDialect:
                 body["token_ids_logprob"] = list(ask.prompt.ids)
         return EngineCall(GENERATE, body)
 
-    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
+    def _read(self, ask: Ask, answer: Json, start: int) -> EngineReply:
         if error := answer.get("error"):
             raise EngineFailedError(f"SGLang failed while it answered: {error}")
-        try:
-            meta = answer["meta_info"]
-            told = meta["output_token_logprobs"]
-            total = int(meta["completion_tokens"])
-            first = len(told) - (total - start)
-            if first < 0 or total < start:
-                raise ValueError(f"{len(told)} tokens have logprobs, of {total} where {start} are known")
-            finish = meta.get("finish_reason")
-            reply = EngineReply(
-                [int(entry[1]) for entry in told[first:]],
-                [number(entry[0], "a logprob") for entry in told[first:]],
-                [],
-                FINISHES[finish["type"]] if finish else "",
-                int(meta.get("cached_tokens") or 0),
-            )
-            if ask.topk or ask.only:
-                rows = _row(meta["output_top_logprobs" if ask.topk else "output_token_ids_logprobs"])
-                if len(rows) != len(told):
-                    raise ValueError(f"{len(told)} tokens have {len(rows)} rows of top logprobs")
-                reply.topk = list(rows[first:])
-            if ask.prompt is not None:
-                reply.prompt_rows = _prompt_rows(meta, ask)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise EngineFailedError(f"SGLang's answer cannot be read: {type(error).__name__}: {error}") from error
+        meta = answer["meta_info"]
+        told = meta["output_token_logprobs"]
+        total = int(meta["completion_tokens"])
+        first = len(told) - (total - start)
+        if first < 0 or total < start:
+            raise ValueError(f"{len(told)} tokens have logprobs, of {total} where {start} are known")
+        finish = meta.get("finish_reason")
+        reply = EngineReply(
+            [int(entry[1]) for entry in told[first:]],
+            [logprob_of(entry[0]) for entry in told[first:]],
+            [],
+            FINISHES[finish["type"]] if finish else "",
+            int(meta.get("cached_tokens") or 0),
+        )
+        if ask.topk or ask.only:
+            rows = _row(meta["output_top_logprobs" if ask.topk else "output_token_ids_logprobs"])
+            if len(rows) != len(told):
+                raise ValueError(f"{len(told)} tokens have {len(rows)} rows of top logprobs")
+            reply.topk = list(rows[first:])
+        if ask.prompt is not None:
+            reply.prompt_rows = _prompt_rows(meta, ask)
         return reply
 
     def abort(self, request_id: str) -> EngineCall | None:
         return EngineCall("/abort_request", {"rid": request_id})
-
-    def load(self, name: str, directory: str) -> EngineCall:
-        return EngineCall("/load_lora_adapter", {"lora_name": name, "lora_path": directory})
-
-    def unload(self, name: str) -> EngineCall:
-        return EngineCall("/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self) -> Sequence[EngineCall]:
         # Releasing the KV cache loses its contents, so it is flushed first and nothing refers to it.
@@ -223,22 +198,6 @@ class SglangDialect:
         # A part that is awake must not be resumed: SGLang would end.
         asleep = MEMORY[1 + len(MEMORY) - num_slept :]
         return [EngineCall("/resume_memory_occupation", {"tags": [tag]}) for tag in asleep]
-
-    def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
-        given = {option.partition("=")[0] for option in options}
-        ours = {
-            "--max-lora-rank": str(MAX_RANK),
-            "--max-loras-per-batch": str(MAX_ADAPTERS_AT_ONCE),
-            "--lora-target-modules": "all",
-            "--sampling-defaults": "openai",
-        }
-        chosen = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
-        fixed = ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), "--enable-lora"]
-        fixed += ["--enable-deterministic-inference"]
-        saving = ["--enable-memory-saver"] if shares_device else []
-        module = ["-m", "sglang.launch_server"]
-        unset = ["-u", "SGLANG_RETURN_ORIGINAL_LOGPROB"]
-        return ["env", *unset, "HF_HUB_OFFLINE=1", python, *module, *fixed, *saving, *chosen, *options]
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -255,7 +214,7 @@ def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
     own = meta["input_token_logprobs"]
     if [int(entry[1]) for entry in own] != [int(token) for token in ask.tokens[start:]]:
         raise ValueError("the tokens of input_token_logprobs are not the prompt's")
-    told = [[_entry(entry) for entry in own]]
+    told = [[{int(entry[1]): logprob_of(entry[0])} for entry in own]]
     told += [_row(meta["input_top_logprobs"])] if ask.prompt.topk else []
     told += [_row(meta["input_token_ids_logprobs"])] if ask.prompt.ids else []
     for kind in told:
@@ -265,9 +224,5 @@ def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
     return cast("list[Row]", rows)
 
 
-def _entry(entry: Sequence[object]) -> dict[int, float]:
-    return {int(cast(int, entry[1])): number(entry[0], "a logprob")}
-
-
 def _row(rows: Iterable[Sequence[Sequence[object]] | None]) -> list[dict[int, float]]:
-    return [{int(cast(int, token)): number(value, "a logprob") for value, token, *_ in row or ()} for row in rows]
+    return [{int(cast(int, token)): logprob_of(value) for value, token, *_ in row or ()} for row in rows]

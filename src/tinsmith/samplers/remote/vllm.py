@@ -18,22 +18,24 @@ connection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
+from tinsmith.errors import NotSupportedError, SettingsError
 from tinsmith.samplers.remote.dialect import (
-    NO_ADJUSTMENTS,
+    MAX_ADAPTERS_AT_ONCE,
+    MAX_RANK,
     Ask,
+    Dialect,
     EngineCall,
     EngineReply,
     Json,
     PromptAsk,
     Row,
     agree,
-    number,
+    logprob_of,
     penalises,
-    refuse_masks,
+    sampling_fields,
     truncates,
 )
 from tinsmith.types import SamplingParams
@@ -45,35 +47,38 @@ BASE = "tinsmith-base"
 MOST_CELLS = 2**18
 """The most logprobs of one prompt that a reply may have: about 16 MiB of JSON."""
 
-MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
 
-ENVIRONMENT = (
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-    "VLLM_SERVER_DEV_MODE=1",  # /sleep and /wake_up
-    "VLLM_NO_USAGE_STATS=1",
-    "HF_HUB_OFFLINE=1",
-)
-
-
-class VllmDialect:
+class VllmDialect(Dialect):
     name = "vLLM"
     health = health_asleep = "/health"
+    questions = ("/v1/models",)
     seed_bits = 62
-    streams = True
-    needs_seeds = False
-    scores_unembeddings = False
+    root = "/v1"
+    environment = (
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        "VLLM_SERVER_DEV_MODE=1",  # /sleep and /wake_up
+        "VLLM_NO_USAGE_STATS=1",
+        "HF_HUB_OFFLINE=1",
+    )
+    module = "vllm.entrypoints.openai.api_server"
+    model_option = "--model"
+    fixed_options = (
+        *("--served-model-name", BASE, "--generation-config", "vllm"),
+        *("--enable-lora", "--enable-prompt-tokens-details"),
+    )
+    sleep_option = "--enable-sleep-mode"
+    default_options: Mapping[str, str] = {
+        "--max-lora-rank": str(MAX_RANK),
+        "--max-loras": str(MAX_ADAPTERS_AT_ONCE),
+        "--max-logprobs": "-1",
+        "--logprobs-mode": "processed_logprobs",
+    }
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._vocab_size = vocab_size
+        super().__init__(eos_token_ids, vocab_size)
         self.scores_alone = True
-        self.takes_unembeddings = True
         self._base = BASE
         self._processed = True
-        self.max_context_length: int | None = None
-
-    def questions(self) -> Sequence[str]:
-        return ["/v1/models"]
 
     def learn(self, facts: Sequence[Json]) -> None:
         models = [model for model in facts[0].get("data", []) if not model.get("parent")]
@@ -86,14 +91,7 @@ class VllmDialect:
         self._processed = not agree(drawn, scored)
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
-        given = params.adjustments or NO_ADJUSTMENTS
-        if given.grammar is not None:
-            raise NotSupportedError("a grammar (response_format, tools) is not supported where vLLM samples")
-        refuse_masks(params, "vLLM")
-        if alternatives:
-            raise NotSupportedError(
-                "prompt_alt_tokens_k is not supported where vLLM samples: vLLM draws no such tokens"
-            )
+        super().check(params, alternatives=alternatives)
         if params.temperature in (0.0, 1.0):
             return
         if not self._processed:
@@ -120,27 +118,17 @@ class VllmDialect:
         return self._processed and (truncates(params) or penalises(params))
 
     def call(self, ask: Ask) -> EngineCall:
-        params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
-        greedy = params.temperature == 0
+        params = ask.params
         stops = set(params.stop_tokens) | (self._eos_token_ids if params.stop_eos else frozenset())
-        body: Json = {
+        body: Json = sampling_fields(params, 0) | {
             "model": ask.adapter or self._base,
             "prompt": list(ask.tokens),
             "add_special_tokens": False,
             "max_tokens": ask.max_tokens,
-            "temperature": params.temperature,
-            "top_k": 0 if greedy or params.top_k < 1 else params.top_k,
-            "top_p": 1.0 if greedy else params.top_p,
-            "min_p": 0.0 if greedy else given.min_p,
-            "repetition_penalty": given.repetition_penalty,
-            "presence_penalty": given.presence_penalty,
-            "frequency_penalty": given.frequency_penalty,
             "ignore_eos": True,
             "stop_token_ids": sorted(stops),
             "stop": list(params.stop_strings),
             "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "spaces_between_special_tokens": False,
             "logprobs": ask.topk,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
@@ -148,8 +136,6 @@ class VllmDialect:
         }
         if ask.only:
             body["logprob_token_ids"] = list(ask.only)
-        if given.logit_bias:
-            body["logit_bias"] = {str(token): bias for token, bias in given.logit_bias}
         if ask.seed is not None:
             body["seed"] = ask.seed
         if ask.cache_scope:
@@ -161,24 +147,12 @@ class VllmDialect:
             body["stream_options"] = {"include_usage": True}
         return EngineCall(COMPLETIONS, body)
 
-    def read(self, ask: Ask, answer: Json, start: int = 0) -> EngineReply:
-        try:
-            details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-            reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
-            for choice in answer["choices"]:
-                _add(reply, choice, ask)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise EngineFailedError(f"vLLM's answer cannot be read: {type(error).__name__}: {error}") from error
+    def _read(self, ask: Ask, answer: Json, start: int) -> EngineReply:
+        details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+        reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
+        for choice in answer["choices"]:
+            _add(reply, choice, ask)
         return reply
-
-    def abort(self, request_id: str) -> EngineCall | None:
-        return None  # vLLM aborts a request when its connection closes
-
-    def load(self, name: str, directory: str) -> EngineCall:
-        return EngineCall("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
-
-    def unload(self, name: str) -> EngineCall:
-        return EngineCall("/v1/unload_lora_adapter", {"lora_name": name})
 
     def sleep(self) -> Sequence[EngineCall]:
         # Level 1 keeps the weights in host memory; level 2 discards them, and this client could not restore them.
@@ -188,45 +162,27 @@ class VllmDialect:
         return [EngineCall("/wake_up?tags=weights", {}), EngineCall("/wake_up?tags=kv_cache", {})]
 
     def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
-        given = {option.partition("=")[0] for option in options}
-        self.takes_unembeddings = "--lora-target-modules" not in given or "lm_head" in options
+        flags = {option.partition("=")[0] for option in options}
+        self.takes_unembeddings = "--lora-target-modules" not in flags or "lm_head" in options
         self.scores_alone = self.takes_unembeddings
-        ours = {
-            "--max-lora-rank": str(MAX_RANK),
-            "--max-loras": str(MAX_ADAPTERS_AT_ONCE),
-            "--max-logprobs": "-1",
-            "--logprobs-mode": "processed_logprobs",
-        }
-        chosen = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
-        fixed = ["--model", model, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)]
-        fixed += ["--generation-config", "vllm", "--enable-lora", "--enable-prompt-tokens-details"]
-        sleeping = ["--enable-sleep-mode"] if shares_device else []
-        module = ["-m", "vllm.entrypoints.openai.api_server"]
-        return ["env", *ENVIRONMENT, python, *module, *fixed, *sleeping, *chosen, *options]
+        return super().command(python, model, port, options, shares_device)
 
 
 def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
     tokens = [int(token) for token in choice.get("token_ids") or []]
     told = choice.get("logprobs") or {}
-    logprobs = [number(value, "a logprob") for value in told.get("token_logprobs") or []]
+    logprobs = [logprob_of(value) for value in told.get("token_logprobs") or []]
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} logprobs")
+    named = (told.get("top_logprobs") or []) if ask.topk or ask.only else []
     topk: list[Row] = [
-        {_token(name): number(value, "a logprob") for name, value in row.items()} for row in _rows(told, ask)
+        {int(name.removeprefix("token_id:")): logprob_of(value) for name, value in row.items()} for row in named
     ]
     if (ask.topk or ask.only) and len(topk) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
     reply.add(EngineReply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
     if ask.prompt is not None and choice.get("prompt_logprobs") is not None:
         reply.prompt_rows = [
-            {int(token): number(entry["logprob"], "a logprob") for token, entry in (row or {}).items()}
+            {int(token): logprob_of(entry["logprob"]) for token, entry in (row or {}).items()}
             for row in choice["prompt_logprobs"]
         ]
-
-
-def _rows(told: Json, ask: Ask) -> list[dict[str, float]]:
-    return cast("list[dict[str, float]]", told.get("top_logprobs") or []) if ask.topk or ask.only else []
-
-
-def _token(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
