@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from support import payloads
 from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, text_rows
 from support.databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
 from tinsmith.batch.worker.children import (
@@ -97,7 +97,7 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     kinds = {str(row): how for row, how in KINDS.items()}
     given = double if kind == "row" else doubling
     spec = JobSpec(
-        functions.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
+        payloads.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
         {"format": "items", "path": "items", "items": text_rows(ROWS)},
         [{"format": "json", "path": str(tmp_path / "out.jsonl")}],
         batch_size,
@@ -181,7 +181,7 @@ class Running:
         self.marker = directory / "at-work"
         (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
         spec = JobSpec(
-            functions.serialize_function(waiting, kwargs={"marker": str(self.marker)}),
+            payloads.serialize_function(waiting, kwargs={"marker": str(self.marker)}),
             batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
             [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
             2,

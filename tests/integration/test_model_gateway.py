@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
+from support.payloads import serialize_function
 from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
-from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row

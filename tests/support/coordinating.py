@@ -18,7 +18,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinsmith.batch.client.functions import serialize_function
+from support.payloads import serialize_function
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.types import JobSpec, Limits

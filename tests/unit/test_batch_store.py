@@ -194,7 +194,7 @@ def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: s
     rows = [{"n": index, "text": "ä\n," * index} for index in range(9)]
 
     def parts(name: str, output: str) -> tuple[list[PartInfo], OutputWriter]:
-        writer = registry.writer_from_dict({"format": kind, "path": join(base, output)})
+        writer = OutputWriter.from_dict({"format": kind, "path": join(base, output)})
         spans = [RowRange(start, start + 2) for start in range(0, 9, 3)]
         return [writer.write_part(rows[s.start_idx : s.end_idx + 1], s, join(base, name)) for s in spans], writer
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
+from support import payloads
 from tinsmith import batch
-from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.coordinator import FairShare
 from tinsmith.batch.coordinator.job_run import GroupSize
 from tinsmith.batch.pools.local import LocalPool, sweep
@@ -130,7 +130,7 @@ def settled_in(messages: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
     (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
     return JobSpec(
-        functions.serialize_function(count, kwargs={"seconds": seconds}),
+        payloads.serialize_function(count, kwargs={"seconds": seconds}),
         batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
         [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
         2,
@@ -558,7 +558,7 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
             print("mapped by", os.getppid())  # noqa: T201
             batch.save_results([{"n": os.getpid()} for _ in rows])
 
-    spec = spec_of(tmp_path, 0) | {"batch_serialized_fn": functions.serialize_function(tell)}
+    spec = spec_of(tmp_path, 0) | {"batch_serialized_fn": payloads.serialize_function(tell)}
     parts = {"batch_idx": 0, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(tmp_path / "parts")]}
 
     async def run() -> None:

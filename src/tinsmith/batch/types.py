@@ -165,10 +165,6 @@ class AttemptOutcome:
     retry: bool = True
     """Whether another attempt at the same rows may succeed; else they are split at once."""
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.error)
-
     def to_dict(self) -> dict[str, Any]:
         return {
             **vars(self),

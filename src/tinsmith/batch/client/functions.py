@@ -24,6 +24,7 @@ import importlib
 import inspect
 import json
 import linecache
+import pkgutil
 import site
 import symtable
 import sys
@@ -34,8 +35,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast, overload
-
-from tinsmith.batch.types import packed, unpacked
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -243,18 +242,6 @@ def is_remote_function(function: object) -> bool:
     return getattr(function, "_is_remote_function", False) is True
 
 
-def serialize_function(
-    function: Callable[..., object],
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    kind: str = "loop",
-    options: Mapping[str, Any] | None = None,
-    serializer: str | None = None,
-) -> str:
-    """`described` as `JobSpec.batch_serialized_fn`."""
-    return packed(described(function, kwargs=kwargs, kind=kind, options=options, serializer=serializer))
-
-
 def described(
     function: Callable[..., object],
     *,
@@ -310,12 +297,8 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
     return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
-def load_mapper(payload: str) -> Mapper:
-    """The function of a payload and how to call it. Runs the source, so only in workers. Raises ValueError."""
-    return mapper_of(unpacked(payload))
-
-
 def mapper_of(data: Mapping[str, Any]) -> Mapper:
+    """The function of a payload and how to call it. Runs the source, so only in workers. Raises ValueError."""
     kind = data.get("type")
     if kind not in SERIALIZERS:
         raise ValueError(f"Unknown or missing serialization type: {kind!r}")
@@ -444,22 +427,24 @@ def _provided(names: list[str], namespace: Mapping[str, object]) -> dict[str, st
 def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     text, name = data["source"], data["name"]
     file = f"<mapper {name} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
-    # Tracebacks show these lines.
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tinsmith_mapper", "__file__": file}
     for local, reference in data.get("provided", {}).items():
-        module, _, attribute = reference.partition(":")
-        if module.partition(".")[0] != "tinsmith":
+        if reference.partition(":")[0].partition(".")[0] != "tinsmith":
             raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {OURS}")
-        loaded = importlib.import_module(module)
-        namespace[local] = getattr(loaded, attribute) if attribute else loaded
+        namespace[local] = pkgutil.resolve_name(reference)
     try:
-        exec(compile(text, file, "exec"), namespace)  # the source is the user's, and this is the user's worker
+        execute(text, file, namespace)
     except Exception as error:
         raise ValueError(f"Failed to execute function source of {name!r}: {type(error).__name__}: {error}") from error
     if name not in namespace:
         raise ValueError(f"Failed to execute function source: it defines no {name!r}")
     return namespace[name]
+
+
+def execute(text: str, file: str, namespace: dict[str, Any]) -> None:
+    """Runs source that is the user's, on the user's worker; tracebacks show its lines."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), namespace)
 
 
 def _pickled(function: Callable[..., object]) -> str:

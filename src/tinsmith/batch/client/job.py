@@ -48,7 +48,7 @@ class CommittedRows:
         formats = self._page(-1, limit=1)["outputs"]
         if not 0 <= output < len(formats):
             raise UserError(f"output is {output}; bulk job {job_id} has outputs 0 to {len(formats) - 1}")
-        self.writer = registry.writer_from_dict(formats[output])
+        self.writer = OutputWriter.from_dict(formats[output])
 
     def _page(self, after: int, limit: int = 1000) -> Status:
         page = self._client.partial(self._job_id, after, limit)
@@ -308,7 +308,7 @@ class Job:
             outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [request_form(in_format(registry.writer_from_dict(each), format)) for each in old]
+            outputs = [request_form(in_format(OutputWriter.from_dict(each), format)) for each in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:

@@ -46,7 +46,6 @@ from tinsmith.batch.coordinator.workers import (
     OperationError,
     RemoteWorker,
     Result,
-    SetupFailedError,
     WorkerLostError,
     WorkerSet,
     run_until,
@@ -54,7 +53,7 @@ from tinsmith.batch.coordinator.workers import (
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
-from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, part_base
+from tinsmith.batch.types import AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
 from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import now
 from tinsmith.runtime.failpoints import hit
@@ -212,7 +211,7 @@ class Dispatcher:
                     async for arrived in results:
                         self._settle(left, arrived)
                 self.pace(worker).note(began, time.monotonic(), len(claims))
-        except SetupFailedError as error:
+        except MapperStartError as error:
             self._lose(left, "SetupFailed", error)
             self._setup_failed(str(error), error.final)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches

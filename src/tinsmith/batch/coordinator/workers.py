@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 
@@ -48,14 +48,6 @@ class OperationError(Exception):
     def __init__(self, message: str, trace: str) -> None:
         super().__init__(message)
         self.trace = trace
-
-
-class SetupFailedError(Exception):
-    """The mapper does not start; the message is its traceback. `final`: it does not start on any other worker."""
-
-    def __init__(self, message: str, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
 
 
 class FailedError(Exception):
@@ -109,7 +101,7 @@ class RemoteWorker:
             pass
 
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncGenerator[list[Result], None]:
-        """The results of attempts as they arrive. Raises WorkerLostError, SetupFailedError if some have none."""
+        """The results of attempts as they arrive. Raises WorkerLostError, MapperStartError if some have none."""
         left = len(assignments)
         setup: LostAttempt | None = None
         async with contextlib.AsyncExitStack() as stack:
@@ -136,7 +128,7 @@ class RemoteWorker:
                     yield arrived
         if setup is not None:
             self.setup_failures += 1
-            raise SetupFailedError(setup.error, setup.final)
+            raise MapperStartError(setup.error, setup.final)
         if left:
             raise self._gone("the reply is incomplete")
 

@@ -31,27 +31,21 @@ class Tally:
     """Sums over the lines of a file."""
 
     lines: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
+    tokens: TokensUsed = field(default_factory=lambda: TokensUsed.of({}))
 
     def add(self, line: bytes) -> None:
         self.lines += 1
         body = (orjson.loads(line).get("response") or {}).get("body") or {}
-        used = TokensUsed.of(body.get("usage") or {})
-        self.input_tokens += used.read
-        self.output_tokens += used.written
-        self.cached_tokens += used.cached
-        self.reasoning_tokens += used.reasoning
+        self.tokens = TokensUsed(*map(sum, zip(self.tokens, TokensUsed.of(body.get("usage") or {}), strict=True)))
 
     def usage(self) -> dict[str, object]:
+        read, cached, written, reasoning = self.tokens
         return {
-            "input_tokens": self.input_tokens,
-            "input_tokens_details": {"cached_tokens": self.cached_tokens},
-            "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "total_tokens": self.input_tokens + self.output_tokens,
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": read + written,
         }
 
 

@@ -16,7 +16,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tinsmith.batch.types import Row
@@ -89,17 +89,6 @@ class RowOperation(ABC):
     @abstractmethod
     async def answer(self, row: Row, service: RowService) -> Row:
         """The row's result. An exception fails the row."""
-
-
-def build(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
-    """An instance of a dataclass from its fields. Raises UserError that begins with `name`."""
-    known = sorted(each.name for each in fields(cls))
-    if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"{name} has no field {unknown}; it has {known}")
-    try:
-        return cls(**given)
-    except TypeError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 def check_text(name: str, value: object) -> None:

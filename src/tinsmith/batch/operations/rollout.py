@@ -25,11 +25,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from tinsmith.batch.formats.registry import built
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     RowOperation,
     RowService,
-    build,
     check_integer,
     check_template,
     check_text,
@@ -89,7 +89,7 @@ class Retry(Environment):
 
     def __post_init__(self) -> None:
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", build(Grade, self.grade, "environment.grade"))
+            object.__setattr__(self, "grade", built(Grade, self.grade, "environment.grade"))
 
     def check(self) -> None:
         check_grade("environment.grade", self.grade)
@@ -113,7 +113,7 @@ def environment_of(given: object) -> Environment:
         cls = KINDS.get(str(given.get("kind")))
         if cls is None:
             raise UserError(f"environment.kind is {given.get('kind')!r}; it must be one of {sorted(KINDS)}")
-        return build(cls, given, "environment")
+        return built(cls, given, "environment")
     raise NotSupportedError(
         f"environment is a {type(given).__name__}; the service runs Turns and Retry only. Run your own in a "
         "function on workers (Dataset.map(function, ...)), and sample there with the SDK"
@@ -190,7 +190,7 @@ class Rollout(RowOperation):
     def __post_init__(self) -> None:
         object.__setattr__(self, "environment", environment_of(self.environment))
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", build(Grade, self.grade, "grade"))
+            object.__setattr__(self, "grade", built(Grade, self.grade, "grade"))
 
     def check(self) -> None:
         check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)

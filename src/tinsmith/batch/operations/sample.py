@@ -19,7 +19,7 @@ from __future__ import annotations
 import base64
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
@@ -227,8 +227,7 @@ class Sample(RowOperation):
 VERB = "openai_request"
 
 
-@dataclass(frozen=True, slots=True)
-class TokensUsed:
+class TokensUsed(NamedTuple):
     """`cached` is part of `read`, and `reasoning` of `written`."""
 
     read: int

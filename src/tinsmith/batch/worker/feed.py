@@ -1,7 +1,7 @@
 """The batches of one job on one worker: read, mapped, stored, reported.
 
 `Feed` reads the next batches while the mapper works on one, and stores the previous ones, on three threads. Short
-batches wait between the threads in larger numbers (`_Waiting`), and those that wait to be stored share objects and one
+batches wait between the threads in larger numbers (`Waiting`), and those that wait to be stored share objects and one
 fsync. The mapper's code runs only in the calling thread.
 
 Invariants:
@@ -22,9 +22,10 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from itertools import islice
+from typing import Generic, TypeVar, cast
 
-from tinsmith.batch.formats import input_versions, publishing, registry, schemas
+from tinsmith.batch.formats import input_versions, publishing, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
@@ -68,6 +69,10 @@ class _Batch:
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.assignment.key
 
     @property
     def num_waiting(self) -> int:
@@ -123,50 +128,55 @@ def rows_of(result: Result) -> list[Row]:
     return result if isinstance(result, list) else [result] if result is not None else []
 
 
-class _Waiting:
-    """The batches between two threads, in order: at least one, and more while they have few rows."""
+Waits = TypeVar("Waits", Assignment, _Batch)
 
-    def __init__(self) -> None:
-        self._items: deque[_Batch | BaseException | None] = deque()
+
+class Waiting(Generic[Waits]):
+    """What waits between two threads, in order: at least one item, and more while they have few rows."""
+
+    def __init__(self, rows_of: Callable[[Waits], int]) -> None:
+        self._items: deque[Waits] = deque()
+        self._rows_of = rows_of
         self._num_rows = 0
+        self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, item: _Batch | BaseException | None) -> None:
-        """Waits for room. None and an exception end the batches."""
-        rows = item.num_waiting if isinstance(item, _Batch) else 0
+    def put(self, item: Waits) -> None:
+        """Waits for room."""
+        rows = self._rows_of(item)
         with self._changed:
             self._changed.wait_for(lambda: not self._items or self._num_rows + rows <= MAX_WAITING_ROWS)
             self._items.append(item)
             self._num_rows += rows
             self._changed.notify_all()
 
-    def get(self) -> _Batch | BaseException | None:
+    def close(self) -> None:
+        """There is nothing after the items that wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            return self._taken()
-
-    def get_all(self) -> list[_Batch | BaseException | None]:
-        """All batches that wait; blocks until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            return [self._taken() for _ in range(len(self._items))]
-
-    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
-        """Remove the batches of these attempts."""
-        with self._changed:
-            taken = [item for item in self._items if isinstance(item, _Batch) and item.assignment.key in keys]
-            for item in taken:
-                self._items.remove(item)
-                self._num_rows -= item.num_waiting
+            self._closed = True
             self._changed.notify_all()
-        return [item.assignment for item in taken]
 
-    def _taken(self) -> _Batch | BaseException | None:
-        item = self._items.popleft()
-        if isinstance(item, _Batch):
-            self._num_rows -= item.num_waiting
+    def take(self, most: int | None = None) -> list[Waits]:
+        """The items that wait, or the first of them; blocks until there is one, and is empty at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._closed)
+            return self._removed(list(islice(self._items, most)))
+
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Waits]:
+        """Remove these attempts."""
+        with self._changed:
+            return self._removed([item for item in self._items if item.key in keys])
+
+    def __iter__(self) -> Iterator[Waits]:
+        while taken := self.take(1):
+            yield taken[0]
+
+    def _removed(self, items: list[Waits]) -> list[Waits]:
+        for item in items:
+            self._items.remove(item)
+            self._num_rows -= self._rows_of(item)
         self._changed.notify_all()
-        return item
+        return items
 
 
 class Feed:
@@ -187,13 +197,13 @@ class Feed:
         if eager:
             self._may_read.set()
         self._cache = str(cache_directory())
-        self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
+        self._reader: InputReader = InputReader.from_dict(spec.batch_input_format)
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
-        self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
+        self._writers: list[OutputWriter] = [OutputWriter.from_dict(each) for each in spec.batch_output_formats]
         self._have_schemas = any(type(writer).schema is not OutputWriter.schema for writer in self._writers)
-        self._to_map = _Waiting()
-        self._to_store = _Waiting()
+        self._to_map = Waiting[_Batch](lambda batch: batch.num_waiting)
+        self._to_store = Waiting[_Batch](lambda batch: batch.num_waiting)
         self._current: _Batch | None = None
         self.num_taken = 0
         self.ended = False
@@ -219,7 +229,7 @@ class Feed:
 
     def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
         """Remove the attempts whose rows were read and that the mapper has not begun."""
-        return self._to_map.take_back(keys)
+        return [batch.assignment for batch in self._to_map.take_back(keys)]
 
     @property
     def at_work(self) -> Assignment | None:
@@ -233,12 +243,11 @@ class Feed:
         while True:
             self._finish_current("the function asked for the next batch before it called save_results for this one")
             self._may_read.set()
-            if self.ended:
+            taken = [] if self.ended else self._to_map.take(1)
+            if not taken:
+                self.ended = True
                 return None
-            batch = self._to_map.get()
-            if not isinstance(batch, _Batch):
-                self.ended, self.error = True, batch
-                return None
+            batch = taken[0]
             self.num_taken += 1
             if batch.rows:
                 self._current = batch
@@ -289,7 +298,7 @@ class Feed:
     def finish(self) -> None:
         """Wait until everything is stored and reported."""
         self._finish_current("the function returned before it called save_results for this batch")
-        self._to_store.put(None)
+        self._to_store.close()
         self._storing.join()
 
     def _finish_current(self, complaint: str) -> None:
@@ -331,9 +340,10 @@ class Feed:
                 finally:
                     self._marker.end(READ)
                 self._to_map.put(batch)
-            self._to_map.put(None)
         except BaseException as error:  # noqa: BLE001  of the source of assignments; `run` raises it
-            self._to_map.put(error)
+            self.error = error
+        finally:
+            self._to_map.close()
 
     def _read(self, assignment: Assignment) -> _Batch:
         """The rows of an assignment. If they cannot be read together, each is read alone."""
@@ -358,14 +368,9 @@ class Feed:
     # The storing thread.
 
     def _store_all(self) -> None:
-        ended = False
-        while not ended:
-            waiting = self._to_store.get_all()
-            ended = waiting[-1] is None
-            batches = [batch for batch in waiting if isinstance(batch, _Batch)]
-            if batches:
-                self._report(self._stored(batches))
-                self._marker.end(STORE)
+        while batches := self._to_store.take():
+            self._report(self._stored(batches))
+            self._marker.end(STORE)
 
     def _stored(self, batches: Sequence[_Batch]) -> list[AttemptOutcome]:
         """The outcome of each batch. Its parts are durable before any outcome is reported."""
