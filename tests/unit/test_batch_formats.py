@@ -343,7 +343,7 @@ def test_custom_formats_travel_as_source(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="sha256"):
         batch.InputReader.from_dict({**data, "_class_source": data["_class_source"] + "#"})
     script = (
-        "import json, sys; from tinsmith.batch.formats import registry\n"
+        "import json, sys; from tinsmith import batch\n"
         "r = batch.InputReader.from_dict(json.loads(sys.argv[1])); print(len(r), r.download_batch(1, 2, ''))"
     )
     ran = subprocess.run([sys.executable, "-c", script, json.dumps(data)], capture_output=True, text=True, check=True)

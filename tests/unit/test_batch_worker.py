@@ -224,7 +224,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
     async def serve() -> None:
         worker = worker_service.Worker("secret", tmp_path / "log", tmp_path)
-        found.put(await worker.listen(None, "127.0.0.1", 0))
+        found.put(await worker.listen(None, "127.0.0.1"))
         await worker.serve()
 
     serving = threading.Thread(target=lambda: asyncio.run(serve()))

@@ -65,7 +65,7 @@ class WrittenInfo:
     etag: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in vars(self).items() if value is not None or name == "etag"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -80,14 +80,6 @@ class PartInfo(WrittenInfo):
     schema: Schema | None = None
     offset: int | None = None
     """Where the part begins in an object that holds the parts of several batches; None if the part is an object."""
-
-    def to_dict(self) -> dict[str, Any]:
-        known = {"path": self.path, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256, "etag": self.etag}
-        if self.schema is not None:
-            known["schema"] = self.schema
-        if self.offset is not None:
-            known["offset"] = self.offset
-        return known
 
 
 class OutputInfo(WrittenInfo):
@@ -289,6 +281,11 @@ class JobSpec:
     @property
     def batch_dataset_path(self) -> str:
         return str(self.batch_input_format.get("path", ""))
+
+    @property
+    def all_output_formats(self) -> list[dict[str, Any]]:
+        """The writers of the outputs, then that of the failed rows."""
+        return [*self.batch_output_formats, *([self.batch_error_format] if self.batch_error_format else [])]
 
     @property
     def batch_output_path(self) -> list[str]:

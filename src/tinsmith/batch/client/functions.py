@@ -101,12 +101,6 @@ def is_builtin(name: str, namespace: Mapping[str, object]) -> bool:
     return name not in namespace or namespace[name] is getattr(builtins, name)
 
 
-def decorators_of(definition: Definition, namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The source of each decorator, with its value in `namespace` (None if unknown)."""
-    for node in definition.decorator_list:
-        yield ast.unparse(node), resolve(node.func if isinstance(node, ast.Call) else node, namespace)
-
-
 def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
     """The value of a dotted name; None for any other expression."""
     if isinstance(node, ast.Name):
@@ -308,15 +302,7 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
     if data.get("sky"):
         importlib.import_module(SKY)
     call = _run(data) if kind == "source" else _unpickled(data)
-    return Mapper(
-        call=call,
-        name=data["name"],
-        kind=data.get("kind", "loop"),
-        kwargs=data.get("kwargs", {}),
-        is_async=data.get("is_async", False),
-        is_class=data.get("is_class", False),
-        options=data.get("options", {}),
-    )
+    return Mapper(call=call, **{name: data[name] for name in Mapper.__dataclass_fields__ if name in data})
 
 
 def check_function(function: Callable[..., object], around: Mapping[str, object] | None = None) -> None:
@@ -331,20 +317,16 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         raise ValueError(f"{name!r} is a method of an object, which workers do not have; write it as a separate def")
     definition = definition_of(function)
     namespace = namespace_of(function)
-    for text, decorator in decorators_of(definition, {**namespace, **(around or {})}):
+    for node in definition.decorator_list:
+        decorator = resolve(node.func if isinstance(node, ast.Call) else node, {**namespace, **(around or {})})
         if decorator is not remote_function and not (around is None and is_remote_function(function)):
+            text = ast.unparse(node)
             raise ValueError(
                 f"function {name!r} has the decorator @{text}, which workers do not have; do its work inside"
             )
     definition.decorator_list = []
-    captured = [each for each in free_names(function) if _reference(namespace.get(each)) is None]
-    taken = [
-        each
-        for each in globals_of(definition)
-        if not is_builtin(each, namespace) and _reference(namespace.get(each)) is None
-    ]
-    bad = sorted({*captured, *taken})
-    if bad:
+    names = {*free_names(function), *(each for each in globals_of(definition) if not is_builtin(each, namespace))}
+    if bad := sorted(each for each in names if _reference(namespace.get(each)) is None):
         fixes = "\n".join(fix_for(each, namespace) for each in bad)
         raise ValueError(
             f"function {name!r} references external variables: {', '.join(bad)}\n"

@@ -247,11 +247,7 @@ class Coordinator:
 
     def _managed_machines(self) -> ManagedMachines | None:
         """Raises SettingsError."""
-        files = {
-            name: Path(path).expanduser()
-            for name, _, path in (each.partition("=") for each in self._settings.batch_pools)
-        }
-        managed = {name: path for name, path in files.items() if self._specs[name].managed}
+        managed = {name: spec.file for name, spec in self._specs.items() if spec.managed and spec.file is not None}
         if not managed or not self._settings.runs_bulk_jobs:
             return None
         from tinsmith.batch.pools.managed import ManagedMachines

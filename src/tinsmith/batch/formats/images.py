@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -35,18 +36,16 @@ class ImageReader(InputReader):
 
     column: str = "image"
     decode: bool = False
-    _found: list[str] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @cached_property
+    def _locations(self) -> list[str]:
+        return [name for name in locations(self.path) if name.lower().endswith(ENDINGS)]
 
     def __len__(self) -> int:
-        return len(self._locations())
+        return len(self._locations)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        return [self._row(location) for location in self._locations()[start_idx : end_idx + 1]]
-
-    def _locations(self) -> list[str]:
-        if self._found is None:
-            self._found = [name for name in locations(self.path) if name.lower().endswith(ENDINGS)]
-        return self._found
+        return [self._row(location) for location in self._locations[start_idx : end_idx + 1]]
 
     def _row(self, location: str) -> Row:
         data = _read(location)

@@ -12,14 +12,14 @@ import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import repeat
+from itertools import chain, repeat
 from typing import IO, NamedTuple
 
 import orjson
 
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
 from tinsmith.storage.locations import open_object, open_store
-from tinsmith.storage.stores import Source, Store, join, verified
+from tinsmith.storage.stores import Source, Store, Writer, join, verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -140,7 +140,7 @@ def publish_file(
     try:
         size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
     except FileExistsError:
-        size, digest = _measure(head, sources())
+        size, digest = _measure([head], *map(verified, sources()))
         if store.digest(key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)
@@ -156,13 +156,9 @@ def staged(staging: str, name: str, pieces: Iterable[bytes]) -> PublishedFile:
     """A computed file, to be published under its name in a directory."""
     location = join(staging, name)
     store, key = open_store(location)
-    digest, size = hashlib.sha256(), 0
     with store.open_writer(key) as writer:
-        for piece in pieces:
-            digest.update(piece)
-            size += len(piece)
-            writer.write(piece)
-    return PublishedFile(name, location, size, digest.hexdigest())
+        size, digest = _measure(_written(pieces, writer))
+    return PublishedFile(name, location, size, digest)
 
 
 def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, staging: str, if_exists: str) -> OutputInfo:
@@ -170,7 +166,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     store, root = open_store(path)
     root = root.rstrip("/")
     manifest_key = join(root, MANIFEST)
-    _, wanted = _measure(b"", [], _manifest(files, rows))
+    _, wanted = _measure(_manifest(files, rows))
     if store.exists(manifest_key) and store.digest(manifest_key) == wanted:
         store.put(join(root, SUCCESS), b"")
         return OutputInfo(path, rows, sum(file.bytes for file in files), wanted, store.head(manifest_key).etag)
@@ -183,12 +179,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     for file in files:
         target = join(root, file.name)
         try:
-            store.concat(
-                [source_of(file)],
-                target,
-                staging=_local(staging),
-                exclusive=if_exists == "error",
-            )
+            store.concat([source_of(file)], target, staging=_local(staging), exclusive=if_exists == "error")
         except FileExistsError:
             if store.digest(target) != file.sha256:
                 raise FileExistsError(exists_already(path)) from None
@@ -242,16 +233,18 @@ def exists_already(path: str) -> str:
     )
 
 
-def _measure(head: bytes, sources: Iterable[Source], pieces: Iterable[bytes] = ()) -> tuple[int, str]:
-    digest, size = hashlib.sha256(head), len(head)
-    for source in sources:
-        for piece in verified(source):
-            digest.update(piece)
-            size += len(piece)
-    for piece in pieces:
+def _measure(*pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    for piece in chain.from_iterable(pieces):
         digest.update(piece)
         size += len(piece)
     return size, digest.hexdigest()
+
+
+def _written(pieces: Iterable[bytes], target: Writer) -> Iterator[bytes]:
+    for piece in pieces:
+        target.write(piece)
+        yield piece
 
 
 def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:

@@ -18,7 +18,6 @@ from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.batch.worker.feed import Feed
     from tinsmith.chat.texts import Text
     from tinsmith.types import ModelShape, TopK
 
@@ -177,22 +176,13 @@ def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
     return [[pair for pair in zip(*row, strict=True) if pair[1] != EMPTY_LOGPROB] for row in rows]
 
 
-async def run(steps: Sequence[RowOperation], feed: Feed, channel: Channel) -> None:
-    """Runs all batches of a feed, one after another."""
-    while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
-        assignment = feed.at_work
-        assert assignment is not None
-        results, tokens = await answers(steps, rows, feed.indices, assignment, channel)
-        feed.save(results, *tokens)
-
-
 async def answers(
     steps: Sequence[RowOperation],
     rows: Sequence[Row],
     indices: Sequence[int],
     assignment: Assignment,
     channel: Channel,
-    first_step: int = 0,
+    first_step: int,
 ) -> tuple[list[Row | Exception], tuple[int, int]]:
     """The result or error of each row, and the tokens of all. The number of the first step is part of the names of
     requests: two operations of a job must not share it."""
@@ -204,7 +194,7 @@ async def answers(
 
 
 async def _row(
-    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel, first_step: int = 0
+    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel, first_step: int
 ) -> tuple[Row | Exception, tuple[int, int]]:
     """One row through all steps: its result or error, and its tokens, which also count for a failed row."""
     tokens_in = tokens_out = 0

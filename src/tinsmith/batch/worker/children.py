@@ -77,7 +77,7 @@ class Marker:
         self._memory: mmap.mmap | bytearray = bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)
 
     def start(self) -> None:
-        """The mapper begins and has not asked for a batch."""
+        """The mapper's function is called, perhaps again, and has not asked for a batch."""
         _NUMBER.pack_into(self._memory, MAP * _SLOT, _STARTING)
 
     def begin(self, stage: int, assignment: Assignment) -> None:
@@ -87,7 +87,7 @@ class Marker:
         _NUMBER.pack_into(self._memory, stage * _SLOT, _BUSY)
 
     def row(self, row_idx: int) -> None:
-        """The row that is mapped now."""
+        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
         _NUMBER.pack_into(self._memory, MAP * _SLOT + _ROW_AT, row_idx)
 
     def end(self, stage: int) -> None:

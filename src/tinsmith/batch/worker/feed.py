@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from tinsmith.batch.formats import input_versions, publishing, schemas
 from tinsmith.batch.formats.encoding import plain
@@ -40,12 +40,13 @@ from tinsmith.batch.types import (
     RowFailure,
     is_retried,
 )
-from tinsmith.batch.worker.children import MAP, READ, STORE, Marker
+from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
 MAX_WAITING_ROWS = 256
 """Between two threads; a batch of more rows waits alone."""
-Result = Row | list[Row] | None
+UNKNOWN = -1
+"""In place of the input row of rows whose number a function of batches changed."""
 
 
 class RowError(Exception):
@@ -65,7 +66,12 @@ class _Batch:
     indices: list[int] = field(default_factory=list)
     """The indices of `rows`, without those that could not be read."""
     failures: list[RowFailure] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+    """The places in `rows` of those that failed after they were read."""
+    made: Sequence[Row] = ()
+    """The new rows, also those of rows that have failed since."""
+    places: Sequence[int] = ()
+    """The place in `rows` of the input row of each new row."""
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
@@ -79,31 +85,70 @@ class _Batch:
         """Its share of the rows that may wait between two threads."""
         return max(1, len(self.rows))
 
-    def output_rows(self) -> list[Row | None]:
-        """For each row of the span its results, or None; if the number of results differs (`rows="any"`), these."""
-        if len(self.results) != len(self.indices):
-            return [row for result in self.results for row in rows_of(result)]
-        rows: list[Row | None] = []
-        if len(self.indices) == self.assignment.span.rows:
-            for result in self.results:
-                rows += result if isinstance(result, list) else [result]
-            return rows
-        by_index = dict(zip(self.indices, self.results, strict=True))
-        for index in range(self.assignment.start_idx, self.assignment.end_idx + 1):
-            result = by_index.get(index)
-            rows += result if isinstance(result, list) else [result]
-        return rows
+    def kept(self) -> Iterator[tuple[int, Row]]:
+        """The new rows of rows that have not failed, with their places."""
+        return ((place, row) for place, row in zip(self.places, self.made, strict=True) if place not in self.failed)
 
-    def fail_result(self, place: int, error: BaseException) -> None:
-        """Fail the row of a result. If the numbers differ, the row is known only in a batch of one row: a larger batch
-        fails as a whole, and is halved until it has one."""
-        if len(self.results) != len(self.indices):
-            if len(self.rows) > 1:
-                self.error = error
-                return
-            self.results, place = [None], 0
-        self.results[place] = None
-        self.failures.append(_failure(self.indices[place], self.rows[place], error))
+    def output_rows(self) -> Sequence[Row | None]:
+        """For each row of the span the new rows, or None; if it is not known of which row each is, only these."""
+        if UNKNOWN in self.places and not self.failed:
+            return [row for _, row in self.kept()]
+        whole = isinstance(self.places, range) and len(self.indices) == self.assignment.span.rows
+        if whole and not self.failed:
+            return self.made
+        by_index: dict[int, list[Row | None]] = {}
+        for place, row in self.kept():
+            by_index.setdefault(self.indices[place], []).append(row)
+        start, end = self.assignment.span
+        return [row for index in range(start, end + 1) for row in by_index.get(index, [None])]
+
+    def fail(self, place: int, error: BaseException) -> None:
+        """Fail a row. An unknown one is known in a batch of one row: a larger batch fails as a whole, and is halved
+        until it has one."""
+        if place == UNKNOWN and len(self.rows) > 1:
+            self.error = self.error or error
+        elif place not in self.failed:
+            self.failed.add(place)
+            self.failures.append(_failure(self.indices[place], self.rows[place], error))
+
+
+class Work:
+    """The rows of a batch between two steps: the results of the last one, and of each the place of its input row in the
+    batch. An error fails its row."""
+
+    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
+        self.errors: dict[int, Exception] = {}
+        self.tokens: tuple[int, int] = (0, 0)
+        self.places: Sequence[int] = range(len(rows))
+        self._indices = indices
+        self._results: Sequence[object] = rows
+        self._many = False
+
+    @property
+    def indices(self) -> list[int]:
+        """The input row of each row."""
+        return [NO_ROW if place == UNKNOWN else self._indices[place] for place in self.places]
+
+    def give(self, results: Sequence[object], many: bool) -> None:
+        """The results of a step. `many`: a result may be several rows or none."""
+        self._results, self._many = results, many
+        if len(results) != len(self.places):
+            self.places = [UNKNOWN] * len(results)
+
+    def rows(self) -> list[Row]:
+        """The results as rows for the next step, which notes the errors among them."""
+        if all(type(result) is dict for result in self._results):
+            return list(self._results)  # type: ignore[arg-type]
+        found: list[tuple[int, Row]] = []
+        for place, result in zip(self.places, self._results, strict=True):
+            try:
+                found += [(place, row) for row in rows_in(result, self._many)]
+            except Exception as error:  # noqa: BLE001  fails the row
+                self.errors.setdefault(place, error)
+        kept = [(place, row) for place, row in found if place not in self.errors]
+        self.places = [place for place, _ in kept]
+        self._results = rows = [row for _, row in kept]
+        return rows
 
 
 def rows_in(result: object, many: bool) -> list[Row]:
@@ -122,10 +167,6 @@ def rows_in(result: object, many: bool) -> list[Row]:
         if not isinstance(row, dict):
             raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold dicts")
     return result or []
-
-
-def rows_of(result: Result) -> list[Row]:
-    return result if isinstance(result, list) else [result] if result is not None else []
 
 
 Waits = TypeVar("Waits", Assignment, _Batch)
@@ -192,7 +233,7 @@ class Feed:
     ) -> None:
         self._spec = spec
         self._report = report
-        self._marker = marker or Marker()
+        self.marker = marker or Marker()
         self._may_read = threading.Event()
         if eager:
             self._may_read.set()
@@ -251,42 +292,37 @@ class Feed:
             self.num_taken += 1
             if batch.rows:
                 self._current = batch
-                self._marker.begin(MAP, batch.assignment)
+                self.marker.begin(MAP, batch.assignment)
                 return batch.rows
             self._to_store.put(batch)
 
-    def start(self) -> None:
-        """The mapper's function is called, perhaps not for the first time."""
-        self._marker.start()
-
-    def at_row(self, row_idx: int) -> None:
-        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
-        self._marker.row(row_idx)
-
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
+        """The results of the current batch, from a function that loops over batches or from operations."""
         batch = self._current
         if batch is None:
             raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
         if batch.saved:
             batch.error = ProgramError("save_results was called twice for one batch; call it once, with all results")
             raise batch.error
-        batch.saved = True
-        batch.tokens = (tokens_in, tokens_out)
-        results = list(results)
-        if self._spec.rows != "any" and len(results) != len(batch.rows):
-            batch.error = wrong_number(len(results), len(batch.rows))
+        results, many = list(results), self._spec.rows == "any"
+        if not many and len(results) != len(batch.rows):
+            batch.saved, batch.error = True, wrong_number(len(results), len(batch.rows))
             return
-        if len(self._writers) == 1 and all(type(result) is dict for result in results):
-            batch.results = cast(list[Result], results)
-            return
-        batch.results = [None] * len(results)
-        for place, result in enumerate(results):
-            try:
-                batch.results[place] = self._checked(result)
-            except Exception as error:  # noqa: BLE001  fails the row
-                batch.fail_result(place, error)
-                if len(results) != len(batch.rows):
-                    return
+        work = Work(batch.rows, batch.indices)
+        work.tokens = tokens_in, tokens_out
+        work.give(results, many)
+        self.keep(work)
+
+    def keep(self, work: Work) -> None:
+        """The rows that are made of the current batch."""
+        batch = self._current
+        assert batch is not None
+        batch.saved, batch.tokens = True, work.tokens
+        batch.made, batch.places = work.rows(), work.places
+        for place, error in work.errors.items():
+            batch.fail(place, error)
+        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
+            self._fail_unwritable(batch)
 
     def fail_current(self, error: BaseException) -> bool:
         """Fail the current batch; False if there is none that has not been saved."""
@@ -304,7 +340,7 @@ class Feed:
     def _finish_current(self, complaint: str) -> None:
         """Only now is it certain that the current batch was saved once."""
         batch, self._current = self._current, None
-        self._marker.end(MAP)
+        self.marker.end(MAP)
         if batch is None:
             return
         error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
@@ -313,32 +349,20 @@ class Feed:
         else:
             self._report([self._failed(batch.assignment, error)])
 
-    def _checked(self, result: object) -> Result:
-        """The result as it is written. Raises the result's own error, or TypeError."""
-        rows = rows_in(result, many=self._spec.rows == "any")
-        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
-            self._check_rows(rows)
-        return rows if isinstance(result, list) else cast(Result, result)
-
-    def _check_rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            for writer in self._writers:
-                writer.check(row)
-
     # The reading thread.
 
     def _read_all(self, assignments: Iterable[Assignment]) -> None:
         try:
             for assignment in assignments:
                 self._may_read.wait()
-                self._marker.begin(READ, assignment)
+                self.marker.begin(READ, assignment)
                 try:
                     batch = self._read(assignment)
                 except Exception as error:  # noqa: BLE001  fails the batch
                     self._report([self._failed(assignment, error)])
                     continue
                 finally:
-                    self._marker.end(READ)
+                    self.marker.end(READ)
                 self._to_map.put(batch)
         except BaseException as error:  # noqa: BLE001  of the source of assignments; `run` raises it
             self.error = error
@@ -370,7 +394,7 @@ class Feed:
     def _store_all(self) -> None:
         while batches := self._to_store.take():
             self._report(self._stored(batches))
-            self._marker.end(STORE)
+            self.marker.end(STORE)
 
     def _stored(self, batches: Sequence[_Batch]) -> list[AttemptOutcome]:
         """The outcome of each batch. Its parts are durable before any outcome is reported."""
@@ -378,7 +402,7 @@ class Feed:
         try:
             with publishing.in_segments():
                 for batch in batches:
-                    self._marker.begin(STORE, batch.assignment)
+                    self.marker.begin(STORE, batch.assignment)
                     try:
                         outcomes.append(self._store(batch))
                     except Exception as error:  # noqa: BLE001  fails the batch
@@ -393,18 +417,13 @@ class Feed:
             return
         known = batch.assignment.schemas or (None,) * len(self._writers)
         for writer, types in zip(self._writers, known, strict=True):
-            found, results = types or {}, batch.results
-            for place, result in enumerate(results):
+            found = types or {}
+            for place, row in batch.kept():
                 try:
-                    for row in rows_of(result):
-                        schema = writer.schema(row)
-                        found = schemas.merged(found, schema) if schema is not None else found
+                    schema = writer.schema(row)
+                    found = schemas.merged(found, schema) if schema is not None else found
                 except schemas.SchemaConflictError as error:
-                    batch.fail_result(place, error)
-                    if batch.results is not results:
-                        break  # its one row has failed
-                    if batch.error is not None:
-                        return
+                    batch.fail(place, error)
 
     def _store(self, batch: _Batch) -> AttemptOutcome:
         assignment = batch.assignment
@@ -446,16 +465,15 @@ class Feed:
         )
 
     def _fail_unwritable(self, batch: _Batch) -> bool:
-        """Fail the rows that the output cannot write; False if there are none."""
-        found, results = False, batch.results
-        for place, result in enumerate(results):
+        """Fail the rows that an output cannot write; False if there are none."""
+        found = False
+        for place, row in batch.kept():
             try:
-                self._check_rows(rows_of(result))
+                for writer in self._writers:
+                    writer.check(row)
             except Exception as error:  # noqa: BLE001  fails the row
                 found = True
-                batch.fail_result(place, error)
-                if batch.error is not None or batch.results is not results:
-                    break  # the batch has failed, or its only row
+                batch.fail(place, error)
         return found
 
 

@@ -75,7 +75,7 @@ def plan(spec: JobSpec) -> Iterator[Message]:
     # The version is read first: a change of the input between the two is then detected.
     version = {"input_version": _input_version(spec)}
     reader = InputReader.from_dict(spec.batch_input_format)
-    for output in _all_formats(spec):
+    for output in spec.all_output_formats:
         OutputWriter.from_dict(output).check_output(spec.if_exists)
     if spec.batch_tokens is None:
         yield {"end": {"total_rows": len(reader), "batch_size": spec.batch_size, **version}}
@@ -108,10 +108,6 @@ def _input_version(spec: JobSpec) -> Version | None:
         return InputReader.from_dict(spec.batch_input_format).version()
     except FileNotFoundError:  # `plan` raises it with the reader's message
         return None
-
-
-def _all_formats(spec: JobSpec) -> list[dict[str, Any]]:
-    return [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
 
 
 # Publishing.
@@ -200,7 +196,7 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) ->
 
 
 def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
-    outputs = list(enumerate(_all_formats(spec)))
+    outputs = list(enumerate(spec.all_output_formats))
     outputs += [(int(prefix.rpartition("-")[2]), output) for prefix, output in spec.part_formats.items()]
     for index, output in outputs:
         for job_id in job_ids:

@@ -104,9 +104,9 @@ class Worker:
             },
         )
 
-    async def listen(self, path: str | None, host: str, port: int) -> str:
+    async def listen(self, path: str | None, host: str) -> str:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
-        return await self._server.listen(path, host, port)
+        return await self._server.listen(path, host)
 
     async def serve(self) -> None:
         """Until a caller shuts the worker down."""
@@ -267,7 +267,7 @@ def main() -> None:
         directory = given.get("directory")
         worker = Worker(given["token"], Path(given["log_path"]), Path(directory) if directory else None, spares)
         threading.Thread(target=_end_with_input, args=(worker, given.get("scratch")), daemon=True).start()
-        address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"), int(given.get("port", 0)))
+        address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"))
         sys.stdout.write(json.dumps({"address": address}) + "\n")
         sys.stdout.flush()
         await worker.serve()
