@@ -144,7 +144,9 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         [sys.executable, "-m", "tinsmith.batch.worker.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({"token": "secret", "port": 0, "log_path": str(tmp_path / "log")}) + "\n")
+    (tmp_path / "received").mkdir()
+    first = {"token": "secret", "log_path": str(tmp_path / "log"), "directory": str(tmp_path / "received")}
+    process.stdin.write(json.dumps(first) + "\n")
     process.stdin.flush()
     address = json.loads(process.stdout.readline())["address"]
     assert address.startswith("tcp://127.0.0.1:")

@@ -618,8 +618,8 @@ class JobRun:
                 path = winners if index < len(self._spec.batch_output_formats) else failures
 
                 async def publish(worker: RemoteWorker, index: int = index, path: Path = path) -> OutputInfo:
-                    placed = await worker.place(path)
-                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=placed))
+                    there = await worker.send(path)
+                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=there))
 
                 published.append((kind, await self._operate(publish)))
         return published

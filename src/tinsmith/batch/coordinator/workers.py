@@ -149,15 +149,11 @@ class RemoteWorker:
         messages = [message async for message in self.operate(op, **request)]
         return messages[-1]["end"]
 
-    async def place(self, path: Path) -> str:
-        """Where the worker finds a file of this machine, which is sent to it if need be. Raises WorkerLostError."""
-        if self.started.shares_files:
-            return str(path)
-        placed = ""
+    async def send(self, path: Path) -> str:
+        """Send a file of this machine; returns its path where the worker is. Raises WorkerLostError."""
         with path.open("rb") as file:
-            async for message in self._stream("receive", {"size": path.stat().st_size}, file):
-                placed = str(message["path"])
-        return placed
+            messages = [message async for message in self._stream("receive", {"size": path.stat().st_size}, file)]
+        return str(messages[0]["path"])
 
     async def _stream(
         self, name: str, request: Mapping[str, object], file: IO[bytes] | None = None

@@ -47,7 +47,6 @@ class LocalWorker:
     address: str
     token: str
     directory: Path
-    shares_files: bool = True
 
     @property
     def where(self) -> str:
@@ -119,8 +118,8 @@ class LocalPool:
             started = LocalWorker(process, "", token, directory)
             left.push_async_callback(started.kill)
             assert process.stdin is not None and process.stdout is not None
-            first = {"token": token, "socket": str(directory / "worker"), "log_path": str(log_path)}
-            process.stdin.write(json.dumps(first | {"scratch": str(directory)}).encode() + b"\n")
+            first = {"token": token, "socket": f"{directory}/worker", "log_path": str(log_path)}
+            process.stdin.write(json.dumps(first | {"directory": str(directory)}).encode() + b"\n")
             line = b""
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(START_S):

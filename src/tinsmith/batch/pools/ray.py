@@ -143,7 +143,6 @@ class RayWorker:
     driver: Driver
     ended: asyncio.Event
     log_path: Path
-    shares_files: bool = False
     following: asyncio.Task[None] | None = field(default=None)
 
     @property

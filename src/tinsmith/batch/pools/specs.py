@@ -101,8 +101,6 @@ class Started(Protocol):
     address: str
     """`tcp://HOST:PORT`, or the path of a Unix socket."""
     token: str
-    shares_files: bool
-    """Whether it sees the files of this machine."""
 
     @property
     def where(self) -> str:

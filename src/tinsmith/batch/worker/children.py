@@ -15,7 +15,6 @@ import contextlib
 import mmap
 import os
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -57,10 +56,8 @@ PROBE_S = 60.0
 READ, MAP, STORE = range(3)
 NO_ROW = -1
 _STARTING, _IDLE, _BUSY = range(3)
-_NUMBER, _PLACE = struct.Struct("q"), struct.Struct("qqq")
-_SLOT = _NUMBER.size + _PLACE.size
-_ROW_AT = _SLOT - _NUMBER.size
-SIZE = 3 * _SLOT
+_WIDTH = 4
+SIZE = 3 * _WIDTH * 8
 
 
 def marker_file() -> IO[bytes]:
@@ -74,37 +71,34 @@ class Marker:
     """The slots, in a shared file of `SIZE` bytes; without a file, in the memory of this process."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)
+        self._slots = memoryview(bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)).cast("q")
 
     def start(self) -> None:
         """The mapper's function is called, perhaps again, and has not asked for a batch."""
-        _NUMBER.pack_into(self._memory, MAP * _SLOT, _STARTING)
+        self._slots[MAP * _WIDTH] = _STARTING
 
     def begin(self, stage: int, assignment: Assignment) -> None:
         """The state is written last: a process that dies before that has not begun."""
-        place = assignment.batch_idx, assignment.attempt_id, NO_ROW
-        _PLACE.pack_into(self._memory, stage * _SLOT + _NUMBER.size, *place)
-        _NUMBER.pack_into(self._memory, stage * _SLOT, _BUSY)
+        at = stage * _WIDTH
+        for number, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), at + 1):
+            self._slots[number] = value
+        self._slots[at] = _BUSY
 
     def row(self, row_idx: int) -> None:
         """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
-        _NUMBER.pack_into(self._memory, MAP * _SLOT + _ROW_AT, row_idx)
+        self._slots[MAP * _WIDTH + 3] = row_idx
 
     def end(self, stage: int) -> None:
-        _NUMBER.pack_into(self._memory, stage * _SLOT, _IDLE)
+        self._slots[stage * _WIDTH] = _IDLE
 
     @property
     def starting(self) -> bool:
-        return _NUMBER.unpack_from(self._memory, MAP * _SLOT)[0] == _STARTING
+        return self._slots[MAP * _WIDTH] == _STARTING
 
     def busy(self) -> dict[tuple[int, int], int]:
         """The attempts (batch_idx, attempt_id) in work, with the row of each or `NO_ROW`."""
-        found: dict[tuple[int, int], int] = {}
-        for stage in (READ, STORE, MAP):
-            if _NUMBER.unpack_from(self._memory, stage * _SLOT)[0] == _BUSY:
-                batch_idx, attempt_id, row_idx = _PLACE.unpack_from(self._memory, stage * _SLOT + _NUMBER.size)
-                found[batch_idx, attempt_id] = row_idx
-        return found
+        slots = [self._slots[stage * _WIDTH : (stage + 1) * _WIDTH] for stage in (READ, STORE, MAP)]
+        return {(batch_idx, attempt_id): row for state, batch_idx, attempt_id, row in slots if state == _BUSY}
 
 
 class ChildError(Exception):

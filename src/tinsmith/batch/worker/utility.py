@@ -148,12 +148,15 @@ class Winners(Sequence[PartInfo]):
 
 
 def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
-    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row."""
-    index = int(request["output_idx"])
-    if index < len(spec.batch_output_formats):
-        return publish_output(spec, index, job_id, Winners(request["path"], index))
-    with open(request["path"], encoding="utf-8") as lines:
-        return publish_errors(spec, job_id, [json.loads(line) for line in lines])
+    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row. It is deleted."""
+    index, path = int(request["output_idx"]), request["path"]
+    try:
+        if index < len(spec.batch_output_formats):
+            return publish_output(spec, index, job_id, Winners(path, index))
+        with open(path, encoding="utf-8") as lines:
+            return publish_errors(spec, job_id, [json.loads(line) for line in lines])
+    finally:
+        os.unlink(path)
 
 
 def publish_output(spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo]) -> OutputInfo:
