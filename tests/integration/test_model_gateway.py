@@ -264,6 +264,6 @@ def test_no_row_is_blamed_for_the_end_of_its_worker() -> None:
     channel.close()
     assignment = Assignment(0, 0, 0, 1, ())
     with pytest.raises(ClosedError):
-        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel))
-    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel))
+        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
+    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0))
     assert isinstance(failed, KeyError)

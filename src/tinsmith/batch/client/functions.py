@@ -287,7 +287,9 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
         except Exception as error:
             raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
     definition.decorator_list = []
-    provided = _provided(globals_of(definition), namespace_of(function))
+    namespace = namespace_of(function)
+    found = {name: _reference(namespace.get(name)) for name in globals_of(definition)}
+    provided = {name: reference for name, reference in found.items() if reference is not None}
     return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
@@ -399,11 +401,6 @@ def _reference(value: object) -> str | None:
     if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
         return f"{OURS}:{name}"
     return None
-
-
-def _provided(names: list[str], namespace: Mapping[str, object]) -> dict[str, str]:
-    found = {name: _reference(namespace.get(name)) for name in names}
-    return {name: reference for name, reference in found.items() if reference is not None}
 
 
 def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
