@@ -20,13 +20,12 @@ from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, 
 from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.types import Assignment, JobSpec, Limits
+from tinsmith.batch.types import Assignment, JobSpec, Limits, LostAttempt
 from tinsmith.batch.worker.children import (
     MAP,
     READ,
     Attempt,
     AttemptQueue,
-    LostAttempt,
     MapperProcess,
     Marker,
     marker_file,

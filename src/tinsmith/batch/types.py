@@ -173,6 +173,28 @@ class AttemptOutcome:
         return cls(**{**data, **made})
 
 
+@dataclass(frozen=True, slots=True)
+class LostAttempt:
+    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
+
+    error_class: str
+    error: str
+    infra: bool = False
+    """The worker or its machine is to blame."""
+    begun: bool = True
+    """False: the worker gave the attempt back before it began."""
+    final: bool = False
+    """No other attempt can succeed: the batch has failed, and so has the job."""
+    died: bool = False
+    """The mapper's process died while it worked on the batch."""
+    row: int | None = None
+    """The row that the mapper worked on, if it is known."""
+    setup: bool = False
+    """The mapper does not start."""
+    retry: bool = True
+    """Whether another attempt at the same rows may succeed."""
+
+
 DEATHS = ("MapperKilled", "MapperDied")
 """Error classes of a batch during which the mapper's process ended: by SIGKILL, or in any other way."""
 

@@ -53,8 +53,7 @@ from tinsmith.batch.coordinator.workers import (
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
-from tinsmith.batch.types import AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
-from tinsmith.batch.worker.children import LostAttempt
+from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
 from tinsmith.runtime.failpoints import hit
 

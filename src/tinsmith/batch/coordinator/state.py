@@ -36,12 +36,12 @@ from tinsmith.batch.types import (
     MAX_RETRIES,
     AttemptOutcome,
     JobSpec,
+    LostAttempt,
     OutputInfo,
     ProgramError,
     RowRange,
     staging_of,
 )
-from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS

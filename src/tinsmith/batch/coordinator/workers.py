@@ -23,8 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, MapperStartError
-from tinsmith.batch.worker.children import LostAttempt
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, LostAttempt, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 
 MAX_OPERATION_TRIES = 3

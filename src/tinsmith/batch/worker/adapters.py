@@ -13,6 +13,7 @@ changes the number of rows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -48,7 +49,7 @@ def loop_of(
         return lambda: first.call(**first.kwargs)
 
     def loop() -> None:
-        with asyncio.Runner() as runner:
+        with contextlib.closing(asyncio.Runner()) as runner:
             made = [_step(steps, number, spec, feed, channel, runner) for number in range(len(steps))]
             while (rows := feed.next_rows()) is not None:
                 work = Work(rows, feed.indices)

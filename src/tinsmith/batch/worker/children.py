@@ -21,13 +21,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import IO, Protocol
 
 from tinsmith import __version__
-from tinsmith.batch.types import Assignment
+from tinsmith.batch.types import Assignment, LostAttempt
 from tinsmith.batch.worker.logs import untagged
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
@@ -213,28 +213,6 @@ def interpreter_problem(python: str) -> str:
             f"{python} -m pip install tinsmith=={__version__}"
         )
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class LostAttempt:
-    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
-
-    error_class: str
-    error: str
-    infra: bool = False
-    """The worker or its machine is to blame."""
-    begun: bool = True
-    """False: the worker gave the attempt back before it began."""
-    final: bool = False
-    """No other attempt can succeed: the batch has failed, and so has the job."""
-    died: bool = False
-    """The mapper's process died while it worked on the batch."""
-    row: int | None = None
-    """The row that the mapper worked on, if it is known."""
-    setup: bool = False
-    """The mapper does not start."""
-    retry: bool = True
-    """Whether another attempt at the same rows may succeed."""
 
 
 GIVEN_BACK = LostAttempt("GivenBack", "other batches took too long", infra=True, begun=False)

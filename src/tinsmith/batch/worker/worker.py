@@ -34,7 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, LostAttempt, MapperProcess, Utility, spare
+from tinsmith.batch.types import LostAttempt
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, MapperProcess, Utility, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 
