@@ -142,7 +142,7 @@ def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str
         _check_name(writer, target)
         return publishing.publish_file(target, [PartInfo(**info.to_dict())], staging, if_exists)
     files = [
-        PublishedFile(file.path.removeprefix(f"{base}/"), file.path, file.bytes, file.sha256)
+        PublishedFile(file.path.removeprefix(f"{base}/"), file)
         for file in publishing.published_files(info, is_directory=True)
     ]
     return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)

@@ -71,7 +71,7 @@ class HuggingFaceWriter(ParquetWriter):
         data = publishing.staged(staging, "data-00000-of-00001.arrow", self.joined(filled))
         state = {
             "_data_files": [{"filename": data.name}],
-            "_fingerprint": hashlib.sha256(data.sha256.encode()).hexdigest()[:16],
+            "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],
             **dict.fromkeys(("_format_columns", "_format_type", "_split")),
             "_format_kwargs": {},
             "_output_all_columns": False,

@@ -90,7 +90,7 @@ class ImageWriter(DirectoryWriter):
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         for file in _Listed([part]):
-            yield {"path": file.name, self.column: _read(file.location)}
+            yield {"path": file.name, self.column: _read(file.part.path)}
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         for file in publishing.published_files(output, is_directory=True):
@@ -150,4 +150,5 @@ class _Listed:
         for part in self._parts:
             base = part.path.rpartition("/")[0]
             for entry in orjson.loads(publishing.read_verified(part)):
-                yield PublishedFile(entry["name"], join(base, entry["name"]), entry["bytes"], entry["sha256"])
+                file = PartInfo(join(base, entry["name"]), 1, entry["bytes"], entry["sha256"])
+                yield PublishedFile(entry["name"], file)
