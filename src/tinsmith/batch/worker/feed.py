@@ -320,7 +320,7 @@ class Feed:
         batch.saved, batch.tokens = True, work.tokens
         batch.made, batch.places = work.rows(), work.places
         for place, error in work.errors.items():
-            batch.fail(place, error)
+            batch.fail(UNKNOWN if UNKNOWN in work.places else place, error)
         if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
             self._fail_unwritable(batch)
 
