@@ -25,7 +25,6 @@ from tinsmith.batch.worker.children import (
     MAP,
     READ,
     Attempt,
-    AttemptQueue,
     MapperProcess,
     Marker,
     marker_file,
@@ -186,7 +185,7 @@ class Running:
             2,
             limits=Limits(),
         )
-        self.events: AttemptQueue = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.directory = directory
         self.mapper = MapperProcess(spec.to_dict(), directory / "log")
 
@@ -196,7 +195,7 @@ class Running:
             Attempt(
                 {"batch_idx": each, "start_idx": 2 * each, "end_idx": 2 * each + 1, "attempt_id": 1,
                  "part_bases": [f"{base}-{each}"]},
-                self.events,
+                self.events.put,
             )
             for each in batches
         ])  # fmt: skip
@@ -244,7 +243,7 @@ def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Runnin
 
 
 def test_the_next_child_stores_parts_under_other_names() -> None:
-    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
+    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, print)
     assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 

@@ -20,11 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from tinsmith import __version__
 from tinsmith.batch.types import Assignment, LostAttempt
@@ -223,17 +223,19 @@ def assignment_of(message: Message) -> Assignment:
     return Assignment(**{**message, **lists})
 
 
+@dataclass(eq=False)
 class Attempt:
-    """One assignment on a worker. `events` gets its requests to the server, then the attempt itself once settled."""
+    """One assignment on a worker. `put`, on any thread, takes its requests to the server, then the attempt itself once
+    settled."""
 
-    def __init__(self, assignment: Message, events: AttemptQueue) -> None:
-        self.assignment = assignment
-        self.events = events
-        self.since = time.monotonic()
-        self.begun = False  # whether the child has it
-        self.result: Message = {}
-        """`{"outcome": ...}` or `{"lost": ...}`."""
-        self._times_sent = 0
+    assignment: Message
+    put: Callable[[Attempt | list[Message]], None]
+    since: float = field(default_factory=time.monotonic)
+    begun: bool = False
+    """Whether the child has it."""
+    result: Message = field(default_factory=dict)
+    """`{"outcome": ...}` or `{"lost": ...}`."""
+    times_sent: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -242,19 +244,13 @@ class Attempt:
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
         deterministic, so each child stores parts in a separate directory."""
-        bases, again = self.assignment["part_bases"], self._times_sent
-        self._times_sent += 1
+        bases, again = self.assignment["part_bases"], self.times_sent
+        self.times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
     def settle(self, outcome: Message | LostAttempt) -> None:
         self.result = {"lost": asdict(outcome)} if isinstance(outcome, LostAttempt) else {"outcome": outcome}
-        self.events.put(self)
-
-
-class AttemptQueue(Protocol):
-    """A queue that takes settled attempts, and the requests of attempts, from any thread."""
-
-    def put(self, item: Attempt | list[Message], /) -> None: ...
+        self.put(self)
 
 
 class MapperProcess:
@@ -371,7 +367,7 @@ class MapperProcess:
     def _ask(self, asks: list[Message]) -> None:
         for attempt in self._waiting.values():
             if own := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
-                attempt.events.put(own)
+                attempt.put(own)
 
     def answer(self, answers: list[Message]) -> None:
         """Pass the server's answers to the operations that asked."""

@@ -144,7 +144,7 @@ class Worker:
         mapper, _utility = self._configured(request)
         events: LoopQueue[Attempt | list[Message]] = LoopQueue()
         attempts = [
-            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events)
+            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events.put)
             for each in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
