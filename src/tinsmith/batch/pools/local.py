@@ -29,6 +29,7 @@ from pathlib import Path
 from tinsmith.batch.pools.specs import LOCAL, PoolSpec, WorkerStartError
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.runtime.background import within
 from tinsmith.settings import worker_environment
 
 START_S = 60.0
@@ -64,9 +65,7 @@ class LocalWorker:
         if self.process.stdin:
             self.process.stdin.close()  # the worker kills its children, then itself
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
-                    await self.process.wait()
+            await within(END_S, self.process.wait())
         finally:  # also if the wait is cancelled
             if self.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -120,10 +119,7 @@ class LocalPool:
             assert process.stdin is not None and process.stdout is not None
             first = {"token": token, "socket": f"{directory}/worker", "log_path": str(log_path)}
             process.stdin.write(json.dumps(first | {"directory": str(directory)}).encode() + b"\n")
-            line = b""
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(START_S):
-                    line = await process.stdout.readline()
+            line = await within(START_S, process.stdout.readline()) or b""
             if not line:
                 raise WorkerStartError(f"a worker did not start to listen; see {log_path}")
             started.address = json.loads(line)["address"]

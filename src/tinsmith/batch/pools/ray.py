@@ -23,6 +23,7 @@ from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
+from tinsmith.runtime.background import within
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
@@ -157,9 +158,7 @@ class RayWorker:
             self.following.cancel()
             await asyncio.gather(self.following, return_exceptions=True)
         self.driver.kill(self.worker_id)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await self.ended.wait()
+        await within(END_S, self.ended.wait())
 
     async def follow(self) -> None:
         """Copy its output to the log of this server: one page a second, and the rest at its end."""
