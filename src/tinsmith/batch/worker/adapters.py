@@ -26,7 +26,7 @@ from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
 from tinsmith.batch.worker.children import NO_ROW
-from tinsmith.batch.worker.feed import Feed, Work, wrong_number
+from tinsmith.batch.worker.feed import BatchRows, Feed, wrong_number
 
 T = TypeVar("T")
 
@@ -51,12 +51,11 @@ def loop_of(
     def loop() -> None:
         with contextlib.closing(asyncio.Runner()) as runner:
             made = [_step(steps, number, spec, feed, channel, runner) for number in range(len(steps))]
-            while (rows := feed.next_rows()) is not None:
-                work = Work(rows, feed.indices)
+            while (batch := feed.next_batch()) is not None:
                 try:
                     for step in made:
-                        step(work)
-                    feed.keep(work)
+                        step(batch)
+                    feed.keep(batch)
                 except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                     feed.fail_current(error)
 
@@ -70,20 +69,21 @@ def _step(
     feed: Feed,
     channel: Channel | None,
     runner: asyncio.Runner,
-) -> Callable[[Work], None]:
+) -> Callable[[BatchRows], None]:
     """`runner` is for operations, whose requests share its event loop."""
     step = steps[number]
     if isinstance(step, Mapper):
         return (_OfBatches if step.kind == "batch" else _OfRows)(step, spec, feed)
     operations_before = sum(len(each) for each in steps[:number] if isinstance(each, list))
 
-    def operate(work: Work) -> None:
-        assignment, rows = feed.at_work, work.rows()
-        assert assignment is not None and channel is not None, "a worker gives operations a channel"
-        answers = operations_runtime.answers(step, rows, work.indices, assignment, channel, operations_before)
+    def operate(batch: BatchRows) -> None:
+        assert channel is not None, "a worker gives operations a channel"
+        answers = operations_runtime.answers(
+            step, batch.made, batch.made_indices, batch.assignment, channel, operations_before
+        )
         results, tokens = runner.run(answers)
-        work.tokens = (work.tokens[0] + tokens[0], work.tokens[1] + tokens[1])
-        work.give(results, many=False)
+        batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
+        batch.give(results, many=False)
 
     return operate
 
@@ -118,8 +118,8 @@ class _OfRows(_Function):
     """A function that is called with each row. Errors of the classes in `retry_on` are tried again here, since they do
     not concern the other rows of the batch."""
 
-    def __call__(self, work: Work) -> None:
-        rows, indices = work.rows(), work.indices
+    def __call__(self, batch: BatchRows) -> None:
+        rows, indices = batch.made, batch.made_indices
         calls = [
             (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
         ]
@@ -131,7 +131,7 @@ class _OfRows(_Function):
                 self._feed.marker.row(index)
                 results.append(self._tried(each))
             self._feed.marker.row(NO_ROW)
-        work.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
+        batch.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
 
     def _tried(self, arguments: tuple[Any, ...]) -> object:
         tries = 0
@@ -176,14 +176,14 @@ class _OfRows(_Function):
 
 
 class _OfBatches(_Function):
-    def __call__(self, work: Work) -> None:
-        rows = work.rows()
+    def __call__(self, batch: BatchRows) -> None:
+        rows = batch.made
         if not rows:
-            work.give([], self._many)
+            batch.give([], self._many)
             return
         arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
         if self._with_indices:
-            arguments.append(work.indices)
+            arguments.append(batch.made_indices)
         made = _collected(self._call(*arguments))
         results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
         if len(results) != len(rows):
@@ -197,7 +197,7 @@ class _OfBatches(_Function):
                 raise wrong_number(len(results), len(rows))
         if self._merge:
             results = [self._over(row, result) for row, result in zip(rows, results, strict=True)]
-        work.give(results, self._many)
+        batch.give(results, self._many)
 
 
 class _Yielded(list[Any]):

@@ -58,23 +58,25 @@ class RowError(Exception):
 
 
 @dataclass
-class _Batch:
-    """A batch on its way through reading, mapping and storing."""
+class BatchRows:
+    """A batch on its way through reading, the steps of the mapper, and storing."""
 
     assignment: Assignment
     rows: list[Row] = field(default_factory=list)
+    """The input rows that could be read."""
     indices: list[int] = field(default_factory=list)
-    """The indices of `rows`, without those that could not be read."""
-    failures: list[RowFailure] = field(default_factory=list)
-    failed: set[int] = field(default_factory=set)
-    """The places in `rows` of those that failed after they were read."""
+    """The indices of `rows`."""
+    unread: list[RowFailure] = field(default_factory=list)
     made: Sequence[Row] = ()
-    """The new rows, also those of rows that have failed since."""
+    """The results of the last step."""
     places: Sequence[int] = ()
-    """The place in `rows` of the input row of each new row."""
+    """The place in `rows` of the input row of each result."""
+    failed: dict[int, BaseException] = field(default_factory=dict)
+    """The first error of each failed row, by its place."""
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
+    """Of the batch as a whole."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -85,70 +87,57 @@ class _Batch:
         """Its share of the rows that may wait between two threads."""
         return max(1, len(self.rows))
 
+    @property
+    def made_indices(self) -> list[int]:
+        """The input row of each result."""
+        return [NO_ROW if place == UNKNOWN else self.indices[place] for place in self.places]
+
+    def give(self, results: Sequence[object], many: bool) -> None:
+        """The results of a step; an error among them fails its row. `many`: a result may be several rows or none."""
+        places = self.places if len(results) == len(self.places) else [UNKNOWN] * len(results)
+        if all(type(result) is dict for result in results):
+            self.made, self.places = results, places  # type: ignore[assignment]
+            return
+        found: list[tuple[int, Row]] = []
+        for place, result in zip(places, results, strict=True):
+            try:
+                found += [(place, row) for row in rows_in(result, many)]
+            except Exception as error:  # noqa: BLE001  fails the row
+                self.fail(place, error)
+        kept = [(place, row) for place, row in found if place not in self.failed]
+        self.made, self.places = [row for _, row in kept], [place for place, _ in kept]
+
+    def fail(self, place: int, error: BaseException) -> None:
+        self.failed.setdefault(place, error)
+
     def kept(self) -> Iterator[tuple[int, Row]]:
-        """The new rows of rows that have not failed, with their places."""
+        """The results of rows that have not failed, with their places."""
         return ((place, row) for place, row in zip(self.places, self.made, strict=True) if place not in self.failed)
 
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the batch fails as a whole: its own error, or a row's where it is not known which row it is. Such a batch
+        is halved until it has one row, which then has failed."""
+        if self.error is None and len(self.rows) > 1 and self.failed and UNKNOWN in {*self.failed, *self.places}:
+            return next(iter(self.failed.values()))
+        return self.error
+
+    @property
+    def failures(self) -> list[RowFailure]:
+        errors = self.failed.items()
+        found = [_failure(self.indices[place], self.rows[place], error) for place, error in errors]
+        return sorted([*self.unread, *found], key=lambda failure: failure.idx)
+
     def output_rows(self) -> Sequence[Row | None]:
-        """For each row of the span the new rows, or None; if it is not known of which row each is, only these."""
-        if UNKNOWN in self.places and not self.failed:
-            return [row for _, row in self.kept()]
+        """For each row of the span its results, or None; if it is not known of which row each is, only these."""
         whole = isinstance(self.places, range) and len(self.indices) == self.assignment.span.rows
-        if whole and not self.failed:
+        if not self.failed and (whole or UNKNOWN in self.places):
             return self.made
         by_index: dict[int, list[Row | None]] = {}
         for place, row in self.kept():
             by_index.setdefault(self.indices[place], []).append(row)
         start, end = self.assignment.span
         return [row for index in range(start, end + 1) for row in by_index.get(index, [None])]
-
-    def fail(self, place: int, error: BaseException) -> None:
-        """Fail a row. An unknown one is known in a batch of one row: a larger batch fails as a whole, and is halved
-        until it has one."""
-        if place == UNKNOWN and len(self.rows) > 1:
-            self.error = self.error or error
-        elif place not in self.failed:
-            self.failed.add(place)
-            self.failures.append(_failure(self.indices[place], self.rows[place], error))
-
-
-class Work:
-    """The rows of a batch between two steps: the results of the last one, and of each the place of its input row in the
-    batch. An error fails its row."""
-
-    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        self.errors: dict[int, Exception] = {}
-        self.tokens: tuple[int, int] = (0, 0)
-        self.places: Sequence[int] = range(len(rows))
-        self._indices = indices
-        self._results: Sequence[object] = rows
-        self._many = False
-
-    @property
-    def indices(self) -> list[int]:
-        """The input row of each row."""
-        return [NO_ROW if place == UNKNOWN else self._indices[place] for place in self.places]
-
-    def give(self, results: Sequence[object], many: bool) -> None:
-        """The results of a step. `many`: a result may be several rows or none."""
-        self._results, self._many = results, many
-        if len(results) != len(self.places):
-            self.places = [UNKNOWN] * len(results)
-
-    def rows(self) -> list[Row]:
-        """The results as rows for the next step, which notes the errors among them."""
-        if all(type(result) is dict for result in self._results):
-            return list(self._results)  # type: ignore[arg-type]
-        found: list[tuple[int, Row]] = []
-        for place, result in zip(self.places, self._results, strict=True):
-            try:
-                found += [(place, row) for row in rows_in(result, self._many)]
-            except Exception as error:  # noqa: BLE001  fails the row
-                self.errors.setdefault(place, error)
-        kept = [(place, row) for place, row in found if place not in self.errors]
-        self.places = [place for place, _ in kept]
-        self._results = rows = [row for _, row in kept]
-        return rows
 
 
 def rows_in(result: object, many: bool) -> list[Row]:
@@ -169,7 +158,7 @@ def rows_in(result: object, many: bool) -> list[Row]:
     return result or []
 
 
-Waits = TypeVar("Waits", Assignment, _Batch)
+Waits = TypeVar("Waits", Assignment, BatchRows)
 
 
 class Waiting(Generic[Waits]):
@@ -243,9 +232,9 @@ class Feed:
             input_versions.check(spec.input_version, self._reader.version())
         self._writers: list[OutputWriter] = [OutputWriter.from_dict(each) for each in spec.batch_output_formats]
         self._have_schemas = any(type(writer).schema is not OutputWriter.schema for writer in self._writers)
-        self._to_map = Waiting[_Batch](lambda batch: batch.num_waiting)
-        self._to_store = Waiting[_Batch](lambda batch: batch.num_waiting)
-        self._current: _Batch | None = None
+        self._to_map = Waiting[BatchRows](lambda batch: batch.num_waiting)
+        self._to_store = Waiting[BatchRows](lambda batch: batch.num_waiting)
+        self._current: BatchRows | None = None
         self.num_taken = 0
         self.ended = False
         self.error: BaseException | None = None
@@ -256,17 +245,12 @@ class Feed:
         self._storing.start()
 
     def __iter__(self) -> Iterator[list[Row]]:
-        while (rows := self.next_rows()) is not None:
-            yield rows
+        while (batch := self.next_batch()) is not None:
+            yield batch.rows
 
     async def __aiter__(self) -> AsyncIterator[list[Row]]:
-        while (rows := await asyncio.to_thread(self.next_rows)) is not None:
-            yield rows
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """The indices of the input rows in the current batch."""
-        return self._current.indices if self._current is not None else []
+        while (batch := await asyncio.to_thread(self.next_batch)) is not None:
+            yield batch.rows
 
     def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
         """Remove the attempts whose rows were read and that the mapper has not begun."""
@@ -279,8 +263,8 @@ class Feed:
             return None
         return self._current.assignment
 
-    def next_rows(self) -> list[Row] | None:
-        """The rows of the next batch that has any; None when there are no more batches."""
+    def next_batch(self) -> BatchRows | None:
+        """The next batch that has rows; None when there are no more."""
         while True:
             self._finish_current("the function asked for the next batch before it called save_results for this one")
             self._may_read.set()
@@ -293,11 +277,11 @@ class Feed:
             if batch.rows:
                 self._current = batch
                 self.marker.begin(MAP, batch.assignment)
-                return batch.rows
+                return batch
             self._to_store.put(batch)
 
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
-        """The results of the current batch, from a function that loops over batches or from operations."""
+        """The results of the current batch, from a function that loops over batches."""
         batch = self._current
         if batch is None:
             raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
@@ -308,19 +292,13 @@ class Feed:
         if not many and len(results) != len(batch.rows):
             batch.saved, batch.error = True, wrong_number(len(results), len(batch.rows))
             return
-        work = Work(batch.rows, batch.indices)
-        work.tokens = tokens_in, tokens_out
-        work.give(results, many)
-        self.keep(work)
+        batch.tokens = tokens_in, tokens_out
+        batch.give(results, many)
+        self.keep(batch)
 
-    def keep(self, work: Work) -> None:
-        """The rows that are made of the current batch."""
-        batch = self._current
-        assert batch is not None
-        batch.saved, batch.tokens = True, work.tokens
-        batch.made, batch.places = work.rows(), work.places
-        for place, error in work.errors.items():
-            batch.fail(UNKNOWN if UNKNOWN in work.places else place, error)
+    def keep(self, batch: BatchRows) -> None:
+        """The current batch went through all steps."""
+        batch.saved = True
         if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
             self._fail_unwritable(batch)
 
@@ -343,7 +321,7 @@ class Feed:
         self.marker.end(MAP)
         if batch is None:
             return
-        error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
+        error = batch.lost if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
         if error is None:
             self._to_store.put(batch)
         else:
@@ -369,9 +347,9 @@ class Feed:
         finally:
             self._to_map.close()
 
-    def _read(self, assignment: Assignment) -> _Batch:
+    def _read(self, assignment: Assignment) -> BatchRows:
         """The rows of an assignment. If they cannot be read together, each is read alone."""
-        batch = _Batch(assignment)
+        batch = BatchRows(assignment)
         start, end = assignment.span
         with contextlib.suppress(ValueError, TypeError, KeyError):
             batch.rows = list(self._reader.download_batch(start, end, self._cache))
@@ -382,11 +360,12 @@ class Feed:
                     batch.rows += self._reader.download_batch(index, index, self._cache)
                     batch.indices.append(index)
                 except (ValueError, TypeError, KeyError) as error:
-                    batch.failures.append(_failure(index, None, error))
+                    batch.unread.append(_failure(index, None, error))
         if len(batch.rows) != len(batch.indices):
             raise ProgramError(
                 f"the {type(self._reader).__name__} gave {len(batch.rows)} rows for {start} to {end}, both included"
             )
+        batch.made, batch.places = batch.rows, range(len(batch.rows))
         return batch
 
     # The storing thread.
@@ -396,7 +375,7 @@ class Feed:
             self._report(self._stored(batches))
             self.marker.end(STORE)
 
-    def _stored(self, batches: Sequence[_Batch]) -> list[AttemptOutcome]:
+    def _stored(self, batches: Sequence[BatchRows]) -> list[AttemptOutcome]:
         """The outcome of each batch. Its parts are durable before any outcome is reported."""
         outcomes = []
         try:
@@ -411,7 +390,7 @@ class Feed:
             return [self._failed(batch.assignment, error) for batch in batches]
         return outcomes
 
-    def _check_schemas(self, batch: _Batch) -> None:
+    def _check_schemas(self, batch: BatchRows) -> None:
         """Rows whose types conflict with those of earlier rows, in the batch or in what is committed, fail."""
         if not self._have_schemas:
             return
@@ -425,31 +404,30 @@ class Feed:
                 except schemas.SchemaConflictError as error:
                     batch.fail(place, error)
 
-    def _store(self, batch: _Batch) -> AttemptOutcome:
+    def _store(self, batch: BatchRows) -> AttemptOutcome:
         assignment = batch.assignment
         self._check_schemas(batch)
-        if batch.error is not None:
-            return self._failed(assignment, batch.error)
         try:
-            parts = self._written(batch)
+            parts = () if batch.lost else self._written(batch)
         except (ValueError, TypeError, KeyError):
             if len(self._writers) > 1 or not self._fail_unwritable(batch):
                 raise
-            if batch.error is not None:
-                return self._failed(assignment, batch.error)
-            parts = self._written(batch)
+            parts = () if batch.lost else self._written(batch)
+        if batch.lost is not None:
+            return self._failed(assignment, batch.lost)
+        failures = batch.failures
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
             parts=parts,
-            rows_ok=assignment.span.rows - len(batch.failures),
-            rows_failed=len(batch.failures),
+            rows_ok=assignment.span.rows - len(failures),
+            rows_failed=len(failures),
             tokens_in=batch.tokens[0],
             tokens_out=batch.tokens[1],
-            row_failures=tuple(sorted(batch.failures, key=lambda failure: failure.idx)),
+            row_failures=tuple(failures),
         )
 
-    def _written(self, batch: _Batch) -> tuple[PartInfo, ...]:
+    def _written(self, batch: BatchRows) -> tuple[PartInfo, ...]:
         rows = batch.output_rows()
         written = zip(self._writers, batch.assignment.part_bases, strict=True)
         return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in written)
@@ -464,7 +442,7 @@ class Feed:
             retry=is_retried(error, self._spec.retry_on),
         )
 
-    def _fail_unwritable(self, batch: _Batch) -> bool:
+    def _fail_unwritable(self, batch: BatchRows) -> bool:
         """Fail the rows that an output cannot write; False if there are none."""
         found = False
         for place, row in batch.kept():
