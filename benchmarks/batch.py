@@ -169,7 +169,7 @@ from tinsmith.batch.formats import registry
 from tinsmith.batch.worker import utility
 began = time.perf_counter()
 winners = utility.Winners(sys.argv[1], 0)
-registry.writer_from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")
+batch.OutputWriter.from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")
 print(time.perf_counter() - began, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
     command = [sys.executable, "-c", code, str(directory / "winners"), writer.path, str(parts)]

@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 
+from support import payloads
 from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, text_rows
 from support.databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.types import Assignment, JobSpec, Limits
+from tinsmith.batch.types import Assignment, JobSpec, Limits, LostAttempt
 from tinsmith.batch.worker.children import (
     MAP,
     READ,
     Attempt,
-    AttemptQueue,
-    LostAttempt,
     MapperProcess,
     Marker,
     marker_file,
@@ -97,7 +95,7 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     kinds = {str(row): how for row, how in KINDS.items()}
     given = double if kind == "row" else doubling
     spec = JobSpec(
-        functions.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
+        payloads.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
         {"format": "items", "path": "items", "items": text_rows(ROWS)},
         [{"format": "json", "path": str(tmp_path / "out.jsonl")}],
         batch_size,
@@ -181,13 +179,13 @@ class Running:
         self.marker = directory / "at-work"
         (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
         spec = JobSpec(
-            functions.serialize_function(waiting, kwargs={"marker": str(self.marker)}),
+            payloads.serialize_function(waiting, kwargs={"marker": str(self.marker)}),
             batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
             [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
             2,
             limits=Limits(),
         )
-        self.events: AttemptQueue = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.directory = directory
         self.mapper = MapperProcess(spec.to_dict(), directory / "log")
 
@@ -197,7 +195,7 @@ class Running:
             Attempt(
                 {"batch_idx": each, "start_idx": 2 * each, "end_idx": 2 * each + 1, "attempt_id": 1,
                  "part_bases": [f"{base}-{each}"]},
-                self.events,
+                self.events.put,
             )
             for each in batches
         ])  # fmt: skip
@@ -245,7 +243,7 @@ def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Runnin
 
 
 def test_the_next_child_stores_parts_under_other_names() -> None:
-    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
+    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, print)
     assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 

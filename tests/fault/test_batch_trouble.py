@@ -167,7 +167,7 @@ class Worker:
     async def result_of(self, op: str, **_: object) -> dict[str, Any]:
         return OutputInfo("out", 4, 1, "digest").to_dict() if op == "publish" else {}
 
-    async def place(self, path: Path) -> str:
+    async def send(self, path: Path) -> str:
         return str(path)
 
     async def close(self) -> None: ...

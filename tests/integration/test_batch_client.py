@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from support.live import API_KEY, LiveServer, serving
+from support.payloads import load_mapper
 from tinsmith import batch
 from tinsmith.batch import permissions
 from tinsmith.batch.client.dataset import Dataset, JobRefusedError
-from tinsmith.batch.client.functions import load_mapper
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import JobFailedError, progress_of
 from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, UserError

@@ -15,8 +15,8 @@ import pytest
 
 from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
 from support.databases import fresh_url
+from support.payloads import serialize_function
 from tinsmith import batch
-from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, JobSpec
 from tinsmith.db.database import Database

@@ -19,7 +19,7 @@ from support import databases
 from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
-from tinsmith.batch.formats import registry, sql
+from tinsmith.batch.formats import sql
 from tinsmith.batch.formats.sql import split_url
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker import utility
@@ -90,7 +90,7 @@ def test_rows_come_in_the_order_of_their_key_wherever_a_batch_begins(url: str) -
         assert reader.download_batch(start, end, "") == rows[start : end + 1]
     with pytest.raises(IndexError):
         reader.download_batch(199, 200, "")
-    again = registry.reader_from_dict(reader.to_dict())
+    again = batch.InputReader.from_dict(reader.to_dict())
     assert again.download_batch(70, 72, "") == rows[70:73]
     assert batch.SqlReader(url, table="items", columns=["name"]).download_batch(1, 1, "") == [{"name": "r1"}]
 
@@ -117,12 +117,12 @@ def test_a_table_that_changes_under_a_job_fails_the_batch_and_shifts_nothing(url
     reader = batch.SqlReader(url, table="items").of_job(["out.jsonl"])
     assert len(reader) == 150
     execute(url, "INSERT INTO items VALUES (9999, 'behind the last')", change)
-    in_job = registry.reader_from_dict(reader.to_dict())
+    in_job = batch.InputReader.from_dict(reader.to_dict())
     with pytest.raises(RuntimeError, match="has changed since its rows were counted"):
         in_job.download_batch(0, 9, "")
     assert in_job.download_batch(64, 149, "") == rows[64:], "the rest is where it was"
     assert len(batch.SqlReader(url, table="items").of_job(["other.jsonl"])) == (150 if "DELETE" in change else 152)
-    assert registry.reader_from_dict(reader.to_dict()).download_batch(100, 101, "") == rows[100:102]
+    assert batch.InputReader.from_dict(reader.to_dict()).download_batch(100, 101, "") == rows[100:102]
 
 
 def test_a_job_does_not_count_again_what_it_has_counted(url: str, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_job_does_not_count_again_what_it_has_counted(url: str, tmp_path: Path
     for file in tmp_path.glob("sql-*"):
         file.unlink()
     with pytest.raises(RuntimeError, match="is lost; submit the job again"):
-        registry.reader_from_dict(reader.to_dict()).download_batch(0, 1, "")
+        batch.InputReader.from_dict(reader.to_dict()).download_batch(0, 1, "")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
+from support.payloads import serialize_function
 from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
-from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
@@ -264,6 +264,6 @@ def test_no_row_is_blamed_for_the_end_of_its_worker() -> None:
     channel.close()
     assignment = Assignment(0, 0, 0, 1, ())
     with pytest.raises(ClosedError):
-        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel))
-    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel))
+        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
+    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0))
     assert isinstance(failed, KeyError)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from support.payloads import spans_of
 from tinsmith import batch
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
@@ -179,26 +180,26 @@ def test_rows_come_back_as_they_went(ending: str, tmp_path: Path) -> None:
     rows: Rows = [{"text": f'{index}, "a" \u00e4'} for index in range(10)]
     format = {"csv": "csv", "parquet": "parquet", "txt": "text", "text.gz": "text"}.get(ending, "json")
     path = f"{tmp_path}/o.{ending}"
-    writer = registry.writer_from_dict({"format": format, "path": path})
+    writer = batch.OutputWriter.from_dict({"format": format, "path": path})
     info = written(writer, [*rows[:5], None, *rows[5:]], tmp_path)
     assert (info.rows, info.bytes) == (10, Path(path).stat().st_size)
-    reader = registry.reader_from_dict({"format": format, "path": path})
+    reader = batch.InputReader.from_dict({"format": format, "path": path})
     assert all_rows(reader) == rows
     assert reader.download_batch(4, 6, "") == rows[4:7]
-    assert registry.reader_from_dict(reader.to_dict()) == reader
+    assert batch.InputReader.from_dict(reader.to_dict()) == reader
 
 
 def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
     rows: Rows = [{"text": f"{index}"} for index in range(3)]
     for format in ("json", "csv", "parquet", "text"):
-        writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
+        writer = batch.OutputWriter.from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
         part = writer.write_part(rows, RowRange(0, 2), f"{tmp_path}/{format}")
         assert list(writer.read_part(part)) == rows
 
 
 def test_no_rows_are_an_output_without_rows(tmp_path: Path) -> None:
     for ending in ("jsonl", "jsonl.gz", "csv", "parquet", "txt"):
-        writer = registry.writer_from_dict(
+        writer = batch.OutputWriter.from_dict(
             {
                 "format": {"txt": "text"}.get(ending, ending.removesuffix(".gz").replace("jsonl", "json")),
                 "path": f"{tmp_path}/o.{ending}",
@@ -340,10 +341,10 @@ def test_custom_formats_travel_as_source(tmp_path: Path) -> None:
     assert data["format"] == "range" and "class RangeReader" in data["_class_source"]
     assert "MergedWriter" not in data["_class_source"], "only the class, not its file"
     with pytest.raises(UserError, match="sha256"):
-        registry.reader_from_dict({**data, "_class_source": data["_class_source"] + "#"})
+        batch.InputReader.from_dict({**data, "_class_source": data["_class_source"] + "#"})
     script = (
-        "import json, sys; from tinsmith.batch.formats import registry\n"
-        "r = registry.reader_from_dict(json.loads(sys.argv[1])); print(len(r), r.download_batch(1, 2, ''))"
+        "import json, sys; from tinsmith import batch\n"
+        "r = batch.InputReader.from_dict(json.loads(sys.argv[1])); print(len(r), r.download_batch(1, 2, ''))"
     )
     ran = subprocess.run([sys.executable, "-c", script, json.dumps(data)], capture_output=True, text=True, check=True)
     assert ran.stdout == "4 [{'id': 1}, {'id': 2}]\n"
@@ -351,7 +352,7 @@ def test_custom_formats_travel_as_source(tmp_path: Path) -> None:
 
 def test_a_writer_of_the_older_form_never_touches_the_output_before_it_is_whole(tmp_path: Path) -> None:
     data = MergedWriter(f"{tmp_path}/out/numbers.txt").to_dict()
-    writer = registry.writer_from_dict(data)
+    writer = batch.OutputWriter.from_dict(data)
     rows: list[dict[str, Any] | None] = [{"id": index} for index in range(5)]
     staging = f"{tmp_path}/out/staging"
     parts = [
@@ -373,7 +374,7 @@ def test_readers_and_writers_that_do_not_exist_are_refused_by_name() -> None:
         ({"format": "json"}, "needs the fields .'path'."),
     ]:
         with pytest.raises(UserError, match=message):
-            registry.reader_from_dict(data)
+            batch.InputReader.from_dict(data)
     with pytest.raises(ValueError, match="must name a file"):
         batch.JsonWriter("out/")
 
@@ -392,15 +393,15 @@ def spec_of(tmp_path: Path, **fields: object) -> JobSpec:
 
 
 def test_batches_cover_each_row_once(tmp_path: Path) -> None:
-    assert list(utility.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
-    assert list(utility.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
+    assert spans_of(spec_of(tmp_path)) == [(0, 2), (3, 5), (6, 6)]
+    assert spans_of(spec_of(tmp_path, batch_size=100)) == [(0, 6)]
     empty = batch.ItemsReader(items=[]).to_dict()
-    assert list(utility.plan(spec_of(tmp_path, batch_input_format=empty))) == []
+    assert spans_of(spec_of(tmp_path, batch_input_format=empty)) == []
     with pytest.raises(UserError, match="batch_tokens"):
-        utility.plan(spec_of(tmp_path, batch_tokens=10))
+        spans_of(spec_of(tmp_path, batch_tokens=10))
     (tmp_path / "o.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="if_exists"):
-        utility.plan(spec_of(tmp_path))
+        spans_of(spec_of(tmp_path))
 
 
 def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"t": "x" * size}) + "\n" for size in sizes))
     reader = batch.JsonReader(str(path))
     tokens = list(reader.row_sizes())
-    spans = list(utility.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
+    spans = spans_of(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20))
     assert [index for start, end in spans for index in range(start, end + 1)] == list(range(8))
     assert all(end == start or sum(tokens[start : end + 1]) <= 20 for start, end in spans)
     assert (3, 3) in spans and all(end - start < 3 for start, end in spans) and len(spans) < 8
@@ -417,7 +418,7 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
 
 def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:
     for format in ("json", "csv", "parquet"):
-        writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
+        writer = batch.OutputWriter.from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
         part = writer.write_part([{"a": 1}], RowRange(0, 0), f"{tmp_path}/{format}")
         with pytest.raises(CorruptFilesError):
             writer.publish([PartInfo(part.path, 1, part.bytes, "0" * 64)], f"{tmp_path}/staging", "error")
@@ -426,7 +427,7 @@ def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:
 
 def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_error_format=batch.JsonWriter(f"{tmp_path}/err.jsonl").to_dict())
-    writer = registry.writer_from_dict(spec.batch_output_formats[0])
+    writer = batch.OutputWriter.from_dict(spec.batch_output_formats[0])
     part = writer.write_part([{"a": 1}], RowRange(0, 0), part_base(writer.path, 7, 0, 1))
     assert utility.publish_output(spec, 0, 7, [part]).rows == 1
     info = utility.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])

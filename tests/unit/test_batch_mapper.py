@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from support.payloads import serialize_function, spans_of
 from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
-from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, Limits, MapperStartError, part_base
@@ -49,13 +49,13 @@ class Ran:
         )
         self.outcomes: list[AttemptOutcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
-        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(utility.plan(self.spec))]
+        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(spans_of(self.spec))]
         runtime.run(self.spec, assignments, self.outcomes.extend)
         self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
         assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))
 
     def output(self, index: int = 0) -> Rows:
-        parts = [outcome.parts[index] for outcome in self.outcomes if not outcome.failed]
+        parts = [outcome.parts[index] for outcome in self.outcomes if not outcome.error]
         path = utility.publish_output(self.spec, index, 1, parts).path
         reader = batch.JsonReader(path)
         return reader.download_batch(0, len(reader) - 1, "") if len(reader) else []
@@ -150,7 +150,7 @@ def test_a_batch_function_that_raises_fails_its_batch_alone(tmp_path: Path) -> N
         return rows
 
     ran = Ran(tmp_path, some, kind="batch")
-    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
     assert ran.outcomes[1].error_type == "ValueError" and "three" in ran.outcomes[1].error
     assert [row["n"] for row in ran.output()] == [0, 1, 2, 6, 7, 8, 9]
 
@@ -166,7 +166,7 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
             batch.save_results(rows)
 
     ran = Ran(tmp_path, gen)
-    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
     assert 'raise ValueError("three")' in ran.outcomes[1].error.replace("'", '"')
 
 
@@ -192,7 +192,7 @@ def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: 
     namespace: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), namespace)
     ran = Ran(tmp_path, namespace["gen"])
-    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
     assert [each.final for each in ran.outcomes] == [False, True, False, False]
     assert message in ran.outcomes[1].error
 
@@ -220,7 +220,7 @@ def test_a_batch_function_that_returns_no_row_for_each_row_is_not_tried_again(
 
     ran = Ran(tmp_path, short, kind="batch", kwargs={"returned": returned}, options={"merge": merge}, rows=ROWS[:3])
     (outcome,) = ran.outcomes
-    assert outcome.failed and outcome.final
+    assert outcome.error and outcome.final
     assert (message if not merge else message.partition(";")[0]) in outcome.error
     assert "Traceback" not in outcome.error
 
@@ -238,7 +238,7 @@ def test_any_number_of_rows_is_taken_where_the_job_says_so(tmp_path: Path) -> No
     assert [each.rows_ok for each in ran.outcomes] == [3, 3, 3, 1]
     assert [each.parts[0].rows for each in ran.outcomes] == [1, 0, 5, 1]
     strict = Ran(tmp_path / "strict", regroup, kind="batch")
-    assert [(each.failed, each.final) for each in strict.outcomes] == [(True, True)] * 3 + [(False, False)]
+    assert [(bool(each.error), each.final) for each in strict.outcomes] == [(True, True)] * 3 + [(False, False)]
 
 
 @pytest.mark.parametrize("batch_size", [3, 1])
@@ -252,7 +252,7 @@ def test_an_error_among_any_number_of_results_is_that_of_its_row_once_the_batch_
     if batch_size == 1:
         assert ran.failed_rows == {4: "TypeError"} and len(ran.output()) == 18
     else:
-        assert [(each.failed, each.final) for each in ran.outcomes] == [(n == 1, False) for n in range(4)]
+        assert [(bool(each.error), each.final) for each in ran.outcomes] == [(n == 1, False) for n in range(4)]
         assert "column 'bad'" in ran.outcomes[1].error
 
 
@@ -392,7 +392,7 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     sums = [1, 2, 4, 11, 7, 8, 9]
     assert ran.output() == [{"sum": n, "double": 2 * n} for n in sums]
     failing = Ran(tmp_path / "b", chain.map(picky, fn_kwargs={"at": 4}), batch_size=5)
-    assert [(each.failed, each.retry, each.final) for each in failing.outcomes] == [
+    assert [(bool(each.error), each.retry, each.final) for each in failing.outcomes] == [
         (True, False, False),
         (False, True, False),
     ]
@@ -484,4 +484,4 @@ def test_a_batch_is_tried_again_unless_its_rows_raise_the_same_again(
         raise getattr(builtins, error)("no")
 
     ran = Ran(tmp_path, fails, kind="batch", kwargs={"error": error}, retry_on=retry_on, rows=ROWS[:3])
-    assert [(each.failed, each.retry) for each in ran.outcomes] == [(True, retried)]
+    assert [(bool(each.error), each.retry) for each in ran.outcomes] == [(True, retried)]

@@ -19,8 +19,7 @@ from tinsmith.batch.coordinator.state import (
     JobRecord,
     SupersededError,
 )
-from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
-from tinsmith.batch.worker.children import LostAttempt
+from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, OutputInfo, PartInfo, RowFailure
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
 from tinsmith.errors import NotFoundError, UserError

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ from support.buckets import Bucket, CloudStorage, cloud_bucket
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.images import ImageWriter
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
+from tinsmith.batch.formats.openai import OpenAIBatchWriter
 from tinsmith.batch.formats.registry import OutputWriter
+from tinsmith.batch.openai.results import Results, success_lines
 from tinsmith.batch.types import Assignment, PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.locations import locations, open_store
@@ -194,7 +198,7 @@ def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: s
     rows = [{"n": index, "text": "ä\n," * index} for index in range(9)]
 
     def parts(name: str, output: str) -> tuple[list[PartInfo], OutputWriter]:
-        writer = registry.writer_from_dict({"format": kind, "path": join(base, output)})
+        writer = OutputWriter.from_dict({"format": kind, "path": join(base, output)})
         spans = [RowRange(start, start + 2) for start in range(0, 9, 3)]
         return [writer.write_part(rows[s.start_idx : s.end_idx + 1], s, join(base, name)) for s in spans], writer
 
@@ -215,6 +219,22 @@ def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: s
     assert publishing.read_verified(together[0]) and publishing.read_verified(together[2])
     with pytest.raises(CorruptFilesError):
         publishing.read_verified(together[1])
+
+
+def test_results_of_an_openai_batch_are_read_from_parts_that_share_an_object(base: str) -> None:
+    writer = OpenAIBatchWriter(join(base, "out.jsonl"), keep="succeeded")
+    rows = [{"custom_id": str(index), "response": {"status_code": 200}} for index in range(6)]
+    with publishing.in_segments():
+        parts = [writer.write_part(rows[n : n + 2], RowRange(n, n + 1), join(base, "a")) for n in (0, 2, 4)]
+    assert len({part.path for part in parts}) == 1
+    lines = list(success_lines(Results(succeeded=parts[:2])))
+    assert [json.loads(line)["custom_id"] for line in lines] == ["0", "1", "2", "3"]
+    assert all(line.endswith(b"\n") for line in lines)
+    changed = replace(parts[0], sha256="0" * 64)
+    with pytest.raises(CorruptFilesError):
+        list(success_lines(Results(succeeded=[changed])))
+    with pytest.raises(CorruptFilesError, match="does not exist"):
+        list(success_lines(Results(succeeded=[replace(parts[0], path=join(base, "none"), offset=None)])))
 
 
 def test_a_segment_has_a_limit_and_none_is_left_by_an_error(base: str) -> None:

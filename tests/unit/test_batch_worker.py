@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
+from support import payloads
 from tinsmith import batch
-from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.coordinator import FairShare
 from tinsmith.batch.coordinator.job_run import GroupSize
 from tinsmith.batch.pools.local import LocalPool, sweep
@@ -130,7 +130,7 @@ def settled_in(messages: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
     (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
     return JobSpec(
-        functions.serialize_function(count, kwargs={"seconds": seconds}),
+        payloads.serialize_function(count, kwargs={"seconds": seconds}),
         batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
         [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
         2,
@@ -144,7 +144,9 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         [sys.executable, "-m", "tinsmith.batch.worker.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps({"token": "secret", "port": 0, "log_path": str(tmp_path / "log")}) + "\n")
+    (tmp_path / "received").mkdir()
+    first = {"token": "secret", "log_path": str(tmp_path / "log"), "directory": str(tmp_path / "received")}
+    process.stdin.write(json.dumps(first) + "\n")
     process.stdin.flush()
     address = json.loads(process.stdout.readline())["address"]
     assert address.startswith("tcp://127.0.0.1:")
@@ -224,7 +226,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
     async def serve() -> None:
         worker = worker_service.Worker("secret", tmp_path / "log", tmp_path)
-        found.put(await worker.listen(None, "127.0.0.1", 0))
+        found.put(await worker.listen(None, "127.0.0.1"))
         await worker.serve()
 
     serving = threading.Thread(target=lambda: asyncio.run(serve()))
@@ -558,7 +560,7 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
             print("mapped by", os.getppid())  # noqa: T201
             batch.save_results([{"n": os.getpid()} for _ in rows])
 
-    spec = spec_of(tmp_path, 0) | {"batch_serialized_fn": functions.serialize_function(tell)}
+    spec = spec_of(tmp_path, 0) | {"batch_serialized_fn": payloads.serialize_function(tell)}
     parts = {"batch_idx": 0, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(tmp_path / "parts")]}
 
     async def run() -> None:

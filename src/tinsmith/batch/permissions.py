@@ -62,7 +62,7 @@ def code_of(spec: JobSpec) -> str:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
         return "the job has its own interpreter"
-    if any(name in data for data in _formats(spec) for name in SHIPPED):
+    if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED):
         return "one of its formats has its own source code"
     return ""
 
@@ -76,7 +76,7 @@ def roots_of(settings: Settings, tenant_id: str) -> list[str]:
 def _confined(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
     if str(spec.batch_input_format["format"]) not in CONFINED_READERS:
         raise _no_format(tenant_id, spec.batch_input_format, CONFINED_READERS)
-    for output in _formats(spec)[1:]:
+    for output in spec.all_output_formats:
         if str(output["format"]) not in CONFINED_WRITERS:
             raise _no_format(tenant_id, output, CONFINED_WRITERS)
     errors = spec.batch_error_format
@@ -109,11 +109,6 @@ def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence
     if scheme == "file":
         path = key + "/" * path.endswith("/")  # normalised, so that workers open the path that was checked
     return {**data, "path": path}
-
-
-def _formats(spec: JobSpec) -> list[dict[str, Any]]:
-    errors = [] if spec.batch_error_format is None else [spec.batch_error_format]
-    return [spec.batch_input_format, *spec.batch_output_formats, *errors]
 
 
 def _no_format(tenant_id: str, data: dict[str, Any], known: frozenset[str]) -> ForbiddenError:

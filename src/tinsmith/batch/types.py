@@ -65,7 +65,7 @@ class WrittenInfo:
     etag: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in vars(self).items() if value is not None or name == "etag"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -80,14 +80,6 @@ class PartInfo(WrittenInfo):
     schema: Schema | None = None
     offset: int | None = None
     """Where the part begins in an object that holds the parts of several batches; None if the part is an object."""
-
-    def to_dict(self) -> dict[str, Any]:
-        known = {"path": self.path, "rows": self.rows, "bytes": self.bytes, "sha256": self.sha256, "etag": self.etag}
-        if self.schema is not None:
-            known["schema"] = self.schema
-        if self.offset is not None:
-            known["offset"] = self.offset
-        return known
 
 
 class OutputInfo(WrittenInfo):
@@ -165,10 +157,6 @@ class AttemptOutcome:
     retry: bool = True
     """Whether another attempt at the same rows may succeed; else they are split at once."""
 
-    @property
-    def failed(self) -> bool:
-        return bool(self.error)
-
     def to_dict(self) -> dict[str, Any]:
         return {
             **vars(self),
@@ -183,6 +171,28 @@ class AttemptOutcome:
             "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),
         }
         return cls(**{**data, **made})
+
+
+@dataclass(frozen=True, slots=True)
+class LostAttempt:
+    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
+
+    error_class: str
+    error: str
+    infra: bool = False
+    """The worker or its machine is to blame."""
+    begun: bool = True
+    """False: the worker gave the attempt back before it began."""
+    final: bool = False
+    """No other attempt can succeed: the batch has failed, and so has the job."""
+    died: bool = False
+    """The mapper's process died while it worked on the batch."""
+    row: int | None = None
+    """The row that the mapper worked on, if it is known."""
+    setup: bool = False
+    """The mapper does not start."""
+    retry: bool = True
+    """Whether another attempt at the same rows may succeed."""
 
 
 DEATHS = ("MapperKilled", "MapperDied")
@@ -293,6 +303,11 @@ class JobSpec:
     @property
     def batch_dataset_path(self) -> str:
         return str(self.batch_input_format.get("path", ""))
+
+    @property
+    def all_output_formats(self) -> list[dict[str, Any]]:
+        """The writers of the outputs, then that of the failed rows."""
+        return [*self.batch_output_formats, *([self.batch_error_format] if self.batch_error_format else [])]
 
     @property
     def batch_output_path(self) -> list[str]:

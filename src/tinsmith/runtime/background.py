@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -21,7 +22,16 @@ LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
 """After work has run this long, the pause after its next failure is the first one again."""
 
+T = TypeVar("T")
 log = structlog.get_logger()
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None if it takes longer, which cancels it."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await work
+    return None
 
 
 @dataclass(slots=True)
@@ -92,10 +102,8 @@ class Background:
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
                 pause_s = backoff.after(time.monotonic() - began)
                 _report(name, error, pause_s, about, self._failed)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._ending.wait()
-                    return
+            if await within(pause_s, self._ending.wait()):
+                return
 
 
 def supervised_thread(

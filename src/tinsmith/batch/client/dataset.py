@@ -32,11 +32,6 @@ Writers = OutputWriter | Sequence[OutputWriter]
 Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
 
 DEFAULT_BATCH_SIZE = 32
-SPEC_OPTIONS = (
-    "batch_tokens", "concurrency", "if_exists", "limits", "max_failed_rows", "memory", "name", "num_cpus", "num_gpus",
-    "priority", "python", "requests_per_minute", "resources", "tokens_per_minute", "weight",
-)  # fmt: skip
-"""Options of `map` that are fields of the specification."""
 
 
 class JobRefusedError(UserError, RuntimeError):
@@ -56,29 +51,33 @@ class StepOptions(TypedDict, total=False):
     serializer: str
 
 
-class MapOptions(StepOptions, total=False):
-    """Keyword-only options of `map`. Options of the job may be given at any step of a chain; `types.JobSpec` says what
-    most of them mean."""
+class SpecOptions(TypedDict, total=False):
+    """Options that are fields of `types.JobSpec`, which says what they mean."""
+
+    batch_tokens: int
+    concurrency: int
+    if_exists: str
+    limits: dict[str, Any]
+    max_failed_rows: float
+    memory: int
+    name: str
+    num_cpus: float
+    num_gpus: float
+    priority: int
+    python: str
+    requests_per_minute: float
+    resources: dict[str, float]
+    tokens_per_minute: float
+    weight: float
+
+
+class MapOptions(StepOptions, SpecOptions, total=False):
+    """Keyword-only options of `map`. Options of the job may be given at any step of a chain."""
 
     pool: str
     errors: OutputWriter
-    batch_tokens: int
-    max_failed_rows: float
     retry_on: Sequence[str | type[BaseException]]
-    concurrency: int
-    num_cpus: float
-    num_gpus: float
-    memory: int
-    resources: dict[str, float]
-    requests_per_minute: float
-    tokens_per_minute: float
-    if_exists: str
     resume_from: int | Job
-    python: str
-    name: str
-    weight: float
-    priority: int
-    limits: dict[str, Any]
     client: Client
 
 
@@ -88,10 +87,6 @@ class RunOptions(MapOptions, total=False):
     batch_size: int
     activate_env: str
     stream: bool
-
-
-class Options(RunOptions, total=False):
-    output: Writers
 
 
 class JobOptions(RunOptions):
@@ -156,17 +151,7 @@ class Dataset:
         **options: Unpack[MapOptions],
     ) -> Dataset: ...
     @overload
-    def map(
-        self,
-        mapper_fn: Mapped,
-        pool_name: str = "",
-        batch_size: int | None = None,
-        *,
-        output: Writers,
-        activate_env: str | None = None,
-        stream: bool | None = None,
-        **options: Unpack[MapOptions],
-    ) -> Job: ...
+    def map(self, mapper_fn: Mapped, pool_name: str = "", **options: Unpack[JobOptions]) -> Job: ...
     @overload
     def map(
         self,
@@ -186,7 +171,7 @@ class Dataset:
         output: Writers | None = None,
         activate_env: str | None = None,
         stream: bool | None = None,
-        **options: Unpack[MapOptions],
+        **options: object,
     ) -> Dataset | Job:
         """A function or class that takes a row, or with `batched=True` a batch; the columns of its result go over those
         of the row. A `@remote_function` without required parameters loops over `load()` instead. An operation, or a
@@ -207,7 +192,7 @@ class Dataset:
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
-    def map_batches(self, mapper: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+    def map_batches(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
         return self._then(_step(mapper, "batch", options), options)
 
@@ -215,7 +200,7 @@ class Dataset:
     def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
-    def filter(self, predicate: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+    def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
         """Keeps the rows for which the function returns something true."""
         return self._then(_step(predicate, "filter", options), options)
 
@@ -223,7 +208,7 @@ class Dataset:
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
     @overload
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
-    def flat_map(self, mapper: Callable[..., object], **options: Unpack[Options]) -> Dataset | Job:
+    def flat_map(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function that takes a row and returns, or yields, any number of new rows."""
         return self._then(_step(mapper, "flat", options), options)
 
@@ -235,7 +220,7 @@ class Dataset:
         """Maps the rows with a `Sample` of the model; takes the fields of that and the options of `map`."""
         from tinsmith.batch.operations.sample import Sample
 
-        options = {name: value for name, value in given.items() if name in Options.__annotations__}
+        options = {name: value for name, value in given.items() if name in JobOptions.__annotations__}
         fields = {name: value for name, value in given.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
@@ -340,7 +325,7 @@ class Dataset:
             if writer.in_store:
                 check_output(writer.path, if_exists)
         formats = [request_form(writer) for writer in outputs]
-        values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
+        values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
         values |= {
             "batch_serialized_fn": self._payload(),
             "batch_input_format": request_form(self.reader.of_job([str(each["path"]) for each in formats])),
@@ -415,8 +400,8 @@ def _step(
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
-        raise NotSupportedError(f"map has no option {unknown}; it has {sorted(Options.__annotations__)}")
+    if unknown := sorted(set(options) - set(JobOptions.__annotations__)):
+        raise NotSupportedError(f"map has no option {unknown}; it has {sorted(JobOptions.__annotations__)}")
 
 
 def _check_chain(steps: Sequence[Mapping[str, Any]]) -> None:

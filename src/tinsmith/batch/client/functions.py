@@ -24,6 +24,7 @@ import importlib
 import inspect
 import json
 import linecache
+import pkgutil
 import site
 import symtable
 import sys
@@ -34,8 +35,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast, overload
-
-from tinsmith.batch.types import packed, unpacked
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -100,12 +99,6 @@ def is_builtin(name: str, namespace: Mapping[str, object]) -> bool:
     if not hasattr(builtins, name):
         return False
     return name not in namespace or namespace[name] is getattr(builtins, name)
-
-
-def decorators_of(definition: Definition, namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The source of each decorator, with its value in `namespace` (None if unknown)."""
-    for node in definition.decorator_list:
-        yield ast.unparse(node), resolve(node.func if isinstance(node, ast.Call) else node, namespace)
 
 
 def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
@@ -243,18 +236,6 @@ def is_remote_function(function: object) -> bool:
     return getattr(function, "_is_remote_function", False) is True
 
 
-def serialize_function(
-    function: Callable[..., object],
-    *,
-    kwargs: Mapping[str, Any] | None = None,
-    kind: str = "loop",
-    options: Mapping[str, Any] | None = None,
-    serializer: str | None = None,
-) -> str:
-    """`described` as `JobSpec.batch_serialized_fn`."""
-    return packed(described(function, kwargs=kwargs, kind=kind, options=options, serializer=serializer))
-
-
 def described(
     function: Callable[..., object],
     *,
@@ -306,16 +287,14 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
         except Exception as error:
             raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
     definition.decorator_list = []
-    provided = _provided(globals_of(definition), namespace_of(function))
+    namespace = namespace_of(function)
+    found = {name: _reference(namespace.get(name)) for name in globals_of(definition)}
+    provided = {name: reference for name, reference in found.items() if reference is not None}
     return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
-def load_mapper(payload: str) -> Mapper:
-    """The function of a payload and how to call it. Runs the source, so only in workers. Raises ValueError."""
-    return mapper_of(unpacked(payload))
-
-
 def mapper_of(data: Mapping[str, Any]) -> Mapper:
+    """The function of a payload and how to call it. Runs the source, so only in workers. Raises ValueError."""
     kind = data.get("type")
     if kind not in SERIALIZERS:
         raise ValueError(f"Unknown or missing serialization type: {kind!r}")
@@ -325,15 +304,7 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
     if data.get("sky"):
         importlib.import_module(SKY)
     call = _run(data) if kind == "source" else _unpickled(data)
-    return Mapper(
-        call=call,
-        name=data["name"],
-        kind=data.get("kind", "loop"),
-        kwargs=data.get("kwargs", {}),
-        is_async=data.get("is_async", False),
-        is_class=data.get("is_class", False),
-        options=data.get("options", {}),
-    )
+    return Mapper(call=call, **{name: data[name] for name in Mapper.__dataclass_fields__ if name in data})
 
 
 def check_function(function: Callable[..., object], around: Mapping[str, object] | None = None) -> None:
@@ -348,20 +319,16 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         raise ValueError(f"{name!r} is a method of an object, which workers do not have; write it as a separate def")
     definition = definition_of(function)
     namespace = namespace_of(function)
-    for text, decorator in decorators_of(definition, {**namespace, **(around or {})}):
+    for node in definition.decorator_list:
+        decorator = resolve(node.func if isinstance(node, ast.Call) else node, {**namespace, **(around or {})})
         if decorator is not remote_function and not (around is None and is_remote_function(function)):
+            text = ast.unparse(node)
             raise ValueError(
                 f"function {name!r} has the decorator @{text}, which workers do not have; do its work inside"
             )
     definition.decorator_list = []
-    captured = [each for each in free_names(function) if _reference(namespace.get(each)) is None]
-    taken = [
-        each
-        for each in globals_of(definition)
-        if not is_builtin(each, namespace) and _reference(namespace.get(each)) is None
-    ]
-    bad = sorted({*captured, *taken})
-    if bad:
+    names = {*free_names(function), *(each for each in globals_of(definition) if not is_builtin(each, namespace))}
+    if bad := sorted(each for each in names if _reference(namespace.get(each)) is None):
         fixes = "\n".join(fix_for(each, namespace) for each in bad)
         raise ValueError(
             f"function {name!r} references external variables: {', '.join(bad)}\n"
@@ -436,30 +403,27 @@ def _reference(value: object) -> str | None:
     return None
 
 
-def _provided(names: list[str], namespace: Mapping[str, object]) -> dict[str, str]:
-    found = {name: _reference(namespace.get(name)) for name in names}
-    return {name: reference for name, reference in found.items() if reference is not None}
-
-
 def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     text, name = data["source"], data["name"]
     file = f"<mapper {name} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
-    # Tracebacks show these lines.
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tinsmith_mapper", "__file__": file}
     for local, reference in data.get("provided", {}).items():
-        module, _, attribute = reference.partition(":")
-        if module.partition(".")[0] != "tinsmith":
+        if reference.partition(":")[0].partition(".")[0] != "tinsmith":
             raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {OURS}")
-        loaded = importlib.import_module(module)
-        namespace[local] = getattr(loaded, attribute) if attribute else loaded
+        namespace[local] = pkgutil.resolve_name(reference)
     try:
-        exec(compile(text, file, "exec"), namespace)  # the source is the user's, and this is the user's worker
+        execute(text, file, namespace)
     except Exception as error:
         raise ValueError(f"Failed to execute function source of {name!r}: {type(error).__name__}: {error}") from error
     if name not in namespace:
         raise ValueError(f"Failed to execute function source: it defines no {name!r}")
     return namespace[name]
+
+
+def execute(text: str, file: str, namespace: dict[str, Any]) -> None:
+    """Runs source that is the user's, on the user's worker; tracebacks show its lines."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), namespace)
 
 
 def _pickled(function: Callable[..., object]) -> str:

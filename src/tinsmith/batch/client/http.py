@@ -106,8 +106,7 @@ class Client:
             time.sleep(PAUSE_S)
 
     def _events(self, job_id: int) -> Iterator[Status]:
-        timeout = httpx.Timeout(REQUEST_TIMEOUT_S)
-        with self._http.stream("GET", f"{JOBS}/{job_id}/events", timeout=timeout) as response:
+        with self._http.stream("GET", f"{JOBS}/{job_id}/events") as response:
             if response.status_code in BUSY:
                 raise httpx.TransportError(f"the server answered {response.status_code}")
             if response.is_error:

@@ -48,7 +48,7 @@ class CommittedRows:
         formats = self._page(-1, limit=1)["outputs"]
         if not 0 <= output < len(formats):
             raise UserError(f"output is {output}; bulk job {job_id} has outputs 0 to {len(formats) - 1}")
-        self.writer = registry.writer_from_dict(formats[output])
+        self.writer = OutputWriter.from_dict(formats[output])
 
     def _page(self, after: int, limit: int = 1000) -> Status:
         page = self._client.partial(self._job_id, after, limit)
@@ -114,28 +114,6 @@ class CommittedRows:
             offset += part.rows if part else 0
 
 
-def export(client: Client, job_id: int, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
-    """Writes one output of a job to `target`: all of it once the job has succeeded, before that what is committed.
-    Raises UserError, FileExistsError, FileNotFoundError."""
-    rows = CommittedRows(client, job_id, output)
-    publishing.check_output(target, if_exists)
-    name = f"export-{job_id}-{uuid.uuid4().hex[:8]}"
-    staging = staging_of(target, name, output)
-    try:
-        status = client.status(job_id)
-        if status["status"] != "SUCCEEDED":
-            try:
-                other, parts = _exported(rows, target, part_base(target, name, output, 0))
-                return other.publish(parts, staging, if_exists)
-            except FileNotFoundError:
-                status = client.status(job_id)  # a job that succeeds meanwhile deletes its parts
-                if status["status"] != "SUCCEEDED":
-                    raise
-        return _published(OutputInfo.from_dict(status["outputs"][output]), rows.writer, target, staging, if_exists)
-    finally:
-        delete_staging(target, name)
-
-
 def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter, list[PartInfo]]:
     """The target's writer and its parts, converted below `base` where the job's own cannot be used as they are."""
     writer = rows.writer
@@ -164,7 +142,7 @@ def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str
         _check_name(writer, target)
         return publishing.publish_file(target, [PartInfo(**info.to_dict())], staging, if_exists)
     files = [
-        PublishedFile(file.path.removeprefix(f"{base}/"), file.path, file.bytes, file.sha256)
+        PublishedFile(file.path.removeprefix(f"{base}/"), file)
         for file in publishing.published_files(info, is_directory=True)
     ]
     return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)
@@ -308,7 +286,7 @@ class Job:
             outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [request_form(in_format(registry.writer_from_dict(each), format)) for each in old]
+            outputs = [request_form(in_format(OutputWriter.from_dict(each), format)) for each in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
@@ -336,8 +314,25 @@ class Job:
             yield from rows.of(batch)
 
     def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
-        """Writes an output as it is now to another place: all of it, or what is committed."""
-        return export(self._client, self.job_id, target, output, if_exists)
+        """Writes one output to `target`: all of it once the job has succeeded, before that what is committed. Raises
+        UserError, FileExistsError, FileNotFoundError."""
+        rows = CommittedRows(self._client, self.job_id, output)
+        publishing.check_output(target, if_exists)
+        name = f"export-{self.job_id}-{uuid.uuid4().hex[:8]}"
+        staging = staging_of(target, name, output)
+        try:
+            status = self.status()
+            if status["status"] != "SUCCEEDED":
+                try:
+                    other, parts = _exported(rows, target, part_base(target, name, output, 0))
+                    return other.publish(parts, staging, if_exists)
+                except FileNotFoundError:
+                    status = self.status()  # a job that succeeds meanwhile deletes its parts
+                    if status["status"] != "SUCCEEDED":
+                        raise
+            return _published(OutputInfo.from_dict(status["outputs"][output]), rows.writer, target, staging, if_exists)
+        finally:
+            delete_staging(target, name)
 
     def stream(self, output: int = 0) -> Iterator[Row]:
         """The rows in input order, each once, as soon as all rows before it are committed; ends with the job. Failed

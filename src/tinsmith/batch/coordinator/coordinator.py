@@ -42,7 +42,7 @@ from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import now
 from tinsmith.errors import NotFoundError, SettingsError, UserError
-from tinsmith.runtime.background import Background
+from tinsmith.runtime.background import Background, within
 from tinsmith.settings import Settings
 
 if TYPE_CHECKING:
@@ -194,9 +194,7 @@ class _Slots:
         """Until something has changed, or a batch may be retried."""
         self._changed.clear()
         due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.01, min(due - time.monotonic(), POLL_S))):
-                await self._changed.wait()
+        await within(max(0.01, min(due - time.monotonic(), POLL_S)), self._changed.wait())
 
 
 def pools_of(settings: Settings) -> dict[str, PoolSpec]:
@@ -247,11 +245,7 @@ class Coordinator:
 
     def _managed_machines(self) -> ManagedMachines | None:
         """Raises SettingsError."""
-        files = {
-            name: Path(path).expanduser()
-            for name, _, path in (each.partition("=") for each in self._settings.batch_pools)
-        }
-        managed = {name: path for name, path in files.items() if self._specs[name].managed}
+        managed = {name: spec.file for name, spec in self._specs.items() if spec.managed and spec.file is not None}
         if not managed or not self._settings.runs_bulk_jobs:
             return None
         from tinsmith.batch.pools.managed import ManagedMachines
@@ -350,9 +344,7 @@ class Coordinator:
         while True:
             self._due.clear()
             await self._look()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._due.wait()
+            await within(POLL_S, self._due.wait())
 
     async def _look(self) -> None:
         """An error of one part does not prevent the others. Raises one that is not the database's."""

@@ -23,7 +23,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,7 +46,6 @@ from tinsmith.batch.coordinator.workers import (
     OperationError,
     RemoteWorker,
     Result,
-    SetupFailedError,
     WorkerLostError,
     WorkerSet,
     run_until,
@@ -54,8 +53,7 @@ from tinsmith.batch.coordinator.workers import (
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
-from tinsmith.batch.types import AttemptOutcome, JobSpec, OutputInfo, part_base
-from tinsmith.batch.worker.children import LostAttempt
+from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
 from tinsmith.runtime.failpoints import hit
 
@@ -163,26 +161,22 @@ class RateLimits:
             self.paid_until[name] = since + amount * self._seconds_each[name]
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """`report` gets each attempt with its result, and whether its group has ended.
 
     Every attempt is sent the schemas of the outputs so far. Two workers that begin at the same time may be sent none,
     and write parts that conflict: then the later attempt is lost, and the next one is sent the schemas."""
 
-    def __init__(
-        self,
-        job_id: int,
-        spec: JobSpec,
-        report: Callable[[Sequence[Settled], bool], None],
-        setup_failed: Callable[[str, bool], None],
-    ) -> None:
+    job_id: int
+    spec: JobSpec
+    report: Callable[[Sequence[Settled], bool], None]
+    setup_failed: Callable[[str, bool], None]
+
+    def __post_init__(self) -> None:
         self.in_flight: set[int] = set()
-        self._job_id = job_id
-        self._spec = spec
-        self._report = report
-        self._setup_failed = setup_failed
         self._paces: dict[str, GroupSize] = {}
-        self._schemas: list[Schema | None] = [None] * len(spec.batch_output_formats)
+        self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
         """Raises SchemaConflictError."""
@@ -212,9 +206,9 @@ class Dispatcher:
                     async for arrived in results:
                         self._settle(left, arrived)
                 self.pace(worker).note(began, time.monotonic(), len(claims))
-        except SetupFailedError as error:
+        except MapperStartError as error:
             self._lose(left, "SetupFailed", error)
-            self._setup_failed(str(error), error.final)
+            self.setup_failed(str(error), error.final)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
             self._lose(left, type(error).__name__, error, infra=not isinstance(error, OperationError))
@@ -229,7 +223,7 @@ class Dispatcher:
 
     def _settle(self, left: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
         settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
-        self._report(settled, not left)
+        self.report(settled, not left)
 
     def _checked(self, result: AttemptOutcome | LostAttempt) -> AttemptOutcome | LostAttempt:
         if isinstance(result, LostAttempt):
@@ -246,21 +240,21 @@ class Dispatcher:
 
     def _gives_up(self, claim: Claim) -> bool:
         """Whether this attempt only records its row as failed."""
-        return claim.retry_count > self._spec.limits.max_retries and claim.span.rows == 1
+        return claim.retry_count > self.spec.limits.max_retries and claim.span.rows == 1
 
     async def _give_up(self, worker: RemoteWorker, claim: Claim) -> AttemptOutcome:
         error = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
         return AttemptOutcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **error))
 
     def _assignment(self, claim: Claim) -> dict[str, Any]:
-        outputs = enumerate(self._spec.batch_output_path)
+        outputs = enumerate(self.spec.batch_output_path)
         return {
             "batch_idx": claim.batch_idx,
             "start_idx": claim.start_idx,
             "end_idx": claim.end_idx,
             "attempt_id": claim.attempt_id,
             "schemas": self._schemas if any(self._schemas) else [],
-            "part_bases": [part_base(path, self._job_id, index, claim.attempt_id) for index, path in outputs],
+            "part_bases": [part_base(path, self.job_id, index, claim.attempt_id) for index, path in outputs],
         }
 
 
@@ -613,9 +607,7 @@ class JobRun:
         return True
 
     async def _publish(self) -> list[tuple[str, OutputInfo]]:
-        formats = [str(output["format"]) for output in self._spec.batch_output_formats]
-        if self._spec.batch_error_format is not None:
-            formats.append(str(self._spec.batch_error_format["format"]))
+        formats = [str(output["format"]) for output in self._spec.all_output_formats]
         published: list[tuple[str, OutputInfo]] = []
         with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
             winners, failures = Path(directory) / "winners", Path(directory) / "failures"
@@ -625,8 +617,8 @@ class JobRun:
                 path = winners if index < len(self._spec.batch_output_formats) else failures
 
                 async def publish(worker: RemoteWorker, index: int = index, path: Path = path) -> OutputInfo:
-                    placed = await worker.place(path)
-                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=placed))
+                    there = await worker.send(path)
+                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=there))
 
                 published.append((kind, await self._operate(publish)))
         return published

@@ -35,6 +35,7 @@ from tinsmith.base_models import Bases
 from tinsmith.cluster.executors import Dispatch
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import GoneError, NotFoundError, NotSupportedError, TinsmithError, TooManyRequestsError, UserError
+from tinsmith.runtime.background import within
 from tinsmith.store.checkpoints import Checkpoints, parse_path
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
@@ -233,9 +234,7 @@ class ModelGateway:
         """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
         with self.waiters.watch(request_id) as woken:
             while (found := await asyncio.to_thread(self._found, request.tenant_id, session_id, request_id)) is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await woken.wait()
+                await within(HEARTBEAT_S, woken.wait())
                 woken.clear()
                 await self._session_of(job, request)
         return found

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -36,12 +36,12 @@ from tinsmith.batch.types import (
     MAX_RETRIES,
     AttemptOutcome,
     JobSpec,
+    LostAttempt,
     OutputInfo,
     ProgramError,
     RowRange,
     staging_of,
 )
-from tinsmith.batch.worker.children import LostAttempt
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
@@ -627,20 +627,18 @@ def _dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row._mapping.items()} for row in rows]
 
 
+@dataclass
 class _Attempts:
     """The changes of one job's batches within one transaction."""
 
-    def __init__(
-        self, connection: Connection, job_id: int, token: str, db: Database, max_retries: int, backoff_s: float
-    ) -> None:
-        self._connection = connection
-        self._job_id = job_id
-        self._token = token
-        self._db = db
-        self._max_retries = max_retries
-        self._backoff_s = backoff_s
-        self.counts: Counter[str] = Counter()
-        self.failed = False
+    connection: Connection
+    job_id: int
+    token: str
+    db: Database
+    max_retries: int
+    backoff_s: float
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: bool = False
 
     def settle(self, claim: Claim, outcome: AttemptOutcome | LostAttempt) -> bool:
         """False if the batch is no longer this attempt's."""
@@ -648,22 +646,22 @@ class _Attempts:
 
     def _held(self, claim: Claim) -> dict[str, object]:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
-        return {"job": self._job_id, "token": self._token, **batch}
+        return {"job": self.job_id, "token": self.token, **batch}
 
     def _complete(self, claim: Claim, outcome: AttemptOutcome) -> bool:
         """The commit of a batch."""
         numbers = {name: getattr(outcome, name) for name in _RESULTS}
         parts = json.dumps([part.to_dict() for part in outcome.parts])
         given = {**self._held(claim), "parts": parts, **numbers, "updated_at": now()}
-        if _COMPLETE.count(self._connection, given) != 1:
+        if _COMPLETE.count(self.connection, given) != 1:
             return False
         self.counts.update(completed_batches=1, **numbers)
         if outcome.row_failures:
-            gave_up = claim.retry_count > self._max_retries  # this attempt only recorded the failure of earlier ones
+            gave_up = claim.retry_count > self.max_retries  # this attempt only recorded the failure of earlier ones
             attempts = claim.attempt_id - 1 if gave_up else claim.retry_count + 1
             rows = [
                 {
-                    "job_id": self._job_id,
+                    "job_id": self.job_id,
                     "row_idx": failure.idx,
                     "attempt_id": claim.attempt_id,
                     "error_class": failure.error_type[:128],
@@ -677,7 +675,7 @@ class _Attempts:
                 }
                 for failure in outcome.row_failures
             ]
-            self._connection.execute(self._db.insert_once(ROW_ERRORS), rows)
+            self.connection.execute(self.db.insert_once(ROW_ERRORS), rows)
         return True
 
     def _lose(self, claim: Claim, lost: LostAttempt) -> bool:
@@ -699,23 +697,23 @@ class _Attempts:
                 return self._set(claim, "FAILED", infra_retries=infra_retries, **error)
             kept = {} if died_before else error  # the first death's error shows that the next is the second
             return self._set(claim, "PENDING", infra_retries=infra_retries, **kept)
-        if lost.final or claim.retry_count > self._max_retries:  # the row could not even be recorded as failed
+        if lost.final or claim.retry_count > self.max_retries:  # the row could not even be recorded as failed
             return self._set(claim, "FAILED", retry_count=tries, **error)
         again = lost.retry and not lost.died
-        if again and claim.parent_idx is None and tries <= self._max_retries:
-            later = self._db.clock() + self._backoff_s * 2**tries
+        if again and claim.parent_idx is None and tries <= self.max_retries:
+            later = self.db.clock() + self.backoff_s * 2**tries
             return self._set(claim, "PENDING", retry_count=tries, next_retry_at=later, **error)
-        if again and claim.parent_idx is not None and tries <= min(1, self._max_retries):
+        if again and claim.parent_idx is not None and tries <= min(1, self.max_retries):
             return self._set(claim, "PENDING", retry_count=tries, **error)
         if claim.span.rows > 1:
             return self._split(claim, lost.row, error)
         # The attempt after the last one only records the row as failed.
-        return self._set(claim, "PENDING", retry_count=self._max_retries + 1, **error)
+        return self._set(claim, "PENDING", retry_count=self.max_retries + 1, **error)
 
     def _set(self, claim: Claim, status: str, **values: object) -> bool:
         change = {"status": status, "next_retry_at": None, "lease_expires_at": None, "updated_at": now(), **values}
         held = STATES.update().where(_IS_HELD).values(**change)
-        accepted = self._connection.execute(held, self._held(claim)).rowcount == 1
+        accepted = self.connection.execute(held, self._held(claim)).rowcount == 1
         self.failed |= accepted and status == "FAILED"
         return accepted
 
@@ -723,27 +721,27 @@ class _Attempts:
         """Into halves; if the failed row is known, into that row and those on either side of it."""
         if not self._set(claim, "SPLIT", retry_count=claim.retry_count + 1, **error):
             return False
-        last = sa.select(sa.func.max(STATES.c.batch_idx)).where(STATES.c.job_id == self._job_id)
-        last_idx = self._connection.scalar(last) or 0
+        last = sa.select(sa.func.max(STATES.c.batch_idx)).where(STATES.c.job_id == self.job_id)
+        last_idx = self.connection.scalar(last) or 0
         start, end = claim.span
         if row is not None and start <= row <= end:
             spans = [RowRange(start, row - 1), RowRange(row, row), RowRange(row + 1, end)]
         else:
             middle = (start + end) // 2
             spans = [RowRange(start, middle), RowRange(middle + 1, end)]
-        common = {"job_id": self._job_id, "status": "PENDING", "parent_idx": claim.batch_idx, "updated_at": now()}
+        common = {"job_id": self.job_id, "status": "PENDING", "parent_idx": claim.batch_idx, "updated_at": now()}
         rows = [
             {**common, "batch_idx": last_idx + 1 + index, "start_idx": part.start_idx, "end_idx": part.end_idx}
             for index, part in enumerate(span for span in spans if span.rows > 0)
         ]
-        self._connection.execute(STATES.insert(), rows)
+        self.connection.execute(STATES.insert(), rows)
         self.counts.update(total_batches=len(rows) - 1)
         return True
 
     def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:
-        given = {"job": self._job_id, "worker": worker, "count": count, "token": self._token}
-        statement = _CLAIM_SQLITE if self._db.is_sqlite else _CLAIM_POSTGRES
-        claimed = statement.rows(self._connection, {**given, "lease_s": lease_s, "at": now()})
+        given = {"job": self.job_id, "worker": worker, "count": count, "token": self.token}
+        statement = _CLAIM_SQLITE if self.db.is_sqlite else _CLAIM_POSTGRES
+        claimed = statement.rows(self.connection, {**given, "lease_s": lease_s, "at": now()})
         return sorted((Claim(*row) for row in claimed), key=lambda claim: claim.start_idx)
 
 

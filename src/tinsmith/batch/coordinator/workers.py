@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -22,8 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits
-from tinsmith.batch.worker.children import LostAttempt
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, LostAttempt, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 
 MAX_OPERATION_TRIES = 3
@@ -50,14 +50,6 @@ class OperationError(Exception):
         self.trace = trace
 
 
-class SetupFailedError(Exception):
-    """The mapper does not start; the message is its traceback. `final`: it does not start on any other worker."""
-
-    def __init__(self, message: str, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
-
-
 class FailedError(Exception):
     """The job has failed; the message says why."""
 
@@ -75,28 +67,25 @@ async def run_until(ended: asyncio.Event, work: Awaitable[T]) -> T | None:
         await asyncio.wait({working, ending})
 
 
+@dataclass(eq=False)
 class RemoteWorker:
     """`router` handles the requests of operations to the service; a user's function has none."""
 
-    def __init__(
-        self,
-        worker_id: str,
-        started: Started,
-        job_id: int,
-        limits: Limits,
-        slot: int | None,
-        router: RequestRouter | None = None,
-    ) -> None:
-        self.worker_id = worker_id
-        self.started = started
-        self.slot = slot
-        self.setup_failures = 0
-        self.infra_failures = 0
-        self.lost = False
-        self.operated = False  # whether it has a child for operations
-        self._router = router
-        self._job_id = job_id
-        self._client = RpcClient(started.address, started.token, connect_s=CALL_S, silence_s=limits.heartbeat_timeout_s)
+    worker_id: str
+    started: Started
+    job_id: int
+    limits: Limits
+    slot: int | None
+    router: RequestRouter | None = None
+    setup_failures: int = 0
+    infra_failures: int = 0
+    lost: bool = False
+    operated: bool = False
+    """Whether it has a child for operations."""
+
+    def __post_init__(self) -> None:
+        address, token, silence_s = self.started.address, self.started.token, self.limits.heartbeat_timeout_s
+        self._client = RpcClient(address, token, connect_s=CALL_S, silence_s=silence_s)
 
     @property
     def unusable(self) -> bool:
@@ -109,13 +98,13 @@ class RemoteWorker:
             pass
 
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncGenerator[list[Result], None]:
-        """The results of attempts as they arrive. Raises WorkerLostError, SetupFailedError if some have none."""
+        """The results of attempts as they arrive. Raises WorkerLostError, MapperStartError if some have none."""
         left = len(assignments)
         setup: LostAttempt | None = None
         async with contextlib.AsyncExitStack() as stack:
             take = None
-            if self._router is not None:
-                answering = self._router.answering(lambda answers: self.call("answer", answers=answers))
+            if self.router is not None:
+                answering = self.router.answering(lambda answers: self.call("answer", answers=answers))
                 take = await stack.enter_async_context(answering)
             stream = self._stream("feed_batch", {"assignments": assignments})
             async for message in await stack.enter_async_context(contextlib.aclosing(stream)):
@@ -136,7 +125,7 @@ class RemoteWorker:
                     yield arrived
         if setup is not None:
             self.setup_failures += 1
-            raise SetupFailedError(setup.error, setup.final)
+            raise MapperStartError(setup.error, setup.final)
         if left:
             raise self._gone("the reply is incomplete")
 
@@ -159,20 +148,16 @@ class RemoteWorker:
         messages = [message async for message in self.operate(op, **request)]
         return messages[-1]["end"]
 
-    async def place(self, path: Path) -> str:
-        """Where the worker finds a file of this machine, which is sent to it if need be. Raises WorkerLostError."""
-        if self.started.shares_files:
-            return str(path)
-        placed = ""
+    async def send(self, path: Path) -> str:
+        """Send a file of this machine; returns its path where the worker is. Raises WorkerLostError."""
         with path.open("rb") as file:
-            async for message in self._stream("receive", {"size": path.stat().st_size}, file):
-                placed = str(message["path"])
-        return placed
+            messages = [message async for message in self._stream("receive", {"size": path.stat().st_size}, file)]
+        return str(messages[0]["path"])
 
     async def _stream(
         self, name: str, request: Mapping[str, object], file: IO[bytes] | None = None
     ) -> AsyncGenerator[Message, None]:
-        stream = self._client.stream(name, {"job_id": self._job_id, **request}, file)
+        stream = self._client.stream(name, {"job_id": self.job_id, **request}, file)
         try:
             async with contextlib.aclosing(stream) as messages:
                 async for message in messages:
@@ -218,23 +203,23 @@ def _new_id(job_id: int) -> str:
     return f"{job_id}-{uuid.uuid4().hex[:8]}"
 
 
+@dataclass(eq=False)
 class WorkerSet:
-    def __init__(
-        self, jobs: BatchJobs, job_id: int, token: str, spec: JobSpec, pool: Pool, router: RequestRouter | None
-    ) -> None:
-        self.spec = spec
-        self._jobs = jobs
-        self._job_id = job_id
-        self._token = token
-        self._pool = pool
-        self._router = router
+    jobs: BatchJobs
+    job_id: int
+    token: str
+    spec: JobSpec
+    pool: Pool
+    router: RequestRouter | None
+
+    def __post_init__(self) -> None:
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
 
     async def take(self, slot: int, ended: asyncio.Event) -> RemoteWorker | None:
         """An idle worker or a new one; in an exclusive pool, the slot's own. None if the job ends first, since on a
         full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SupersededError."""
-        bound = slot if self._pool.spec.exclusive else None
+        bound = slot if self.pool.spec.exclusive else None
         for worker in self._idle:
             if worker.slot == bound and not worker.unusable:
                 self._idle.remove(worker)
@@ -242,7 +227,7 @@ class WorkerSet:
         return await run_until(ended, self._start(bound, with_mapper=True))
 
     async def put_back(self, worker: RemoteWorker) -> None:
-        if worker.unusable or self._pool.spec.exclusive:
+        if worker.unusable or self.pool.spec.exclusive:
             await self.end(worker)
         else:
             self._idle.append(worker)
@@ -274,7 +259,7 @@ class WorkerSet:
                 idle = [one for one in self._idle if not one.unusable]
                 worker = max(idle, key=lambda one: one.operated, default=None)
                 if worker is None:
-                    worker = await self._start(None, with_mapper=with_mapper and not self._pool.spec.exclusive)
+                    worker = await self._start(None, with_mapper=with_mapper and not self.pool.spec.exclusive)
                     self._idle.append(worker)
                 worker.operated = True
                 return await operation(worker)
@@ -285,17 +270,15 @@ class WorkerSet:
         raise FailedError(f"no worker is usable: {last}") from last
 
     async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
-        worker_id, name = _new_id(self._job_id), self._pool.spec.name
+        worker_id, name = _new_id(self.job_id), self.pool.spec.name
         worker: RemoteWorker | None = None
         try:
-            await asyncio.to_thread(
-                self._jobs.record_launch, name, worker_id, self._job_id, self._token, self._pool.kind
-            )
-            started = await self._pool.start(worker_id, slot, self.spec)
-            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._router)
+            await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
+            started = await self.pool.start(worker_id, slot, self.spec)
+            worker = RemoteWorker(worker_id, started, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
-            await asyncio.to_thread(self._jobs.record_worker, worker_id, started.address, started.where)
+            await asyncio.to_thread(self.jobs.record_worker, worker_id, started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._forget(worker_id))
             known = WorkerStartError | WorkerLostError | SupersededError | SQLAlchemyError
@@ -306,7 +289,7 @@ class WorkerSet:
 
     async def _forget(self, worker_id: str) -> None:
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(self._jobs.forget_worker, worker_id)
+            await asyncio.to_thread(self.jobs.forget_worker, worker_id)
 
     async def _stop(self, worker: RemoteWorker) -> None:
         grace_s = self.spec.limits.grace_s

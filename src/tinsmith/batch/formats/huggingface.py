@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import orjson
 from tinsmith.batch.formats import input_versions, publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.parquet import ParquetWriter, Sink, tables_of
+from tinsmith.batch.formats.parquet import ParquetWriter, Sink
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader
 from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
@@ -29,34 +30,32 @@ class HuggingFaceReader(InputReader):
     split: str | None = None
     name: str | None = None
     revision: str | None = None
-    _loaded: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self._dataset())
+        return len(self._dataset)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        columns = self._dataset()[start_idx : end_idx + 1]
+        columns = self._dataset[start_idx : end_idx + 1]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def version(self) -> Version:
         if Path(self.path).is_dir():
             return input_versions.of_files(sorted(str(path) for path in Path(self.path).rglob("*") if path.is_file()))
-        return {self.path: {"fingerprint": getattr(self._dataset(), "_fingerprint", None)}}
+        return {self.path: {"fingerprint": getattr(self._dataset, "_fingerprint", None)}}
 
+    @cached_property
     def _dataset(self) -> Any:  # noqa: ANN401
-        if self._loaded is None:
-            import datasets
+        import datasets
 
-            if Path(self.path).is_dir() and any(Path(self.path).glob("*.json")):
-                loaded: Any = datasets.load_from_disk(self.path)
-            else:
-                loaded = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
-            if isinstance(loaded, dict):
-                if self.split not in loaded:
-                    raise UserError(f"split is {self.split!r}; the splits of {self.path} are {sorted(loaded)}")
-                loaded = loaded[self.split]
-            self._loaded = loaded
-        return self._loaded
+        if Path(self.path).is_dir() and any(Path(self.path).glob("*.json")):
+            loaded: Any = datasets.load_from_disk(self.path)
+        else:
+            loaded = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+        if not isinstance(loaded, dict):
+            return loaded
+        if self.split not in loaded:
+            raise UserError(f"split is {self.split!r}; the splits of {self.path} are {sorted(loaded)}")
+        return loaded[self.split]
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="huggingface")
@@ -69,10 +68,10 @@ class HuggingFaceWriter(ParquetWriter):
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        data = publishing.staged(staging, "data-00000-of-00001.arrow", self._arrow(filled))
+        data = publishing.staged(staging, "data-00000-of-00001.arrow", self.joined(filled))
         state = {
             "_data_files": [{"filename": data.name}],
-            "_fingerprint": hashlib.sha256(data.sha256.encode()).hexdigest()[:16],
+            "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],
             **dict.fromkeys(("_format_columns", "_format_type", "_split")),
             "_format_kwargs": {},
             "_output_all_columns": False,
@@ -92,15 +91,10 @@ class HuggingFaceWriter(ParquetWriter):
                 for batch in pyarrow.ipc.open_stream(open_object(file.path)):
                     yield from batch.to_pylist()
 
-    def _arrow(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
+    def opened(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
         import pyarrow.ipc
 
-        schema, sink = self.schema_of_all(parts), Sink()
-        with pyarrow.ipc.new_stream(sink, schema) as writer:
-            for table in tables_of(parts, schema):
-                writer.write_table(table)
-                yield sink.taken()
-        yield sink.taken()
+        return pyarrow.ipc.new_stream(sink, schema)
 
 
 def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFaceReader:  # noqa: ANN401

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -35,18 +36,16 @@ class ImageReader(InputReader):
 
     column: str = "image"
     decode: bool = False
-    _found: list[str] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @cached_property
+    def _locations(self) -> list[str]:
+        return [name for name in locations(self.path) if name.lower().endswith(ENDINGS)]
 
     def __len__(self) -> int:
-        return len(self._locations())
+        return len(self._locations)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        return [self._row(location) for location in self._locations()[start_idx : end_idx + 1]]
-
-    def _locations(self) -> list[str]:
-        if self._found is None:
-            self._found = [name for name in locations(self.path) if name.lower().endswith(ENDINGS)]
-        return self._found
+        return [self._row(location) for location in self._locations[start_idx : end_idx + 1]]
 
     def _row(self, location: str) -> Row:
         data = _read(location)
@@ -91,7 +90,7 @@ class ImageWriter(DirectoryWriter):
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         for file in _Listed([part]):
-            yield {"path": file.name, self.column: _read(file.location)}
+            yield {"path": file.name, self.column: _read(file.part.path)}
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         for file in publishing.published_files(output, is_directory=True):
@@ -151,4 +150,5 @@ class _Listed:
         for part in self._parts:
             base = part.path.rpartition("/")[0]
             for entry in orjson.loads(publishing.read_verified(part)):
-                yield PublishedFile(entry["name"], join(base, entry["name"]), entry["bytes"], entry["sha256"])
+                file = PartInfo(join(base, entry["name"]), 1, entry["bytes"], entry["sha256"])
+                yield PublishedFile(entry["name"], file)

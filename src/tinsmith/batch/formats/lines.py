@@ -17,6 +17,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -72,15 +73,12 @@ class LinesReader(InputReader):
 
     in_store = True
 
-    _files: list[IndexedFile] | None = field(default=None, init=False, repr=False, compare=False)
+    @cached_property
+    def files(self) -> list[IndexedFile]:
+        return self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
 
     def __len__(self) -> int:
-        return sum(file.rows for file in self.files())
-
-    def files(self) -> list[IndexedFile]:
-        if self._files is None:
-            self._files = self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
-        return self._files
+        return sum(file.rows for file in self.files)
 
     def unroll(self, location: str) -> Iterator[bytes] | None:
         """The rows of a file as lines of JSON, if the file's own lines are not its rows; else None."""
@@ -88,8 +86,8 @@ class LinesReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for number, first, last in self.pieces([file.rows for file in self.files()], start_idx, end_idx):
-            file = self.files()[number]
+        for number, first, last in self.pieces([file.rows for file in self.files], start_idx, end_idx):
+            file = self.files[number]
             lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
             rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
         return rows
@@ -98,7 +96,7 @@ class LinesReader(InputReader):
         raise NotImplementedError
 
     def row_sizes(self) -> Iterator[int]:
-        for file in self.files():
+        for file in self.files:
             with open(file.offsets, "rb") as index:
                 before = None
                 while packed := index.read(OFFSET.size * 8192):

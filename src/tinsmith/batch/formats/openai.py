@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
@@ -23,16 +24,14 @@ PAGE = 256
 class OpenAIBatchReader(JsonReader):
     """The requests. All are checked before the first is run, since each `custom_id` must be unique."""
 
-    _checked: bool = field(default=False, init=False, repr=False, compare=False)
+    @cached_property
+    def _rows(self) -> int:
+        if problems := self.problems():
+            raise UserError(f"{self.path} is not a batch file: " + "; ".join(str(each["message"]) for each in problems))
+        return super().__len__()
 
     def __len__(self) -> int:
-        if not self._checked:
-            if problems := self.problems():
-                raise UserError(
-                    f"{self.path} is not a batch file: " + "; ".join(str(each["message"]) for each in problems)
-                )
-            self._checked = True
-        return super().__len__()
+        return self._rows
 
     def problems(self) -> list[Row]:
         """The errors of the file, at most `MAX_SHOWN`: {code, line, message, param}."""

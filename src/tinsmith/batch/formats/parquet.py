@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from typing import Any
 
 from tinsmith.batch.formats import publishing, schemas
@@ -29,31 +30,30 @@ class ParquetReader(InputReader):
     in_store = True
 
     columns: list[str] | None = None
-    _groups: list[tuple[Any, int]] | None = field(default=None, init=False, repr=False, compare=False)
-    _rows: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Any, int]]:
+        """Each row group as a file and its number there."""
+        import pyarrow.parquet
+
+        found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
+        files = self.open_files(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
+        return [(file, group) for file in files for group in range(file.num_row_groups)]
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [file.metadata.row_group(group).num_rows for file, group in self._groups]
 
     def __len__(self) -> int:
-        self._open()
         return sum(self._rows)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        groups = self._open()
         rows: list[Row] = []
         for number, first, last in self.pieces(self._rows, start_idx, end_idx):
-            file, group = groups[number]
+            file, group = self._groups[number]
             table = file.read_row_group(group, columns=self.columns)
             rows += table.slice(first, last + 1 - first).to_pylist()
         return rows
-
-    def _open(self) -> list[tuple[Any, int]]:
-        if self._groups is None:
-            import pyarrow.parquet
-
-            found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-            files = self.open_files(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
-            self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
-            self._rows = [file.metadata.row_group(group).num_rows for file, group in self._groups]
-        return self._groups
 
 
 GROUP_ROWS = 65_536
@@ -80,9 +80,7 @@ class ParquetWriter(OutputWriter):
         import pyarrow.parquet
 
         kept = [selected(row, self.column) for row in rows if row is not None]
-        schema: Schema = {}
-        for row in kept:
-            schema = schemas.merged(schema, _schema_of(row))
+        schema = reduce(schemas.merged, map(_schema_of, kept), {})
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=self.compression)
         return replace(publishing.store_part(part_base, span, "parquet", buffer.getvalue(), len(kept)), schema=schema)
@@ -92,7 +90,7 @@ class ParquetWriter(OutputWriter):
             return publishing.publish_parts(self.path, parts, "part-{:05d}.parquet", staging, if_exists)
         filled = [part for part in parts if part.rows]
         rows = sum(part.rows for part in filled)
-        return publishing.publish_stream(self.path, self._joined(filled), rows, staging, if_exists)
+        return publishing.publish_stream(self.path, self.joined(filled), rows, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         import pyarrow.parquet
@@ -100,32 +98,23 @@ class ParquetWriter(OutputWriter):
         for batch in pyarrow.parquet.ParquetFile(publishing.open_part(part)).iter_batches():
             yield from batch.to_pylist()
 
-    def schema_of_all(self, parts: Sequence[PartInfo]) -> Any:  # noqa: ANN401
-        import pyarrow
-        import pyarrow.parquet
-
-        if all(part.schema is not None for part in parts):
-            found: Schema = {}
-            for part in parts:
-                found = schemas.merged(found, part.schema or {})
-            return _arrow_schema(found)
-        stored = [pyarrow.parquet.read_schema(publishing.open_part(part)) for part in parts]
-        return pyarrow.unify_schemas(stored, promote_options="permissive")
-
-    def _joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
-        import pyarrow
-        import pyarrow.parquet
-
-        schema = self.schema_of_all(parts)
-        sink = Sink()
-        with pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression) as writer:
-            for group in tables_of(parts, schema):
-                writer.write_table(group, row_group_size=max(1, group.num_rows))
+    def joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
+        """The bytes of one file with the rows of all parts."""
+        schema, sink = _arrow_schema(reduce(schemas.merged, [part.schema or {} for part in parts], {})), Sink()
+        with self.opened(sink, schema) as writer:
+            for table in _tables_of(parts, schema):
+                writer.write_table(table, max(1, table.num_rows))
                 yield sink.taken()
         yield sink.taken()
 
+    def opened(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
+        """A writer of pyarrow, whose tables become row groups."""
+        import pyarrow.parquet
 
-def tables_of(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
+        return pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression)
+
+
+def _tables_of(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
     """The rows of the parts as tables of one schema."""
     import pyarrow
     import pyarrow.parquet

@@ -12,14 +12,14 @@ import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from itertools import repeat
+from itertools import chain, repeat
 from typing import IO, NamedTuple
 
 import orjson
 
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
 from tinsmith.storage.locations import open_object, open_store
-from tinsmith.storage.stores import Source, Store, join, verified
+from tinsmith.storage.stores import Source, Store, Writer, join, verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -28,14 +28,10 @@ SEGMENT_BYTES = 8 * 1024 * 1024
 
 
 class PublishedFile(NamedTuple):
-    """One file of a directory: its name there, and its source."""
+    """One file of a directory: its name there, and its bytes."""
 
     name: str
-    location: str
-    bytes: int
-    sha256: str
-    offset: int | None = None
-    """As in a `PartInfo`."""
+    part: PartInfo
 
 
 class _Segment:
@@ -96,8 +92,8 @@ def store_part(
     return PartInfo(held_in, rows, len(data), digest, offset=offset)
 
 
-def source_of(part: PartInfo | PublishedFile, skip: int = 0) -> Source:
-    store, key = open_store(part.path if isinstance(part, PartInfo) else part.location)
+def source_of(part: PartInfo, skip: int = 0) -> Source:
+    store, key = open_store(part.path)
     if part.offset is None:
         return Source(store, key, part.sha256, skip)
     return Source(store, key, part.sha256, skip, part.offset, part.bytes)
@@ -140,7 +136,7 @@ def publish_file(
     try:
         size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
     except FileExistsError:
-        size, digest = _measure(head, sources())
+        size, digest = _measure([head], *map(verified, sources()))
         if store.digest(key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)
@@ -148,21 +144,16 @@ def publish_file(
 
 def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
     """An output computed from the parts instead of concatenated. `pieces` must be deterministic."""
-    file = staged(staging, "published", pieces)
-    return publish_file(path, [PartInfo(file.location, rows, file.bytes, file.sha256)], staging, if_exists)
+    return publish_file(path, [staged(staging, "published", pieces, rows).part], staging, if_exists)
 
 
-def staged(staging: str, name: str, pieces: Iterable[bytes]) -> PublishedFile:
+def staged(staging: str, name: str, pieces: Iterable[bytes], rows: int = 0) -> PublishedFile:
     """A computed file, to be published under its name in a directory."""
     location = join(staging, name)
     store, key = open_store(location)
-    digest, size = hashlib.sha256(), 0
     with store.open_writer(key) as writer:
-        for piece in pieces:
-            digest.update(piece)
-            size += len(piece)
-            writer.write(piece)
-    return PublishedFile(name, location, size, digest.hexdigest())
+        size, digest = _measure(_written(pieces, writer))
+    return PublishedFile(name, PartInfo(location, rows, size, digest))
 
 
 def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, staging: str, if_exists: str) -> OutputInfo:
@@ -170,29 +161,24 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     store, root = open_store(path)
     root = root.rstrip("/")
     manifest_key = join(root, MANIFEST)
-    _, wanted = _measure(b"", [], _manifest(files, rows))
+    _, wanted = _measure(_manifest(files, rows))
     if store.exists(manifest_key) and store.digest(manifest_key) == wanted:
         store.put(join(root, SUCCESS), b"")
-        return OutputInfo(path, rows, sum(file.bytes for file in files), wanted, store.head(manifest_key).etag)
+        return OutputInfo(path, rows, sum(part.bytes for _, part in files), wanted, store.head(manifest_key).etag)
     if if_exists == "error":
         if _others(store, root, files):  # other files than those of an interrupted publication
             raise FileExistsError(exists_already(path))
     else:
         store.delete_many([manifest_key, join(root, SUCCESS)])
     total = 0
-    for file in files:
-        target = join(root, file.name)
+    for name, part in files:
+        target = join(root, name)
         try:
-            store.concat(
-                [source_of(file)],
-                target,
-                staging=_local(staging),
-                exclusive=if_exists == "error",
-            )
+            store.concat([source_of(part)], target, staging=_local(staging), exclusive=if_exists == "error")
         except FileExistsError:
-            if store.digest(target) != file.sha256:
+            if store.digest(target) != part.sha256:
                 raise FileExistsError(exists_already(path)) from None
-        total += file.bytes
+        total += part.bytes
     if if_exists == "overwrite":
         store.delete_many(_others(store, root, files))
     with store.open_writer(manifest_key, staging=_local(staging)) as writer:
@@ -205,10 +191,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
 def publish_parts(path: str, parts: Sequence[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
     """A directory of the parts that have rows, as they are; `name` formats the number of each."""
     filled = [part for part in parts if part.rows]
-    files = [
-        PublishedFile(name.format(number), part.path, part.bytes, part.sha256, part.offset)
-        for number, part in enumerate(filled)
-    ]
+    files = [PublishedFile(name.format(number), part) for number, part in enumerate(filled)]
     return publish_directory(path, files, sum(part.rows for part in filled), staging, if_exists)
 
 
@@ -242,24 +225,26 @@ def exists_already(path: str) -> str:
     )
 
 
-def _measure(head: bytes, sources: Iterable[Source], pieces: Iterable[bytes] = ()) -> tuple[int, str]:
-    digest, size = hashlib.sha256(head), len(head)
-    for source in sources:
-        for piece in verified(source):
-            digest.update(piece)
-            size += len(piece)
-    for piece in pieces:
+def _measure(*pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    for piece in chain.from_iterable(pieces):
         digest.update(piece)
         size += len(piece)
     return size, digest.hexdigest()
+
+
+def _written(pieces: Iterable[bytes], target: Writer) -> Iterator[bytes]:
+    for piece in pieces:
+        target.write(piece)
+        yield piece
 
 
 def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
     """A JSON document with one line for each file, generated while it is written."""
     yield b'{"rows":%d,"files":[' % rows
     comma = b"\n"
-    for file in files:
-        yield comma + orjson.dumps({"name": file.name, "bytes": file.bytes, "sha256": file.sha256})
+    for name, part in files:
+        yield comma + orjson.dumps({"name": name, "bytes": part.bytes, "sha256": part.sha256})
         comma = b",\n"
     yield b"\n]}\n"
 

@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import hashlib
 import importlib
 import inspect
 import json
-import linecache
 import os
+import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from tinsmith.batch.client import functions
 from tinsmith.batch.formats import input_versions, publishing, sky_writers
@@ -78,12 +77,77 @@ FORMATS = {
 }
 
 
+class Registry(Generic[Kind]):
+    """The classes of one interface, by name."""
+
+    def __init__(self, what: str, modules: Mapping[str, str]) -> None:
+        self._what = what
+        self._modules = dict(modules)  # imported at first use: some load large libraries
+        self._classes: dict[str, type[Kind]] = {}
+
+    def type_register(self, name: str) -> Callable[[type[Class]], type[Class]]:
+        """Registers a class as `name`. A second class of the name replaces it."""
+
+        def register(cls: type[Class]) -> type[Class]:
+            self._classes[name] = cls  # type: ignore[assignment]
+            cls._format = name  # type: ignore[attr-defined]
+            return cls
+
+        return register
+
+    def find(self, name: str) -> type[Kind]:
+        if name not in self._classes and name in self._modules:
+            importlib.import_module(self._modules[name])
+        if name not in self._classes:
+            raise UserError(f"there is no {self._what} {name!r}; use one of {self.names()}")
+        return self._classes[name]
+
+    def names(self) -> list[str]:
+        return sorted({*self._classes, *self._modules})
+
+
+INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
+    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reads}
+)
+OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
+    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writes}
+)
+
+
 @dataclass
-class InputReader(ABC):
-    """Numbered rows. A subclass is a dataclass whose fields are JSON; `path` says where the rows are."""
+class ReaderOrWriter:
+    """A dataclass whose fields are JSON; `path` says where the rows are."""
 
     path: str
 
+    _registry: ClassVar[Registry[Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The format and the fields, and the source of a class outside tinsmith."""
+        cls = type(self)
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        try:
+            json.dumps(data)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"the fields of a {cls.__name__} must be JSON: {error}") from None
+        shipped = {} if cls.__module__.startswith("tinsmith.batch.") else ship(cls)
+        return {"format": getattr(cls, "_format", cls.__name__), **data, **shipped}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """A reader or writer from its dictionary. Runs the source of a user's class, so only in workers."""
+        given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
+        kind = _shipped_class(data) if "_class_source" in data else cls._registry.find(str(data.get("format")))
+        if not (inspect.isclass(kind) and issubclass(kind, cls)):
+            raise UserError(f"{getattr(kind, '__name__', kind)!r} must be a dataclass that extends {cls.__name__}")
+        return built(kind, given, repr(data["format"]))
+
+
+@dataclass
+class InputReader(ReaderOrWriter, ABC):
+    """Numbered rows."""
+
+    _registry = INPUT_READER_REGISTRY
     in_store: ClassVar[bool] = False
     """Whether `path` names files of a store. A path on this machine is then sent as an absolute one."""
 
@@ -131,22 +195,13 @@ class InputReader(ABC):
         """An estimate of each row's tokens, in order, or None if that needs a read of every row."""
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> InputReader:
-        """A reader from its dictionary. Runs the source of a user's class, so only in workers."""
-        return reader_from_dict(data)
-
 
 @dataclass
-class OutputWriter:
-    """The destination of rows. A subclass is a dataclass whose fields are JSON. It has either `write_part` and
-    `publish`, or the three older methods, which are called on a staging path only (`sky_writers.py`)."""
+class OutputWriter(ReaderOrWriter):
+    """The destination of rows. A subclass has either `write_part` and `publish`, or the three older methods, which are
+    called on a staging path only (`sky_writers.py`)."""
 
-    path: str
-
+    _registry = OUTPUT_WRITER_REGISTRY
     extension: ClassVar[str] = "part"
     in_store: ClassVar[bool] = True
     """Whether `path` names a file or a directory of a store, and not, say, a table."""
@@ -214,14 +269,6 @@ class OutputWriter:
     def cleanup(self, job_id: str) -> None:
         """Older form: deletes files that the output does not need."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return to_dict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> OutputWriter:
-        """A writer from its dictionary. Runs the source of a user's class, so only in workers."""
-        return writer_from_dict(data)
-
 
 @dataclass
 class FileWriter(OutputWriter):
@@ -245,71 +292,6 @@ class DirectoryWriter(OutputWriter):
         """Raises ProgramError if rows were added or dropped."""
         if len(rows) != span.rows:
             raise ProgramError(f"{len(rows)} results for {span.rows} rows: return one per row, which names its file")
-
-
-class Registry(Generic[Kind]):
-    """The classes of one interface, by name."""
-
-    def __init__(self, what: str, modules: Mapping[str, str]) -> None:
-        self._what = what
-        self._modules = dict(modules)  # imported at first use: some load large libraries
-        self._classes: dict[str, type[Kind]] = {}
-
-    def type_register(self, name: str) -> Callable[[type[Class]], type[Class]]:
-        """Registers a class as `name`. A second class of the name replaces it."""
-
-        def register(cls: type[Class]) -> type[Class]:
-            self._classes[name] = cls  # type: ignore[assignment]
-            cls._format = name  # type: ignore[attr-defined]
-            return cls
-
-        return register
-
-    def find(self, name: str) -> type[Kind]:
-        if name not in self._classes and name in self._modules:
-            importlib.import_module(self._modules[name])
-        if name not in self._classes:
-            raise UserError(f"there is no {self._what} {name!r}; use one of {self.names()}")
-        return self._classes[name]
-
-    def names(self) -> list[str]:
-        return sorted({*self._classes, *self._modules})
-
-
-INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
-    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reads}
-)
-OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
-    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writes}
-)
-
-
-def to_dict(instance: InputReader | OutputWriter) -> dict[str, Any]:
-    """The dictionary of a reader or writer: its format and fields, and the source of a class outside tinsmith."""
-    cls = type(instance)
-    if not is_dataclass(instance):
-        raise UserError(f"{cls.__name__} must be a dataclass")
-    data = {each.name: getattr(instance, each.name) for each in fields(instance) if each.init}
-    try:
-        json.dumps(data)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"the fields of a {cls.__name__} must be JSON: {error}") from None
-    found = {"format": getattr(cls, "_format", cls.__name__), **data}
-    if not cls.__module__.startswith("tinsmith.batch."):
-        found |= ship(cls)
-    return found
-
-
-def reader_from_dict(data: Mapping[str, Any]) -> InputReader:
-    made = _from_dict(data, INPUT_READER_REGISTRY, InputReader)
-    assert isinstance(made, InputReader)
-    return made
-
-
-def writer_from_dict(data: Mapping[str, Any]) -> OutputWriter:
-    made = _from_dict(data, OUTPUT_WRITER_REGISTRY, OutputWriter)
-    assert isinstance(made, OutputWriter)
-    return made
 
 
 def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
@@ -344,7 +326,7 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     for known in (*PACKED, *FORMAT_OF):
         base = base.removesuffix(known)
     kind = OUTPUT_WRITER_REGISTRY.find(names[ending])
-    takes = {each.name for each in dataclasses.fields(kind)}
+    takes = {each.name for each in fields(kind)}
     column = getattr(writer, "column", None)
     keeps = {"column": column} if "column" in takes and column is not None else {}
     return kind(base + ending, **keeps)  # type: ignore[call-arg]
@@ -396,25 +378,20 @@ def _import_of(value: object, cls: type) -> str | None:
     if not module or not name or module in (cls.__module__, "__main__"):
         return None
     try:
-        found: object = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError):
+        found = pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError):
         return None
     return f"{module}:{name}" if found is value else None
 
 
-def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type) -> object:
-    given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
-    cls = _shipped_class(data) if "_class_source" in data else registry.find(str(data.get("format")))
-    if not (inspect.isclass(cls) and issubclass(cls, kind) and is_dataclass(cls)):
-        raise UserError(f"{getattr(cls, '__name__', cls)!r} must be a dataclass that extends {kind.__name__}")
+def built(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
+    """An instance of a dataclass from its fields. Raises UserError that begins with `name`."""
     known = {each.name: each for each in fields(cls) if each.init}
     if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"{data['format']!r} has no field {unknown}; it has {sorted(known)}")
+        raise UserError(f"{name} has no field {unknown}; it has {sorted(known)}")
     needed = {n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
     if missing := sorted(needed - set(given)):
-        raise UserError(f"{data['format']!r} needs the fields {missing}")
+        raise UserError(f"{name} needs the fields {missing}")
     return cls(**given)
 
 
@@ -424,22 +401,16 @@ def _shipped_class(data: Mapping[str, Any]) -> type:
     if digest != data["_class_sha256"]:
         raise UserError(f"the source of {name!r} differs from the one that was sent (sha256)")
     file = f"<class {name} {digest[:8]}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     # A separate module, because dataclasses and pickle look classes up by it.
     module = ModuleType(f"tinsmith_shipped_{digest[:16]}")
     if module.__name__ in sys.modules:
         return getattr(sys.modules[module.__name__], name)
     namespace = vars(module)
     namespace |= {"__builtins__": builtins, "__file__": file}
-    for local, reference in imports.items():
-        package, _, attribute = reference.partition(":")
-        found: object = importlib.import_module(package)
-        for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
-        namespace[local] = found
+    namespace |= {local: pkgutil.resolve_name(reference) for local, reference in imports.items()}
     sys.modules[module.__name__] = module
     try:
-        exec(compile(text, file, "exec"), namespace)
+        functions.execute(text, file, namespace)
     except Exception as error:
         del sys.modules[module.__name__]
         raise ValueError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error

@@ -102,13 +102,13 @@ def schema_of(row: Mapping[str, object]) -> Schema:
     return found
 
 
-def merged(one: Schema, other: Schema) -> Schema:
+def merged(one: Schema, other: Schema, where: str = "column") -> Schema:
     """The columns of both, merged. Raises SchemaConflictError that names the column and both types."""
     if one == other:
         return one
     made = dict(one)
     for name, kind in other.items():
-        made[name] = merged_type(made[name], kind, f"column {name!r}") if name in made else kind
+        made[name] = merged_type(made[name], kind, f"{where} {name!r}") if name in made else kind
     return made
 
 
@@ -127,10 +127,7 @@ def merged_type(one: Type, other: Type, where: str) -> Type:
         if "list" in one:
             return {"list": merged_type(one["list"], other["list"], f"{where}, its elements")}
         if "struct" in one:
-            fields = dict(one["struct"])
-            for name, kind in other["struct"].items():
-                fields[name] = merged_type(fields[name], kind, f"{where}, field {name!r}") if name in fields else kind
-            return {"struct": fields}
+            return {"struct": merged(one["struct"], other["struct"], f"{where}, field")}
         digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}

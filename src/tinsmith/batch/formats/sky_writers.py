@@ -76,9 +76,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
     files = [
         PublishedFile(
             found[len(root) :],
-            location + found[len(root) :],
-            store.head(found).size,
-            store.digest(found),
+            PartInfo(location + found[len(root) :], 0, store.head(found).size, store.digest(found)),
         )
         for found in sorted(store.list(key))
     ]

@@ -207,12 +207,12 @@ class SqlReader(InputReader):
                 raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {counted.rows} rows")
             first, after = start_idx // STRIDE, end_idx // STRIDE + 1
             source, keys = self._rows = self._rows or self._source(connection)
-            low, high = _tuple(keys), _literals(counted.firsts[first])
-            wanted = source.where(low >= high)
+            key = _tuple(keys)
+            wanted = source.where(key >= _literals(counted.firsts[first]))
             if after < len(counted.firsts):
-                wanted = wanted.where(low < _literals(counted.firsts[after]))
+                wanted = wanted.where(key < _literals(counted.firsts[after]))
             else:
-                wanted = wanted.where(low <= _literals(counted.last))
+                wanted = wanted.where(key <= _literals(counted.last))
             rows = [_row(each) for each in connection.execute(wanted.order_by(*keys)).mappings()]
         expected = min(after * STRIDE, counted.rows) - first * STRIDE
         if len(rows) != expected:
@@ -302,8 +302,7 @@ def _literals(key: Key) -> Any:  # noqa: ANN401
     import sqlalchemy as sa
 
     # Postgres needs the type of a parameter, and SQLAlchemy's default for an integer has 32 bits.
-    literals = [sa.literal(part, sa.BigInteger() if isinstance(part, int) else sa.Text()) for part in key]
-    return literals[0] if len(literals) == 1 else sa.tuple_(*literals)
+    return _tuple([sa.literal(part, sa.BigInteger() if isinstance(part, int) else sa.Text()) for part in key])
 
 
 def _without_parameters(query: str) -> str:

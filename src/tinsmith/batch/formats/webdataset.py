@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import orjson
 
@@ -35,21 +36,15 @@ class WebdatasetReader(InputReader):
 
     in_store = True
 
-    _samples: list[ShardSample] | None = field(default=None, init=False, repr=False, compare=False)
+    @cached_property
+    def _samples(self) -> list[ShardSample]:
+        return [each for name in locations(self.path) if name.endswith(".tar") for each in samples_of(name)]
 
     def __len__(self) -> int:
-        return len(self._index())
+        return len(self._samples)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        return [_row(sample) for sample in self._index()[start_idx : end_idx + 1]]
-
-    def _index(self) -> list[ShardSample]:
-        if self._samples is None:
-            self._samples = []
-            for location in locations(self.path):
-                if location.endswith(".tar"):
-                    self._samples += samples_of(location)
-        return self._samples
+        return [_row(sample) for sample in self._samples[start_idx : end_idx + 1]]
 
 
 def samples_of(location: str) -> list[ShardSample]:

@@ -8,7 +8,6 @@ that a crash interrupted is repeated.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from tinsmith.batch.operations.sample import OpenAIRequest
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.db.database import now
 from tinsmith.errors import CorruptFilesError, NotFoundError
-from tinsmith.runtime.background import Background
+from tinsmith.runtime.background import Background, within
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
 from tinsmith.storage.locations import open_store
@@ -106,9 +105,7 @@ class Reconciler:
                 await asyncio.get_running_loop().run_in_executor(self._threads, self.look)
             except SQLAlchemyError as error:
                 log.error("OpenAI batches cannot be read; the next step tries again", error=repr(error))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._due.wait()
+            await within(POLL_S, self._due.wait())
 
     def look(self) -> None:
         """Take one step with every batch."""

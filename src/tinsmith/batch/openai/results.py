@@ -7,21 +7,22 @@ again after a crash, the files are the same.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import orjson
 
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.openai import line_id
+from tinsmith.batch.formats.publishing import source_of
 from tinsmith.batch.openai.rows import lines
 from tinsmith.batch.operations.sample import TokensUsed
-from tinsmith.batch.types import RowRange
+from tinsmith.batch.types import PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import verified
 
 PAGE = 1000
 
@@ -31,42 +32,30 @@ class Tally:
     """Sums over the lines of a file."""
 
     lines: int = 0
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
+    tokens: TokensUsed = field(default_factory=lambda: TokensUsed.of({}))
 
     def add(self, line: bytes) -> None:
         self.lines += 1
         body = (orjson.loads(line).get("response") or {}).get("body") or {}
-        used = TokensUsed.of(body.get("usage") or {})
-        self.input_tokens += used.read
-        self.output_tokens += used.written
-        self.cached_tokens += used.cached
-        self.reasoning_tokens += used.reasoning
+        self.tokens = TokensUsed(*map(sum, zip(self.tokens, TokensUsed.of(body.get("usage") or {}), strict=True)))
 
     def usage(self) -> dict[str, object]:
+        read, cached, written, reasoning = self.tokens
         return {
-            "input_tokens": self.input_tokens,
-            "input_tokens_details": {"cached_tokens": self.cached_tokens},
-            "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "total_tokens": self.input_tokens + self.output_tokens,
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": read + written,
         }
-
-
-@dataclass
-class ResultFile:
-    path: str
-    sha256: str
 
 
 @dataclass
 class Results:
     """The results of a bulk job. `missing` are rows without a result, `refused` failed rows with their errors."""
 
-    succeeded: list[ResultFile] = field(default_factory=list)
-    failed: list[ResultFile] = field(default_factory=list)
+    succeeded: list[PartInfo] = field(default_factory=list)
+    failed: list[PartInfo] = field(default_factory=list)
     missing: list[RowRange] = field(default_factory=list)
     refused: dict[int, dict[str, str]] = field(default_factory=dict)
 
@@ -77,13 +66,13 @@ def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
         found.missing = [RowRange(0, total - 1)] if total else []
         return found
     if job.status == "SUCCEEDED":
-        outputs = [ResultFile(str(each["path"]), str(each["sha256"])) for each in jobs.outputs(job.job_id)]
-        found.succeeded, found.failed = outputs[:1], outputs[1:2]
+        succeeded, failed = jobs.outputs(job.job_id)
+        found.succeeded, found.failed = [_whole(succeeded)], [_whole(failed)]
     else:
         expected = 0
         for span, parts in jobs.winners(job.job_id):
             for sources, part in zip((found.succeeded, found.failed), parts, strict=False):
-                sources.append(ResultFile(str(part["path"]), str(part["sha256"])))
+                sources.append(PartInfo.from_dict(part))
             if span.start_idx > expected:
                 found.missing.append(RowRange(expected, span.start_idx - 1))
             expected = span.end_idx + 1
@@ -126,15 +115,16 @@ def error_lines(found: Results, input_location: str, max_line_bytes: int, why: M
             yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
 
 
-def _lines_of(source: ResultFile) -> Iterator[bytes]:
-    digest = hashlib.sha256()
+def _whole(output: Mapping[str, Any]) -> PartInfo:
+    """A published output as one part."""
+    return PartInfo(output["path"], output["rows"], output["bytes"], output["sha256"])
+
+
+def _lines_of(part: PartInfo) -> Iterator[bytes]:
+    rest = b""
     try:
-        store, key = open_store(source.path)
-        with store.open(key) as file:
-            for line in file:
-                digest.update(line)
-                yield line
+        for piece in verified(source_of(part)):
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from (line + b"\n" for line in whole)
     except FileNotFoundError:
-        raise CorruptFilesError(f"{source.path} does not exist") from None
-    if digest.hexdigest() != source.sha256:
-        raise CorruptFilesError(f"{source.path} differs from what was written (SHA-256)")
+        raise CorruptFilesError(f"{part.path} does not exist") from None

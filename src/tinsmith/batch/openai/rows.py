@@ -93,12 +93,7 @@ class OpenAIBatches:
             "batch_id": f"{'msgbatch' if messages else 'batch'}_{uuid.uuid4().hex}",
             "tenant_id": tenant_id,
             "status": "validating",
-            "endpoint": new.endpoint,
-            "input_file_id": new.input_file_id,
-            "completion_window": new.completion_window,
-            "labels": new.labels,
-            "output_expires_s": new.output_expires_s,
-            "total": new.total,
+            **{name: getattr(new, name) for name in NewBatch.__dataclass_fields__},
             "created_at": at,
             "expires_at": at + window_s,
         }

@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tinsmith.batch.formats.registry import Registry
-from tinsmith.batch.operations.base import RowOperation, build
+from tinsmith.batch.formats.registry import Registry, built
+from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.types import CHAIN, packed, unpacked
 from tinsmith.errors import UserError
 
@@ -94,7 +94,7 @@ def _step(given: object) -> RowOperation:
     if not isinstance(given, dict) or not isinstance(given.get("operation"), str):
         raise UserError("each step must be an object that names its 'operation'")
     values: dict[str, Any] = {name: value for name, value in given.items() if name != "operation"}
-    return build(OPERATION_REGISTRY.find(given["operation"]), values, given["operation"])
+    return built(OPERATION_REGISTRY.find(given["operation"]), values, given["operation"])
 
 
 def _check_steps(steps: Sequence[RowOperation]) -> None:

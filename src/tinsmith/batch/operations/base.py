@@ -15,15 +15,20 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, get_args, get_type_hints
 
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
     from tinsmith.chat.texts import Text
+
+
+Check = Callable[[str, object], None]
+"""Raises UserError for a wrong value of a field."""
 
 
 class RowRefusedError(Exception):
@@ -78,28 +83,23 @@ class RowService(Protocol):
 
 @dataclass(frozen=True)
 class RowOperation(ABC):
-    """A frozen dataclass whose fields are JSON."""
+    """A frozen dataclass whose fields are JSON. A field `Annotated[type, check]` is checked by `check(name, value)`."""
 
     name: ClassVar[str]
     """The name under which it is registered."""
 
-    def check(self) -> None:  # noqa: B027  an operation may have nothing to check
-        """Raises UserError that names the field, its value and what it must be."""
+    def check(self) -> None:
+        """Checks each field as its annotation says. Raises UserError that names the field, its value and what it must
+        be."""
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for check in getattr(hint, "__metadata__", ()):
+                if value is not None or NoneType not in get_args(hint.__origin__):
+                    check(name, value)
 
     @abstractmethod
     async def answer(self, row: Row, service: RowService) -> Row:
         """The row's result. An exception fails the row."""
-
-
-def build(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
-    """An instance of a dataclass from its fields. Raises UserError that begins with `name`."""
-    known = sorted(each.name for each in fields(cls))
-    if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"{name} has no field {unknown}; it has {known}")
-    try:
-        return cls(**given)
-    except TypeError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 def check_text(name: str, value: object) -> None:
@@ -107,14 +107,28 @@ def check_text(name: str, value: object) -> None:
         raise UserError(f"{name} is {value!r}; it must be a string that is not empty")
 
 
-def check_integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+def whole(low: int, high: int) -> Check:
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+
+    return check
 
 
-def check_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise UserError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+def number(low: float, high: float) -> Check:
+    def check(name: str, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise UserError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+
+    return check
+
+
+def one_of(choices: Sequence[str]) -> Check:
+    def check(name: str, value: object) -> None:
+        if value not in choices:
+            raise UserError(f"{name} is {value!r}; it must be one of {sorted(choices)}")
+
+    return check
 
 
 def check_flag(name: str, value: object) -> None:
@@ -122,9 +136,23 @@ def check_flag(name: str, value: object) -> None:
         raise UserError(f"{name} is {value!r}; it must be true or false")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UserError(f"{name} is {value!r}; it must be one of {sorted(choices)}")
+def check_stop(name: str, value: object) -> None:
+    listed = isinstance(value, list) and (
+        all(isinstance(each, str) for each in value) or all(type(each) is int for each in value)
+    )
+    if not (isinstance(value, str) or listed):
+        raise UserError(f"{name} is {value!r}; it must be a string, a list of strings or a list of token ids")
+
+
+NonEmpty = Annotated[str, check_text]
+NonEmptyOrNone = Annotated[str | None, check_text]
+Flag = Annotated[bool, check_flag]
+MaxTokens = Annotated[int | None, whole(1, 2**31 - 1)]
+Temperature = Annotated[float, number(0, 1e30)]
+TopP = Annotated[float, number(0, 1)]
+TopK = Annotated[int, whole(-1, 2**31 - 1)]
+Stop = Annotated[str | list[str] | list[int] | None, check_stop]
+Seed = Annotated[int | None, whole(-(2**63 - 1), 2**63 - 1)]
 
 
 def column_of(row: Row, column: str) -> Any:  # noqa: ANN401  whatever the row holds

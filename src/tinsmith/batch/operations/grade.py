@@ -25,24 +25,28 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json import JSONDecodeError
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from tinsmith.batch.operations import OPERATION_REGISTRY, graders
 from tinsmith.batch.operations.base import (
+    Flag,
+    MaxTokens,
+    NonEmpty,
+    NonEmptyOrNone,
     RowOperation,
     RowService,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
+    Seed,
+    Temperature,
     check_template,
-    check_text,
     column_of,
+    number,
+    one_of,
     render,
     seed_for,
+    whole,
 )
 from tinsmith.batch.operations.patterns import check_pattern, check_schema, escaped, fits, last_match
-from tinsmith.batch.operations.sample import check_sampling, sampling_request
+from tinsmith.batch.operations.sample import sampling_request
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
@@ -53,51 +57,50 @@ MAX_LENGTH = 200_000
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
 
+def check_ks(name: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise UserError(f"{name} is {value!r}; it must be a list of whole numbers")
+    for k in value:
+        whole(1, 1024)(name, k)
+
+
+def check_scores(name: str, value: object) -> None:
+    named = value.items() if isinstance(value, dict) else ()
+    numbers = all(isinstance(score, int | float) and not isinstance(score, bool) for _, score in named)
+    if not (named and numbers and all(isinstance(text, str) and text for text, _ in named)):
+        raise UserError(f"{name} is {value!r}; it must map strings to numbers")
+
+
 @OPERATION_REGISTRY.type_register(name="grade")
 @dataclass(frozen=True)
 class Grade(RowOperation):
     name: ClassVar[str] = "grade"
 
-    by: str
-    reference: str | None = None
-    output: str = "output"
-    score: str = "score"
-    pattern: str | None = None
-    extract: str | None = None
-    ignore_case: bool = False
-    tolerance: float = 0.0
+    by: Annotated[str, one_of(KINDS)]
+    reference: NonEmptyOrNone = None
+    output: NonEmpty = "output"
+    score: NonEmpty = "score"
+    pattern: Annotated[str | None, check_pattern] = None
+    extract: Annotated[str | None, check_pattern] = None
+    ignore_case: Flag = False
+    tolerance: Annotated[float, number(0, 1e9)] = 0.0
     schema: dict[str, Any] | None = None
-    pass_at: Sequence[int] = ()
-    passing: float = 1.0
-    model: str | None = None
-    template: str | None = None
-    scores: dict[str, float] | None = None
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    seed: int | None = 0
+    pass_at: Annotated[Sequence[int], check_ks] = ()
+    passing: Annotated[float, number(-1e9, 1e9)] = 1.0
+    model: NonEmptyOrNone = None
+    template: Annotated[str | None, check_template] = None
+    scores: Annotated[dict[str, float] | None, check_scores] = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = 0.0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.pass_at, list):
             object.__setattr__(self, "pass_at", tuple(self.pass_at))
 
     def check(self) -> None:
-        check_choice("by", self.by, KINDS)
-        check_text("output", self.output)
-        check_text("score", self.score)
-        check_flag("ignore_case", self.ignore_case)
-        check_number("tolerance", self.tolerance, 0, 1e9)
-        check_number("passing", self.passing, -1e9, 1e9)
-        if not isinstance(self.pass_at, tuple):
-            raise UserError(f"pass_at is {self.pass_at!r}; it must be a list of whole numbers")
-        for k in self.pass_at:
-            check_integer("pass_at", k, 1, 1024)
-        for name in ("pattern", "extract"):
-            if (pattern := getattr(self, name)) is not None:
-                check_pattern(name, pattern)
-        self._check_kind()
-
-    def _check_kind(self) -> None:
-        """Raises UserError unless the fields of this kind are given, and no fields that it would ignore."""
+        """Also refuses fields that this kind would ignore."""
+        super().check()
         needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
         wanted = needed.get(self.by, {"reference"})
         taken = wanted | ({"pattern", "scores", "max_tokens", "reference"} if self.by == "model" else set())
@@ -107,15 +110,8 @@ class Grade(RowOperation):
                 raise UserError(f"a Grade by {self.by!r} needs {name!r}")
             if given and name not in taken:
                 raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
-        if self.reference is not None:
-            check_text("reference", self.reference)
         if self.by == "json_schema":
             check_schema("schema", self.schema)
-        if self.by == "model":
-            check_template("template", self.template)
-            check_sampling(self.model, self.max_tokens, self.temperature, 1.0, -1, None, self.seed)
-            if self.scores is not None and not _are_scores(self.scores):
-                raise UserError(f"scores is {self.scores!r}; it must map strings to numbers")
 
     async def answer(self, row: Row, service: RowService) -> Row:
         given = column_of(row, self.output)
@@ -194,14 +190,3 @@ class Grade(RowOperation):
             except ValueError:
                 pass
         raise ValueError(f"the grading model's answer has no score that matches {pattern!r}: {said[:500]!r}")
-
-
-def _are_scores(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(
-            isinstance(name, str) and name and isinstance(score, int | float) and not isinstance(score, bool)
-            for name, score in value.items()
-        )
-    )

@@ -23,22 +23,29 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+from tinsmith.batch.formats.registry import built
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
+    MaxTokens,
+    NonEmpty,
     RowOperation,
     RowService,
-    build,
-    check_integer,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
     check_template,
     check_text,
     column_of,
     render,
     seed_for,
+    whole,
 )
 from tinsmith.batch.operations.grade import Grade
-from tinsmith.batch.operations.sample import Stop, check_sampling, messages_of, sampling_request
+from tinsmith.batch.operations.sample import messages_of, sampling_request
 from tinsmith.batch.types import Row
 from tinsmith.errors import NotSupportedError, UserError
 
@@ -89,7 +96,7 @@ class Retry(Environment):
 
     def __post_init__(self) -> None:
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", build(Grade, self.grade, "environment.grade"))
+            object.__setattr__(self, "grade", built(Grade, self.grade, "environment.grade"))
 
     def check(self) -> None:
         check_grade("environment.grade", self.grade)
@@ -113,7 +120,7 @@ def environment_of(given: object) -> Environment:
         cls = KINDS.get(str(given.get("kind")))
         if cls is None:
             raise UserError(f"environment.kind is {given.get('kind')!r}; it must be one of {sorted(KINDS)}")
-        return build(cls, given, "environment")
+        return built(cls, given, "environment")
     raise NotSupportedError(
         f"environment is a {type(given).__name__}; the service runs Turns and Retry only. Run your own in a "
         "function on workers (Dataset.map(function, ...)), and sample there with the SDK"
@@ -173,31 +180,27 @@ class Rollout(RowOperation):
 
     name: ClassVar[str] = "rollout"
 
-    model: str
-    messages: str
+    model: NonEmpty
+    messages: NonEmpty
     environment: Environment
     grade: Grade | None = None
-    num_rollouts: int = 1
-    max_turns: int = 8
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: Stop | None = None
-    seed: int | None = 0
-    into: str = "rollouts"
+    num_rollouts: Annotated[int, whole(1, MAX_ROLLOUTS)] = 1
+    max_turns: Annotated[int, whole(1, MAX_TURNS)] = 8
+    max_tokens: MaxTokens = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    stop: Stop = None
+    seed: Seed = 0
+    into: NonEmpty = "rollouts"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "environment", environment_of(self.environment))
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", build(Grade, self.grade, "grade"))
+            object.__setattr__(self, "grade", built(Grade, self.grade, "grade"))
 
     def check(self) -> None:
-        check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
-        check_text("messages", self.messages)
-        check_text("into", self.into)
-        check_integer("num_rollouts", self.num_rollouts, 1, MAX_ROLLOUTS)
-        check_integer("max_turns", self.max_turns, 1, MAX_TURNS)
+        super().check()
         self.environment.check()
         if self.grade is not None:
             check_grade("grade", self.grade)

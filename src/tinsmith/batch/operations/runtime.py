@@ -11,6 +11,7 @@ import base64
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.batch.operations.base import Answer, RowOperation, RowRefusedError, Sampled
@@ -18,7 +19,6 @@ from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.batch.worker.feed import Feed
     from tinsmith.chat.texts import Text
     from tinsmith.types import ModelShape, TopK
 
@@ -33,7 +33,7 @@ class Channel:
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Message]]] = {}
+        self._open: dict[int, Future[Message]] = {}
         self._last = 0
         self._closed = False
         self._outgoing: list[Message] = []
@@ -43,19 +43,18 @@ class Channel:
 
     async def ask(self, assignment: Assignment, request: Message) -> Message:
         """The response. Raises RowRefusedError, ClosedError."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Message] = loop.create_future()
+        future: Future[Message] = Future()
         with self._lock:
             if self._closed:
                 raise ClosedError("the worker is shutting down")
             self._last += 1
             number = self._last
-            self._open[number] = loop, future
+            self._open[number] = future
         if not self._outgoing:
-            loop.call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self._flush)
         attempt = {"batch_idx": assignment.batch_idx, "attempt_id": assignment.attempt_id}
         self._outgoing.append({"number": number, **attempt, **request})
-        found = await future
+        found = await asyncio.wrap_future(future)
         if "refused" in found:
             raise RowRefusedError(found["refused"])
         return found["answer"]
@@ -69,17 +68,16 @@ class Channel:
         for answer in answers:
             with self._lock:
                 waiting = self._open.pop(int(answer["number"]), None)
-            if waiting is not None:
-                loop, future = waiting
-                loop.call_soon_threadsafe(_resolve, future, answer, None)
+            if waiting is not None and waiting.set_running_or_notify_cancel():
+                waiting.set_result(answer)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             waiting, self._open = list(self._open.values()), {}
-        for loop, future in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, future, None, ClosedError("the worker is shutting down"))
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ClosedError("the worker is shutting down"))
 
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
         """The shape of a model's base, requested once. Raises RowRefusedError."""
@@ -107,16 +105,6 @@ class Channel:
                     text.tokenizer.get_vocab_size()
                 self._texts[shape.name] = text
             return self._texts[shape.name]
-
-
-def _resolve(future: asyncio.Future[Message], answer: Message | None, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        assert answer is not None
-        future.set_result(answer)
 
 
 class ChannelRowService:
@@ -177,22 +165,13 @@ def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
     return [[pair for pair in zip(*row, strict=True) if pair[1] != EMPTY_LOGPROB] for row in rows]
 
 
-async def run(steps: Sequence[RowOperation], feed: Feed, channel: Channel) -> None:
-    """Runs all batches of a feed, one after another."""
-    while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
-        assignment = feed.at_work
-        assert assignment is not None
-        results, tokens = await answers(steps, rows, feed.indices, assignment, channel)
-        feed.save(results, *tokens)
-
-
 async def answers(
     steps: Sequence[RowOperation],
     rows: Sequence[Row],
     indices: Sequence[int],
     assignment: Assignment,
     channel: Channel,
-    first_step: int = 0,
+    first_step: int,
 ) -> tuple[list[Row | Exception], tuple[int, int]]:
     """The result or error of each row, and the tokens of all. The number of the first step is part of the names of
     requests: two operations of a job must not share it."""
@@ -204,7 +183,7 @@ async def answers(
 
 
 async def _row(
-    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel, first_step: int = 0
+    steps: Sequence[RowOperation], row: Row, index: int, assignment: Assignment, channel: Channel, first_step: int
 ) -> tuple[Row | Exception, tuple[int, int]]:
     """One row through all steps: its result or error, and its tokens, which also count for a failed row."""
     tokens_in = tokens_out = 0

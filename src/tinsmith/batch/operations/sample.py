@@ -19,19 +19,25 @@ from __future__ import annotations
 import base64
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     Answer,
+    Flag,
+    MaxTokens,
+    NonEmpty,
+    NonEmptyOrNone,
     RowOperation,
     RowService,
-    check_flag,
-    check_integer,
-    check_number,
-    check_text,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
     column_of,
     seed_for,
+    whole,
 )
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
@@ -41,31 +47,9 @@ if TYPE_CHECKING:
     from tinsmith.types import Image
 
 
-MAX_SEED = 2**63 - 1
-MAX_TOKENS = 2**31 - 1
 MAX_NUM_SAMPLES = 1024
 MAX_TOPK = 1024
 PROMPT_COLUMNS = ("prompt", "messages", "tokens_column")
-Stop = str | list[str] | list[int]
-
-
-def check_sampling(
-    model: object, max_tokens: object, temperature: object, top_p: object, top_k: object, stop: object, seed: object
-) -> None:
-    """Raises UserError. What depends on the model is checked by the service, for each row."""
-    check_text("model", model)
-    if max_tokens is not None:
-        check_integer("max_tokens", max_tokens, 1, MAX_TOKENS)
-    check_number("temperature", temperature, 0, 1e30)
-    check_number("top_p", top_p, 0, 1)
-    check_integer("top_k", top_k, -1, MAX_TOKENS)
-    if seed is not None:
-        check_integer("seed", seed, -MAX_SEED, MAX_SEED)
-    listed = isinstance(stop, list) and (
-        all(isinstance(each, str) for each in stop) or all(type(each) is int for each in stop)
-    )
-    if not (stop is None or isinstance(stop, str) or listed):
-        raise UserError(f"stop is {stop!r}; it must be a string, a list of strings or a list of token ids")
 
 
 def sampling_request(
@@ -74,7 +58,7 @@ def sampling_request(
     temperature: float,
     top_p: float,
     top_k: int,
-    stop: Stop | None,
+    stop: Stop,
     seed: int | None,
     num_samples: int = 1,
 ) -> dict[str, Any]:
@@ -136,40 +120,31 @@ class Sample(RowOperation):
 
     name: ClassVar[str] = "sample"
 
-    model: str
-    prompt: str | None = None
-    messages: str | None = None
-    tokens_column: str | None = None
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: Stop | None = None
-    seed: int | None = 0
-    num_samples: int | None = None
-    image: str | None = None
-    tokens: bool = False
-    logprobs: bool = False
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-    into: str = "output"
+    model: NonEmpty
+    prompt: NonEmptyOrNone = None
+    messages: NonEmptyOrNone = None
+    tokens_column: NonEmptyOrNone = None
+    max_tokens: MaxTokens = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    stop: Stop = None
+    seed: Seed = 0
+    num_samples: Annotated[int | None, whole(1, MAX_NUM_SAMPLES)] = None
+    image: NonEmptyOrNone = None
+    tokens: Flag = False
+    logprobs: Flag = False
+    prompt_logprobs: Flag = False
+    topk_prompt_logprobs: Annotated[int, whole(0, MAX_TOPK)] = 0
+    into: NonEmpty = "output"
 
     def check(self) -> None:
-        check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
+        super().check()
         given = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
         if len(given) != 1:
             raise UserError(f"a Sample has {given or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}")
-        check_text(given[0], getattr(self, given[0]))
-        check_text("into", self.into)
-        if self.image is not None:
-            check_text("image", self.image)
-            if self.messages is None:
-                raise UserError(f"a Sample has image {self.image!r} without messages; name the column of messages")
-        if self.num_samples is not None:
-            check_integer("num_samples", self.num_samples, 1, MAX_NUM_SAMPLES)
-        for flag in ("tokens", "logprobs", "prompt_logprobs"):
-            check_flag(flag, getattr(self, flag))
-        check_integer("topk_prompt_logprobs", self.topk_prompt_logprobs, 0, MAX_TOPK)
+        if self.image is not None and self.messages is None:
+            raise UserError(f"a Sample has image {self.image!r} without messages; name the column of messages")
 
     async def answer(self, row: Row, service: RowService) -> Row:
         text = await service.text(self.model)
@@ -227,8 +202,7 @@ class Sample(RowOperation):
 VERB = "openai_request"
 
 
-@dataclass(frozen=True, slots=True)
-class TokensUsed:
+class TokensUsed(NamedTuple):
     """`cached` is part of `read`, and `reasoning` of `written`."""
 
     read: int

@@ -29,6 +29,7 @@ from pathlib import Path
 from tinsmith.batch.pools.specs import LOCAL, PoolSpec, WorkerStartError
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.runtime.background import within
 from tinsmith.settings import worker_environment
 
 START_S = 60.0
@@ -47,7 +48,6 @@ class LocalWorker:
     address: str
     token: str
     directory: Path
-    shares_files: bool = True
 
     @property
     def where(self) -> str:
@@ -65,9 +65,7 @@ class LocalWorker:
         if self.process.stdin:
             self.process.stdin.close()  # the worker kills its children, then itself
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(END_S):
-                    await self.process.wait()
+            await within(END_S, self.process.wait())
         finally:  # also if the wait is cancelled
             if self.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -101,45 +99,32 @@ class LocalPool:
         self._expiry: asyncio.TimerHandle | None = None
 
     async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> LocalWorker:
-        """Start a worker. Raises WorkerStartError after cleaning up."""
-        try:
-            async with contextlib.AsyncExitStack() as left:
-                started = await self._start(worker_id, slot, left)
-                left.pop_all()
-                return started
-        except WorkerStartError:
-            raise
-        except Exception as error:
-            raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
-
-    async def _start(self, worker_id: str, slot: int | None, left: contextlib.AsyncExitStack) -> LocalWorker:
-        """`left` gets the clean-up of each step."""
+        """Start a worker; an error leaves nothing behind."""
         await self._prepare()
         self._logs.directory.mkdir(parents=True, exist_ok=True)
-        # The path of a socket has at most about a hundred characters, which the data directory may exceed.
-        directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
-        left.callback(shutil.rmtree, directory, ignore_errors=True)
         token = secrets.token_urlsafe(32)
         log_path = self._logs.path(worker_id)
-        process = None
-        while process is None and self._spares:
-            taken = self._spares.popleft()
-            process = taken if taken.returncode is None else None
-        if process is None:
-            process = await self._spawn(log_path, self._devices(slot))
-        started = LocalWorker(process, "", token, directory)
-        left.push_async_callback(started.kill)
-        assert process.stdin is not None and process.stdout is not None
-        first = {"token": token, "socket": str(directory / "worker"), "log_path": str(log_path)}
-        process.stdin.write(json.dumps(first | {"scratch": str(directory)}).encode() + b"\n")
-        line = b""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(START_S):
-                line = await process.stdout.readline()
-        if not line:
-            raise WorkerStartError(f"a worker did not start to listen; see {log_path}")
-        started.address = json.loads(line)["address"]
-        return started
+        async with contextlib.AsyncExitStack() as left:
+            # The path of a socket has at most about a hundred characters, which the data directory may exceed.
+            directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
+            left.callback(shutil.rmtree, directory, ignore_errors=True)
+            process = None
+            while process is None and self._spares:
+                taken = self._spares.popleft()
+                process = taken if taken.returncode is None else None
+            if process is None:
+                process = await self._spawn(log_path, self._devices(slot))
+            started = LocalWorker(process, "", token, directory)
+            left.push_async_callback(started.kill)
+            assert process.stdin is not None and process.stdout is not None
+            first = {"token": token, "socket": f"{directory}/worker", "log_path": str(log_path)}
+            process.stdin.write(json.dumps(first | {"directory": str(directory)}).encode() + b"\n")
+            line = await within(START_S, process.stdout.readline()) or b""
+            if not line:
+                raise WorkerStartError(f"a worker did not start to listen; see {log_path}")
+            started.address = json.loads(line)["address"]
+            left.pop_all()
+            return started
 
     async def _spawn(
         self, log_path: Path, environment: Mapping[str, str], roles: Sequence[str] = ()

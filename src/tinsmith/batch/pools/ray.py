@@ -23,6 +23,7 @@ from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
+from tinsmith.runtime.background import within
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
@@ -81,19 +82,16 @@ class Driver:
         await reader
 
     async def _open(self) -> None:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "tinsmith.batch.pools.ray_driver",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=role_environment() | ray_variables(),
-                start_new_session=True,
-                limit=LINE_BYTES,
-            )
-        except OSError as error:
-            raise WorkerStartError(f"a worker cannot be started: {error}") from error
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tinsmith.batch.pools.ray_driver",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=role_environment() | ray_variables(),
+            start_new_session=True,
+            limit=LINE_BYTES,
+        )
         self._process = process
         self._tell({"address": self._address})
         self._reader = asyncio.create_task(self._read(process))
@@ -146,7 +144,6 @@ class RayWorker:
     driver: Driver
     ended: asyncio.Event
     log_path: Path
-    shares_files: bool = False
     following: asyncio.Task[None] | None = field(default=None)
 
     @property
@@ -161,9 +158,7 @@ class RayWorker:
             self.following.cancel()
             await asyncio.gather(self.following, return_exceptions=True)
         self.driver.kill(self.worker_id)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await self.ended.wait()
+        await within(END_S, self.ended.wait())
 
     async def follow(self) -> None:
         """Copy its output to the log of this server: one page a second, and the rest at its end."""
@@ -210,18 +205,13 @@ class RayPool:
 
     async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> RayWorker:
         """Start a worker. A worker for an operation reserves nothing, since the workers whose job it finishes may hold
-        all resources. Raises WorkerStartError after cleaning up."""
+        all resources."""
         token = secrets.token_urlsafe(32)
         reserved = reservation(self.spec, job) if slot is not None else {"num_cpus": 0, "num_gpus": 0}
         request = {"token": token, "setup": self.spec.setup, "reserved": reserved}
-        try:
-            self._logs.directory.mkdir(parents=True, exist_ok=True)
-            path = self._logs.path(worker_id)
-            found, ended = await self._driver.start(worker_id, request)
-        except WorkerStartError:
-            raise
-        except Exception as error:
-            raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
+        self._logs.directory.mkdir(parents=True, exist_ok=True)
+        path = self._logs.path(worker_id)
+        found, ended = await self._driver.start(worker_id, request)
         worker = RayWorker(worker_id, found["address"], token, found["where"], self._driver, ended, path)
         worker.following = asyncio.create_task(worker.follow())
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)

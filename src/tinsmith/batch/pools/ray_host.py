@@ -69,9 +69,8 @@ class WorkerHost:
         self._process = process
         assert process.stdin is not None and process.stdout is not None
         node = ray.util.get_node_ip_address()
-        first = {"token": self._token, "host": node, "log_path": str(log_path)}
-        own = {"directory": str(self._directory), "scratch": str(self._directory)}
-        process.stdin.write(json.dumps(first | own).encode() + b"\n")
+        first = {"token": self._token, "host": node, "log_path": str(log_path), "directory": str(self._directory)}
+        process.stdin.write(json.dumps(first).encode() + b"\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], START_S)
         line = process.stdout.readline() if ready else b""

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class PoolSpec:
     """CPUs that each worker reserves on a cluster; on this machine nothing is reserved."""
     managed: bool = False
     """Whether the server has SkyPilot start a machine for each job."""
+    file: Path | None = field(default=None, compare=False)
 
     @property
     def rented(self) -> bool:
@@ -100,8 +101,6 @@ class Started(Protocol):
     address: str
     """`tcp://HOST:PORT`, or the path of a Unix socket."""
     token: str
-    shares_files: bool
-    """Whether it sees the files of this machine."""
 
     @property
     def where(self) -> str:
@@ -128,7 +127,7 @@ class Pool(Protocol):
 
     async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> Started:
         """Start a worker for a slot, with what the job needs, or, with None, for an operation beside the slots. Raises
-        WorkerStartError."""
+        WorkerStartError, or what prevented the start."""
         ...
 
     async def warm_up(self) -> None:
@@ -151,7 +150,7 @@ def _read_pool(name: str, path: Path) -> tuple[PoolSpec, Mapping[str, Any]]:
 
     try:
         data = yaml.safe_load(path.read_text())
-        return pool_from(name, data), data
+        return replace(pool_from(name, data), file=path), data
     except (OSError, yaml.YAMLError, UserError) as error:
         raise SettingsError(f"the pool {name!r} in {path}: {error}") from None
 

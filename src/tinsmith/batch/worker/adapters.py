@@ -13,6 +13,7 @@ changes the number of rows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -25,70 +26,9 @@ from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
 from tinsmith.batch.worker.children import NO_ROW
-from tinsmith.batch.worker.feed import Feed, rows_in, wrong_number
-
-UNKNOWN = -1
-"""In place of the input row of rows whose number a function of batches changed."""
+from tinsmith.batch.worker.feed import BatchRows, Feed, wrong_number
 
 T = TypeVar("T")
-
-
-class Work:
-    """A batch between two steps: the results of the last one, and of each the place of its input row in the batch."""
-
-    def __init__(self, rows: Sequence[Row], indices: Sequence[int]) -> None:
-        self.errors: dict[int, Exception] = {}
-        self.tokens: tuple[int, int] = (0, 0)
-        self.places: Sequence[int] = range(len(rows))
-        self._indices = indices
-        self._results: Sequence[object] = rows
-        self._many = False
-
-    @property
-    def indices(self) -> list[int]:
-        """The input row of each row."""
-        return [NO_ROW if place == UNKNOWN else self._indices[place] for place in self.places]
-
-    def give(self, results: Sequence[object], many: bool) -> None:
-        """The results of a step. `many`: a result may be several rows or none."""
-        self._results, self._many = results, many
-        if len(results) != len(self.places):
-            self.places = [UNKNOWN] * len(results)
-
-    def rows(self) -> list[Row]:
-        """The results as rows for the next step, which notes the errors among them."""
-        if all(type(result) is dict for result in self._results):
-            return list(self._results)  # type: ignore[arg-type]
-        rows: list[Row] = []
-        places: list[int] = []
-        for place, result in zip(self.places, self._results, strict=True):
-            try:
-                found = rows_in(result, self._many)
-            except Exception as error:  # noqa: BLE001  fails the row
-                self.errors.setdefault(place, error)
-            else:
-                rows += found
-                places += [place] * len(found)
-        kept = [number for number, place in enumerate(places) if place not in self.errors]
-        self._results, self.places = [rows[number] for number in kept], [places[number] for number in kept]
-        return list(self._results)  # type: ignore[arg-type]
-
-    def results(self, many: bool) -> Sequence[object]:
-        """One result for each input row; where these are not known any more, the rows. With several rows in the batch,
-        an error of an unknown one is raised, so that the batch fails and is halved."""
-        if isinstance(self.places, range):
-            return self._results
-        rows = self.rows()
-        if UNKNOWN in self.places or UNKNOWN in self.errors:
-            if self.errors and len(self._indices) > 1:
-                raise next(iter(self.errors.values()))
-            return list(self.errors.values()) or rows
-        grouped: list[Any] = [[] for _ in self._indices]
-        for place, row in zip(self.places, rows, strict=True):
-            grouped[place].append(row)
-        for place, error in self.errors.items():
-            grouped[place] = error
-        return grouped if many else [each[0] if isinstance(each, list) and each else each for each in grouped]
 
 
 def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
@@ -107,46 +47,43 @@ def loop_of(
     first = steps[0]
     if isinstance(first, Mapper) and first.kind == "loop":
         return lambda: first.call(**first.kwargs)
-    if isinstance(first, list) and len(steps) == 1:
-        return lambda: operations_runtime.run(first, feed, _open(channel))
 
     def loop() -> None:
-        made = [_step(steps, number, spec, feed, channel) for number in range(len(steps))]
-        while (rows := feed.next_rows()) is not None:
-            work = Work(rows, feed.indices)
-            try:
-                for step in made:
-                    step(work)
-                results = work.results(many=spec.rows == "any")
-            except Exception as error:  # noqa: BLE001  a user's function raises what it likes
-                feed.fail_current(error)
-            else:
-                feed.save(results, *work.tokens)
+        with contextlib.closing(asyncio.Runner()) as runner:
+            made = [_step(steps, number, spec, feed, channel, runner) for number in range(len(steps))]
+            while (batch := feed.next_batch()) is not None:
+                try:
+                    for step in made:
+                        step(batch)
+                    feed.keep(batch)
+                except Exception as error:  # noqa: BLE001  a user's function raises what it likes
+                    feed.fail_current(error)
 
     return loop
 
 
-def _open(channel: Channel | None) -> Channel:
-    assert channel is not None, "a worker gives operations a channel"
-    return channel
-
-
 def _step(
-    steps: Sequence[Mapper | list[RowOperation]], number: int, spec: JobSpec, feed: Feed, channel: Channel | None
-) -> Callable[[Work], None]:
+    steps: Sequence[Mapper | list[RowOperation]],
+    number: int,
+    spec: JobSpec,
+    feed: Feed,
+    channel: Channel | None,
+    runner: asyncio.Runner,
+) -> Callable[[BatchRows], None]:
+    """`runner` is for operations, whose requests share its event loop."""
     step = steps[number]
     if isinstance(step, Mapper):
         return (_OfBatches if step.kind == "batch" else _OfRows)(step, spec, feed)
     operations_before = sum(len(each) for each in steps[:number] if isinstance(each, list))
 
-    def operate(work: Work) -> None:
-        assignment = feed.at_work
-        assert assignment is not None
-        rows = work.rows()
-        answers = operations_runtime.answers(step, rows, work.indices, assignment, _open(channel), operations_before)
-        results, tokens = asyncio.run(answers)
-        work.tokens = (work.tokens[0] + tokens[0], work.tokens[1] + tokens[1])
-        work.give(results, many=False)
+    def operate(batch: BatchRows) -> None:
+        assert channel is not None, "a worker gives operations a channel"
+        answers = operations_runtime.answers(
+            step, batch.made, batch.made_indices, batch.assignment, channel, operations_before
+        )
+        results, tokens = runner.run(answers)
+        batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
+        batch.give(results, many=False)
 
     return operate
 
@@ -181,8 +118,8 @@ class _OfRows(_Function):
     """A function that is called with each row. Errors of the classes in `retry_on` are tried again here, since they do
     not concern the other rows of the batch."""
 
-    def __call__(self, work: Work) -> None:
-        rows, indices = work.rows(), work.indices
+    def __call__(self, batch: BatchRows) -> None:
+        rows, indices = batch.made, batch.made_indices
         calls = [
             (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
         ]
@@ -191,10 +128,10 @@ class _OfRows(_Function):
         else:
             results = []
             for index, each in zip(indices, calls, strict=True):
-                self._feed.at_row(index)
+                self._feed.marker.row(index)
                 results.append(self._tried(each))
-            self._feed.at_row(NO_ROW)
-        work.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
+            self._feed.marker.row(NO_ROW)
+        batch.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
 
     def _tried(self, arguments: tuple[Any, ...]) -> object:
         tries = 0
@@ -239,14 +176,14 @@ class _OfRows(_Function):
 
 
 class _OfBatches(_Function):
-    def __call__(self, work: Work) -> None:
-        rows = work.rows()
+    def __call__(self, batch: BatchRows) -> None:
+        rows = batch.made
         if not rows:
-            work.give([], self._many)
+            batch.give([], self._many)
             return
         arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
         if self._with_indices:
-            arguments.append(work.indices)
+            arguments.append(batch.made_indices)
         made = _collected(self._call(*arguments))
         results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
         if len(results) != len(rows):
@@ -260,7 +197,7 @@ class _OfBatches(_Function):
                 raise wrong_number(len(results), len(rows))
         if self._merge:
             results = [self._over(row, result) for row, result in zip(rows, results, strict=True)]
-        work.give(results, self._many)
+        batch.give(results, self._many)
 
 
 class _Yielded(list[Any]):
@@ -273,15 +210,11 @@ def _collected(made: object) -> object:
         return _Yielded(made)
     if inspect.isasyncgen(made):
         return asyncio.run(_all_of(made))
-    return asyncio.run(_awaited(made)) if inspect.iscoroutine(made) else made
+    return asyncio.run(made) if inspect.iscoroutine(made) else made
 
 
 async def _all_of(made: AsyncIterable[object]) -> _Yielded:
     return _Yielded([each async for each in made])
-
-
-async def _awaited(made: Coroutine[Any, Any, T]) -> T:
-    return await made
 
 
 async def _all(attempts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError
@@ -27,6 +26,7 @@ from tinsmith.batch.worker.rpc import Message, pack, read_frames
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
+    from tinsmith.batch.worker.feed import Waiting
 
 WORKER_POLL_S = 0.5
 
@@ -88,10 +88,11 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
     """A careful child reads the rows of a batch only when the mapper asks for it."""
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import runtime
+    from tinsmith.batch.worker.feed import Waiting
 
     logs.tag_output(runtime.current_batch)
     channel = Channel(send)
-    assignments = _Assignments()
+    assignments = Waiting[Assignment](lambda _: 0)  # the worker bounds them
     threading.Thread(target=_read, args=(source, assignments, channel, send), daemon=True).start()
     try:
         runtime.run(
@@ -108,42 +109,7 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
         send({"start_error": "".join(traceback.format_exception(error))})
 
 
-class _Assignments:
-    """The assignments that no thread has begun, in order."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Assignment] = deque()
-        self._closed = False
-        self._changed = threading.Condition()
-
-    def __iter__(self) -> Iterator[Assignment]:
-        """Until they are closed."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                assignment = self._waiting.popleft()
-            yield assignment
-
-    def add(self, assignments: Iterable[Assignment]) -> None:
-        with self._changed:
-            self._waiting.extend(assignments)
-            self._changed.notify_all()
-
-    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
-        with self._changed:
-            taken = [assignment for assignment in self._waiting if assignment.key in keys]
-            self._waiting = deque(assignment for assignment in self._waiting if assignment.key not in keys)
-        return taken
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-
-def _read(source: Iterator[Message], assignments: _Assignments, channel: Channel, send: Send) -> None:
+def _read(source: Iterator[Message], assignments: Waiting[Assignment], channel: Channel, send: Send) -> None:
     """Separate assignments and answers, which share a pipe: an answer must not wait behind rows being read."""
     from tinsmith.batch.worker import runtime
 
@@ -155,7 +121,8 @@ def _read(source: Iterator[Message], assignments: _Assignments, channel: Channel
             taken = [*assignments.take_back(keys), *runtime.take_back(keys)]
             send({"taken_back": [assignment.key for assignment in taken]})
         else:
-            assignments.add(map(assignment_of, message["assignments"]))
+            for assignment in map(assignment_of, message["assignments"]):
+                assignments.put(assignment)
     channel.close()
     assignments.close()
 

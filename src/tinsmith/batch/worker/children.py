@@ -15,20 +15,19 @@ import contextlib
 import mmap
 import os
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from tinsmith import __version__
-from tinsmith.batch.types import Assignment
+from tinsmith.batch.types import Assignment, LostAttempt
 from tinsmith.batch.worker.logs import untagged
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
@@ -57,10 +56,8 @@ PROBE_S = 60.0
 READ, MAP, STORE = range(3)
 NO_ROW = -1
 _STARTING, _IDLE, _BUSY = range(3)
-_NUMBER, _PLACE = struct.Struct("q"), struct.Struct("qqq")
-_SLOT = _NUMBER.size + _PLACE.size
-_ROW_AT = _SLOT - _NUMBER.size
-SIZE = 3 * _SLOT
+_WIDTH = 4
+SIZE = 3 * _WIDTH * 8
 
 
 def marker_file() -> IO[bytes]:
@@ -74,37 +71,34 @@ class Marker:
     """The slots, in a shared file of `SIZE` bytes; without a file, in the memory of this process."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._memory: mmap.mmap | bytearray = bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)
+        self._slots = memoryview(bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)).cast("q")
 
     def start(self) -> None:
-        """The mapper begins and has not asked for a batch."""
-        _NUMBER.pack_into(self._memory, MAP * _SLOT, _STARTING)
+        """The mapper's function is called, perhaps again, and has not asked for a batch."""
+        self._slots[MAP * _WIDTH] = _STARTING
 
     def begin(self, stage: int, assignment: Assignment) -> None:
         """The state is written last: a process that dies before that has not begun."""
-        place = assignment.batch_idx, assignment.attempt_id, NO_ROW
-        _PLACE.pack_into(self._memory, stage * _SLOT + _NUMBER.size, *place)
-        _NUMBER.pack_into(self._memory, stage * _SLOT, _BUSY)
+        at = stage * _WIDTH
+        for number, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), at + 1):
+            self._slots[number] = value
+        self._slots[at] = _BUSY
 
     def row(self, row_idx: int) -> None:
-        """The row that is mapped now."""
-        _NUMBER.pack_into(self._memory, MAP * _SLOT + _ROW_AT, row_idx)
+        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
+        self._slots[MAP * _WIDTH + 3] = row_idx
 
     def end(self, stage: int) -> None:
-        _NUMBER.pack_into(self._memory, stage * _SLOT, _IDLE)
+        self._slots[stage * _WIDTH] = _IDLE
 
     @property
     def starting(self) -> bool:
-        return _NUMBER.unpack_from(self._memory, MAP * _SLOT)[0] == _STARTING
+        return self._slots[MAP * _WIDTH] == _STARTING
 
     def busy(self) -> dict[tuple[int, int], int]:
         """The attempts (batch_idx, attempt_id) in work, with the row of each or `NO_ROW`."""
-        found: dict[tuple[int, int], int] = {}
-        for stage in (READ, STORE, MAP):
-            if _NUMBER.unpack_from(self._memory, stage * _SLOT)[0] == _BUSY:
-                batch_idx, attempt_id, row_idx = _PLACE.unpack_from(self._memory, stage * _SLOT + _NUMBER.size)
-                found[batch_idx, attempt_id] = row_idx
-        return found
+        slots = [self._slots[stage * _WIDTH : (stage + 1) * _WIDTH] for stage in (READ, STORE, MAP)]
+        return {(batch_idx, attempt_id): row for state, batch_idx, attempt_id, row in slots if state == _BUSY}
 
 
 class ChildError(Exception):
@@ -221,28 +215,6 @@ def interpreter_problem(python: str) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class LostAttempt:
-    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
-
-    error_class: str
-    error: str
-    infra: bool = False
-    """The worker or its machine is to blame."""
-    begun: bool = True
-    """False: the worker gave the attempt back before it began."""
-    final: bool = False
-    """No other attempt can succeed: the batch has failed, and so has the job."""
-    died: bool = False
-    """The mapper's process died while it worked on the batch."""
-    row: int | None = None
-    """The row that the mapper worked on, if it is known."""
-    setup: bool = False
-    """The mapper does not start."""
-    retry: bool = True
-    """Whether another attempt at the same rows may succeed."""
-
-
 GIVEN_BACK = LostAttempt("GivenBack", "other batches took too long", infra=True, begun=False)
 
 
@@ -251,17 +223,19 @@ def assignment_of(message: Message) -> Assignment:
     return Assignment(**{**message, **lists})
 
 
+@dataclass(eq=False)
 class Attempt:
-    """One assignment on a worker. `events` gets its requests to the server, then the attempt itself once settled."""
+    """One assignment on a worker. `put`, on any thread, takes its requests to the server, then the attempt itself once
+    settled."""
 
-    def __init__(self, assignment: Message, events: AttemptQueue) -> None:
-        self.assignment = assignment
-        self.events = events
-        self.since = time.monotonic()
-        self.begun = False  # whether the child has it
-        self.result: Message = {}
-        """`{"outcome": ...}` or `{"lost": ...}`."""
-        self._times_sent = 0
+    assignment: Message
+    put: Callable[[Attempt | list[Message]], None]
+    since: float = field(default_factory=time.monotonic)
+    begun: bool = False
+    """Whether the child has it."""
+    result: Message = field(default_factory=dict)
+    """`{"outcome": ...}` or `{"lost": ...}`."""
+    times_sent: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -270,19 +244,13 @@ class Attempt:
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
         deterministic, so each child stores parts in a separate directory."""
-        bases, again = self.assignment["part_bases"], self._times_sent
-        self._times_sent += 1
+        bases, again = self.assignment["part_bases"], self.times_sent
+        self.times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
     def settle(self, outcome: Message | LostAttempt) -> None:
         self.result = {"lost": asdict(outcome)} if isinstance(outcome, LostAttempt) else {"outcome": outcome}
-        self.events.put(self)
-
-
-class AttemptQueue(Protocol):
-    """A queue that takes settled attempts, and the requests of attempts, from any thread."""
-
-    def put(self, item: Attempt | list[Message], /) -> None: ...
+        self.put(self)
 
 
 class MapperProcess:
@@ -399,7 +367,7 @@ class MapperProcess:
     def _ask(self, asks: list[Message]) -> None:
         for attempt in self._waiting.values():
             if own := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
-                attempt.events.put(own)
+                attempt.put(own)
 
     def answer(self, answers: list[Message]) -> None:
         """Pass the server's answers to the operations that asked."""

@@ -1,7 +1,7 @@
 """The batches of one job on one worker: read, mapped, stored, reported.
 
 `Feed` reads the next batches while the mapper works on one, and stores the previous ones, on three threads. Short
-batches wait between the threads in larger numbers (`_Waiting`), and those that wait to be stored share objects and one
+batches wait between the threads in larger numbers (`Waiting`), and those that wait to be stored share objects and one
 fsync. The mapper's code runs only in the calling thread.
 
 Invariants:
@@ -22,9 +22,10 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from itertools import islice
+from typing import Generic, TypeVar
 
-from tinsmith.batch.formats import input_versions, publishing, registry, schemas
+from tinsmith.batch.formats import input_versions, publishing, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
@@ -39,12 +40,13 @@ from tinsmith.batch.types import (
     RowFailure,
     is_retried,
 )
-from tinsmith.batch.worker.children import MAP, READ, STORE, Marker
+from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
 MAX_WAITING_ROWS = 256
 """Between two threads; a batch of more rows waits alone."""
-Result = Row | list[Row] | None
+UNKNOWN = -1
+"""In place of the input row of rows whose number a function of batches changed."""
 
 
 class RowError(Exception):
@@ -56,49 +58,86 @@ class RowError(Exception):
 
 
 @dataclass
-class _Batch:
-    """A batch on its way through reading, mapping and storing."""
+class BatchRows:
+    """A batch on its way through reading, the steps of the mapper, and storing."""
 
     assignment: Assignment
     rows: list[Row] = field(default_factory=list)
+    """The input rows that could be read."""
     indices: list[int] = field(default_factory=list)
-    """The indices of `rows`, without those that could not be read."""
-    failures: list[RowFailure] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    """The indices of `rows`."""
+    unread: list[RowFailure] = field(default_factory=list)
+    made: Sequence[Row] = ()
+    """The results of the last step."""
+    places: Sequence[int] = ()
+    """The place in `rows` of the input row of each result."""
+    failed: dict[int, BaseException] = field(default_factory=dict)
+    """The first error of each failed row, by its place."""
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
+    """Of the batch as a whole."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.assignment.key
 
     @property
     def num_waiting(self) -> int:
         """Its share of the rows that may wait between two threads."""
         return max(1, len(self.rows))
 
-    def output_rows(self) -> list[Row | None]:
-        """For each row of the span its results, or None; if the number of results differs (`rows="any"`), these."""
-        if len(self.results) != len(self.indices):
-            return [row for result in self.results for row in rows_of(result)]
-        rows: list[Row | None] = []
-        if len(self.indices) == self.assignment.span.rows:
-            for result in self.results:
-                rows += result if isinstance(result, list) else [result]
-            return rows
-        by_index = dict(zip(self.indices, self.results, strict=True))
-        for index in range(self.assignment.start_idx, self.assignment.end_idx + 1):
-            result = by_index.get(index)
-            rows += result if isinstance(result, list) else [result]
-        return rows
+    @property
+    def made_indices(self) -> list[int]:
+        """The input row of each result."""
+        return [NO_ROW if place == UNKNOWN else self.indices[place] for place in self.places]
 
-    def fail_result(self, place: int, error: BaseException) -> None:
-        """Fail the row of a result. If the numbers differ, the row is known only in a batch of one row: a larger batch
-        fails as a whole, and is halved until it has one."""
-        if len(self.results) != len(self.indices):
-            if len(self.rows) > 1:
-                self.error = error
-                return
-            self.results, place = [None], 0
-        self.results[place] = None
-        self.failures.append(_failure(self.indices[place], self.rows[place], error))
+    def give(self, results: Sequence[object], many: bool) -> None:
+        """The results of a step; an error among them fails its row. `many`: a result may be several rows or none."""
+        places = self.places if len(results) == len(self.places) else [UNKNOWN] * len(results)
+        if all(type(result) is dict for result in results):
+            self.made, self.places = results, places  # type: ignore[assignment]
+            return
+        found: list[tuple[int, Row]] = []
+        for place, result in zip(places, results, strict=True):
+            try:
+                found += [(place, row) for row in rows_in(result, many)]
+            except Exception as error:  # noqa: BLE001  fails the row
+                self.fail(place, error)
+        kept = [(place, row) for place, row in found if place not in self.failed]
+        self.made, self.places = [row for _, row in kept], [place for place, _ in kept]
+
+    def fail(self, place: int, error: BaseException) -> None:
+        self.failed.setdefault(place, error)
+
+    def kept(self) -> Iterator[tuple[int, Row]]:
+        """The results of rows that have not failed, with their places."""
+        return ((place, row) for place, row in zip(self.places, self.made, strict=True) if place not in self.failed)
+
+    @property
+    def lost(self) -> BaseException | None:
+        """Why the batch fails as a whole: its own error, or a row's where it is not known which row it is. Such a batch
+        is halved until it has one row, which then has failed."""
+        if self.error is None and len(self.rows) > 1 and self.failed and UNKNOWN in {*self.failed, *self.places}:
+            return next(iter(self.failed.values()))
+        return self.error
+
+    @property
+    def failures(self) -> list[RowFailure]:
+        errors = self.failed.items()
+        found = [_failure(self.indices[place], self.rows[place], error) for place, error in errors]
+        return sorted([*self.unread, *found], key=lambda failure: failure.idx)
+
+    def output_rows(self) -> Sequence[Row | None]:
+        """For each row of the span its results, or None; if it is not known of which row each is, only these."""
+        whole = isinstance(self.places, range) and len(self.indices) == self.assignment.span.rows
+        if not self.failed and (whole or UNKNOWN in self.places):
+            return self.made
+        by_index: dict[int, list[Row | None]] = {}
+        for place, row in self.kept():
+            by_index.setdefault(self.indices[place], []).append(row)
+        start, end = self.assignment.span
+        return [row for index in range(start, end + 1) for row in by_index.get(index, [None])]
 
 
 def rows_in(result: object, many: bool) -> list[Row]:
@@ -119,54 +158,55 @@ def rows_in(result: object, many: bool) -> list[Row]:
     return result or []
 
 
-def rows_of(result: Result) -> list[Row]:
-    return result if isinstance(result, list) else [result] if result is not None else []
+Waits = TypeVar("Waits", Assignment, BatchRows)
 
 
-class _Waiting:
-    """The batches between two threads, in order: at least one, and more while they have few rows."""
+class Waiting(Generic[Waits]):
+    """What waits between two threads, in order: at least one item, and more while they have few rows."""
 
-    def __init__(self) -> None:
-        self._items: deque[_Batch | BaseException | None] = deque()
+    def __init__(self, rows_of: Callable[[Waits], int]) -> None:
+        self._items: deque[Waits] = deque()
+        self._rows_of = rows_of
         self._num_rows = 0
+        self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, item: _Batch | BaseException | None) -> None:
-        """Waits for room. None and an exception end the batches."""
-        rows = item.num_waiting if isinstance(item, _Batch) else 0
+    def put(self, item: Waits) -> None:
+        """Waits for room."""
+        rows = self._rows_of(item)
         with self._changed:
             self._changed.wait_for(lambda: not self._items or self._num_rows + rows <= MAX_WAITING_ROWS)
             self._items.append(item)
             self._num_rows += rows
             self._changed.notify_all()
 
-    def get(self) -> _Batch | BaseException | None:
+    def close(self) -> None:
+        """There is nothing after the items that wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            return self._taken()
-
-    def get_all(self) -> list[_Batch | BaseException | None]:
-        """All batches that wait; blocks until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items)
-            return [self._taken() for _ in range(len(self._items))]
-
-    def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
-        """Remove the batches of these attempts."""
-        with self._changed:
-            taken = [item for item in self._items if isinstance(item, _Batch) and item.assignment.key in keys]
-            for item in taken:
-                self._items.remove(item)
-                self._num_rows -= item.num_waiting
+            self._closed = True
             self._changed.notify_all()
-        return [item.assignment for item in taken]
 
-    def _taken(self) -> _Batch | BaseException | None:
-        item = self._items.popleft()
-        if isinstance(item, _Batch):
-            self._num_rows -= item.num_waiting
+    def take(self, most: int | None = None) -> list[Waits]:
+        """The items that wait, or the first of them; blocks until there is one, and is empty at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._closed)
+            return self._removed(list(islice(self._items, most)))
+
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Waits]:
+        """Remove these attempts."""
+        with self._changed:
+            return self._removed([item for item in self._items if item.key in keys])
+
+    def __iter__(self) -> Iterator[Waits]:
+        while taken := self.take(1):
+            yield taken[0]
+
+    def _removed(self, items: list[Waits]) -> list[Waits]:
+        for item in items:
+            self._items.remove(item)
+            self._num_rows -= self._rows_of(item)
         self._changed.notify_all()
-        return item
+        return items
 
 
 class Feed:
@@ -182,19 +222,19 @@ class Feed:
     ) -> None:
         self._spec = spec
         self._report = report
-        self._marker = marker or Marker()
+        self.marker = marker or Marker()
         self._may_read = threading.Event()
         if eager:
             self._may_read.set()
         self._cache = str(cache_directory())
-        self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
+        self._reader: InputReader = InputReader.from_dict(spec.batch_input_format)
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
-        self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
+        self._writers: list[OutputWriter] = [OutputWriter.from_dict(each) for each in spec.batch_output_formats]
         self._have_schemas = any(type(writer).schema is not OutputWriter.schema for writer in self._writers)
-        self._to_map = _Waiting()
-        self._to_store = _Waiting()
-        self._current: _Batch | None = None
+        self._to_map = Waiting[BatchRows](lambda batch: batch.num_waiting)
+        self._to_store = Waiting[BatchRows](lambda batch: batch.num_waiting)
+        self._current: BatchRows | None = None
         self.num_taken = 0
         self.ended = False
         self.error: BaseException | None = None
@@ -205,21 +245,16 @@ class Feed:
         self._storing.start()
 
     def __iter__(self) -> Iterator[list[Row]]:
-        while (rows := self.next_rows()) is not None:
-            yield rows
+        while (batch := self.next_batch()) is not None:
+            yield batch.rows
 
     async def __aiter__(self) -> AsyncIterator[list[Row]]:
-        while (rows := await asyncio.to_thread(self.next_rows)) is not None:
-            yield rows
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """The indices of the input rows in the current batch."""
-        return self._current.indices if self._current is not None else []
+        while (batch := await asyncio.to_thread(self.next_batch)) is not None:
+            yield batch.rows
 
     def take_back(self, keys: set[tuple[int, int]]) -> list[Assignment]:
         """Remove the attempts whose rows were read and that the mapper has not begun."""
-        return self._to_map.take_back(keys)
+        return [batch.assignment for batch in self._to_map.take_back(keys)]
 
     @property
     def at_work(self) -> Assignment | None:
@@ -228,56 +263,44 @@ class Feed:
             return None
         return self._current.assignment
 
-    def next_rows(self) -> list[Row] | None:
-        """The rows of the next batch that has any; None when there are no more batches."""
+    def next_batch(self) -> BatchRows | None:
+        """The next batch that has rows; None when there are no more."""
         while True:
             self._finish_current("the function asked for the next batch before it called save_results for this one")
             self._may_read.set()
-            if self.ended:
+            taken = [] if self.ended else self._to_map.take(1)
+            if not taken:
+                self.ended = True
                 return None
-            batch = self._to_map.get()
-            if not isinstance(batch, _Batch):
-                self.ended, self.error = True, batch
-                return None
+            batch = taken[0]
             self.num_taken += 1
             if batch.rows:
                 self._current = batch
-                self._marker.begin(MAP, batch.assignment)
-                return batch.rows
+                self.marker.begin(MAP, batch.assignment)
+                return batch
             self._to_store.put(batch)
 
-    def start(self) -> None:
-        """The mapper's function is called, perhaps not for the first time."""
-        self._marker.start()
-
-    def at_row(self, row_idx: int) -> None:
-        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
-        self._marker.row(row_idx)
-
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
+        """The results of the current batch, from a function that loops over batches."""
         batch = self._current
         if batch is None:
             raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
         if batch.saved:
             batch.error = ProgramError("save_results was called twice for one batch; call it once, with all results")
             raise batch.error
+        results, many = list(results), self._spec.rows == "any"
+        if not many and len(results) != len(batch.rows):
+            batch.saved, batch.error = True, wrong_number(len(results), len(batch.rows))
+            return
+        batch.tokens = tokens_in, tokens_out
+        batch.give(results, many)
+        self.keep(batch)
+
+    def keep(self, batch: BatchRows) -> None:
+        """The current batch went through all steps."""
         batch.saved = True
-        batch.tokens = (tokens_in, tokens_out)
-        results = list(results)
-        if self._spec.rows != "any" and len(results) != len(batch.rows):
-            batch.error = wrong_number(len(results), len(batch.rows))
-            return
-        if len(self._writers) == 1 and all(type(result) is dict for result in results):
-            batch.results = cast(list[Result], results)
-            return
-        batch.results = [None] * len(results)
-        for place, result in enumerate(results):
-            try:
-                batch.results[place] = self._checked(result)
-            except Exception as error:  # noqa: BLE001  fails the row
-                batch.fail_result(place, error)
-                if len(results) != len(batch.rows):
-                    return
+        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
+            self._fail_unwritable(batch)
 
     def fail_current(self, error: BaseException) -> bool:
         """Fail the current batch; False if there is none that has not been saved."""
@@ -289,32 +312,20 @@ class Feed:
     def finish(self) -> None:
         """Wait until everything is stored and reported."""
         self._finish_current("the function returned before it called save_results for this batch")
-        self._to_store.put(None)
+        self._to_store.close()
         self._storing.join()
 
     def _finish_current(self, complaint: str) -> None:
         """Only now is it certain that the current batch was saved once."""
         batch, self._current = self._current, None
-        self._marker.end(MAP)
+        self.marker.end(MAP)
         if batch is None:
             return
-        error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
+        error = batch.lost if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
         if error is None:
             self._to_store.put(batch)
         else:
             self._report([self._failed(batch.assignment, error)])
-
-    def _checked(self, result: object) -> Result:
-        """The result as it is written. Raises the result's own error, or TypeError."""
-        rows = rows_in(result, many=self._spec.rows == "any")
-        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
-            self._check_rows(rows)
-        return rows if isinstance(result, list) else cast(Result, result)
-
-    def _check_rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            for writer in self._writers:
-                writer.check(row)
 
     # The reading thread.
 
@@ -322,22 +333,23 @@ class Feed:
         try:
             for assignment in assignments:
                 self._may_read.wait()
-                self._marker.begin(READ, assignment)
+                self.marker.begin(READ, assignment)
                 try:
                     batch = self._read(assignment)
                 except Exception as error:  # noqa: BLE001  fails the batch
                     self._report([self._failed(assignment, error)])
                     continue
                 finally:
-                    self._marker.end(READ)
+                    self.marker.end(READ)
                 self._to_map.put(batch)
-            self._to_map.put(None)
         except BaseException as error:  # noqa: BLE001  of the source of assignments; `run` raises it
-            self._to_map.put(error)
+            self.error = error
+        finally:
+            self._to_map.close()
 
-    def _read(self, assignment: Assignment) -> _Batch:
+    def _read(self, assignment: Assignment) -> BatchRows:
         """The rows of an assignment. If they cannot be read together, each is read alone."""
-        batch = _Batch(assignment)
+        batch = BatchRows(assignment)
         start, end = assignment.span
         with contextlib.suppress(ValueError, TypeError, KeyError):
             batch.rows = list(self._reader.download_batch(start, end, self._cache))
@@ -348,32 +360,28 @@ class Feed:
                     batch.rows += self._reader.download_batch(index, index, self._cache)
                     batch.indices.append(index)
                 except (ValueError, TypeError, KeyError) as error:
-                    batch.failures.append(_failure(index, None, error))
+                    batch.unread.append(_failure(index, None, error))
         if len(batch.rows) != len(batch.indices):
             raise ProgramError(
                 f"the {type(self._reader).__name__} gave {len(batch.rows)} rows for {start} to {end}, both included"
             )
+        batch.made, batch.places = batch.rows, range(len(batch.rows))
         return batch
 
     # The storing thread.
 
     def _store_all(self) -> None:
-        ended = False
-        while not ended:
-            waiting = self._to_store.get_all()
-            ended = waiting[-1] is None
-            batches = [batch for batch in waiting if isinstance(batch, _Batch)]
-            if batches:
-                self._report(self._stored(batches))
-                self._marker.end(STORE)
+        while batches := self._to_store.take():
+            self._report(self._stored(batches))
+            self.marker.end(STORE)
 
-    def _stored(self, batches: Sequence[_Batch]) -> list[AttemptOutcome]:
+    def _stored(self, batches: Sequence[BatchRows]) -> list[AttemptOutcome]:
         """The outcome of each batch. Its parts are durable before any outcome is reported."""
         outcomes = []
         try:
             with publishing.in_segments():
                 for batch in batches:
-                    self._marker.begin(STORE, batch.assignment)
+                    self.marker.begin(STORE, batch.assignment)
                     try:
                         outcomes.append(self._store(batch))
                     except Exception as error:  # noqa: BLE001  fails the batch
@@ -382,50 +390,44 @@ class Feed:
             return [self._failed(batch.assignment, error) for batch in batches]
         return outcomes
 
-    def _check_schemas(self, batch: _Batch) -> None:
+    def _check_schemas(self, batch: BatchRows) -> None:
         """Rows whose types conflict with those of earlier rows, in the batch or in what is committed, fail."""
         if not self._have_schemas:
             return
         known = batch.assignment.schemas or (None,) * len(self._writers)
         for writer, types in zip(self._writers, known, strict=True):
-            found, results = types or {}, batch.results
-            for place, result in enumerate(results):
+            found = types or {}
+            for place, row in batch.kept():
                 try:
-                    for row in rows_of(result):
-                        schema = writer.schema(row)
-                        found = schemas.merged(found, schema) if schema is not None else found
+                    schema = writer.schema(row)
+                    found = schemas.merged(found, schema) if schema is not None else found
                 except schemas.SchemaConflictError as error:
-                    batch.fail_result(place, error)
-                    if batch.results is not results:
-                        break  # its one row has failed
-                    if batch.error is not None:
-                        return
+                    batch.fail(place, error)
 
-    def _store(self, batch: _Batch) -> AttemptOutcome:
+    def _store(self, batch: BatchRows) -> AttemptOutcome:
         assignment = batch.assignment
         self._check_schemas(batch)
-        if batch.error is not None:
-            return self._failed(assignment, batch.error)
         try:
-            parts = self._written(batch)
+            parts = () if batch.lost else self._written(batch)
         except (ValueError, TypeError, KeyError):
             if len(self._writers) > 1 or not self._fail_unwritable(batch):
                 raise
-            if batch.error is not None:
-                return self._failed(assignment, batch.error)
-            parts = self._written(batch)
+            parts = () if batch.lost else self._written(batch)
+        if batch.lost is not None:
+            return self._failed(assignment, batch.lost)
+        failures = batch.failures
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
             parts=parts,
-            rows_ok=assignment.span.rows - len(batch.failures),
-            rows_failed=len(batch.failures),
+            rows_ok=assignment.span.rows - len(failures),
+            rows_failed=len(failures),
             tokens_in=batch.tokens[0],
             tokens_out=batch.tokens[1],
-            row_failures=tuple(sorted(batch.failures, key=lambda failure: failure.idx)),
+            row_failures=tuple(failures),
         )
 
-    def _written(self, batch: _Batch) -> tuple[PartInfo, ...]:
+    def _written(self, batch: BatchRows) -> tuple[PartInfo, ...]:
         rows = batch.output_rows()
         written = zip(self._writers, batch.assignment.part_bases, strict=True)
         return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in written)
@@ -440,17 +442,16 @@ class Feed:
             retry=is_retried(error, self._spec.retry_on),
         )
 
-    def _fail_unwritable(self, batch: _Batch) -> bool:
-        """Fail the rows that the output cannot write; False if there are none."""
-        found, results = False, batch.results
-        for place, result in enumerate(results):
+    def _fail_unwritable(self, batch: BatchRows) -> bool:
+        """Fail the rows that an output cannot write; False if there are none."""
+        found = False
+        for place, row in batch.kept():
             try:
-                self._check_rows(rows_of(result))
+                for writer in self._writers:
+                    writer.check(row)
             except Exception as error:  # noqa: BLE001  fails the row
                 found = True
-                batch.fail_result(place, error)
-                if batch.error is not None or batch.results is not results:
-                    break  # the batch has failed, or its only row
+                batch.fail(place, error)
         return found
 
 

@@ -164,13 +164,13 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self.num_active_calls = 0
 
-    async def listen(self, path: str | None, host: str = "127.0.0.1", port: int = 0) -> str:
+    async def listen(self, path: str | None, host: str = "127.0.0.1") -> str:
         """Listen on a Unix socket at `path`, which only its owner may use, or on a TCP port; returns the address."""
         if path is not None:
             self._server = await asyncio.start_unix_server(self._accept, path, limit=CHUNK_BYTES, backlog=128)
             os.chmod(path, 0o600)
             return path
-        self._server = await asyncio.start_server(self._accept, host, port, limit=CHUNK_BYTES, backlog=128)
+        self._server = await asyncio.start_server(self._accept, host, 0, limit=CHUNK_BYTES, backlog=128)
         return f"tcp://{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
@@ -200,7 +200,10 @@ class RpcServer:
             while (request := await self._request(reader)) is not None:
                 self.num_active_calls += 1
                 try:
-                    await self._handle(request, reader, writer)
+                    async with contextlib.aclosing(self._reply(request, reader)) as frames:
+                        async for frame in frames:
+                            writer.write(frame)
+                            await writer.drain()
                 finally:
                     self.num_active_calls -= 1
         except (CallRefusedError, FrameError) as error:  # the start of the next request is unknown: the connection ends
@@ -235,12 +238,6 @@ class RpcServer:
         if not isinstance(request, dict) or not isinstance(request.get("call"), str):
             raise CallRefusedError(400, "a request must be a map with a 'call'")
         return request
-
-    async def _handle(self, request: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with contextlib.aclosing(self._reply(request, reader)) as frames:
-            async for frame in frames:
-                writer.write(frame)
-                await writer.drain()
 
     async def _reply(self, request: Message, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         """The frames of a reply. An exception of the handler refuses the call, except for a lost connection."""

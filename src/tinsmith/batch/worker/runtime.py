@@ -96,7 +96,7 @@ def run(
 
 def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
     num_taken = feed.num_taken
-    feed.start()
+    feed.marker.start()
     try:
         result = loop()
         if asyncio.iscoroutine(result):

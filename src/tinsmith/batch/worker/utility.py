@@ -13,16 +13,14 @@ import re
 import traceback
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, overload
 
 import orjson
 
-from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, writer_of_part
 from tinsmith.batch.types import (
     DEATHS,
     AttemptOutcome,
@@ -49,7 +47,7 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
     try:
         match request["op"]:
             case "plan":
-                yield from _plan(spec)
+                yield from plan(spec)
             case "publish":
                 yield {"end": _publish(spec, job_id, request).to_dict()}
             case "delete":
@@ -67,33 +65,30 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
 # Planning.
 
 
-@dataclass(frozen=True)
-class EvenSpans:
-    """Spans of one size, except perhaps the last. Two numbers describe a million of them."""
-
-    total_rows: int
-    batch_size: int
-
-    def __iter__(self) -> Iterator[RowRange]:
-        for start in range(0, self.total_rows, self.batch_size):
-            yield RowRange(start, min(start + self.batch_size, self.total_rows) - 1)
-
-
-def plan(spec: JobSpec) -> Iterable[RowRange]:
+def plan(spec: JobSpec) -> Iterator[Message]:
     """Checks that the outputs can be published, counts the rows and splits them.
 
     A batch has `batch_size` rows. Where the job has `batch_tokens`, it has fewer if these would be more tokens by the
-    reader's estimate; a row that exceeds `batch_tokens` alone is a batch. Raises UserError.
+    reader's estimate; a row that exceeds `batch_tokens` alone is a batch. Spans of one size need two numbers, however
+    many there are. Raises UserError.
     """
-    reader = registry.reader_from_dict(spec.batch_input_format)
-    for output in _all_formats(spec):
-        registry.writer_from_dict(output).check_output(spec.if_exists)
+    # The version is read first: a change of the input between the two is then detected.
+    version = {"input_version": _input_version(spec)}
+    reader = InputReader.from_dict(spec.batch_input_format)
+    for output in spec.all_output_formats:
+        OutputWriter.from_dict(output).check_output(spec.if_exists)
     if spec.batch_tokens is None:
-        return EvenSpans(len(reader), spec.batch_size)
+        yield {"end": {"total_rows": len(reader), "batch_size": spec.batch_size, **version}}
+        return
     sizes = reader.row_sizes()
     if sizes is None:
         raise UserError(f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out")
-    return _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+    total = 0
+    remaining = _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+    while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
+        total = page[-1].end_idx + 1
+        yield {"spans": [list(span) for span in page]}
+    yield {"end": {"total_rows": total, **version}}
 
 
 def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[RowRange]:
@@ -108,30 +103,11 @@ def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iter
         yield RowRange(start, start + count - 1)
 
 
-def _plan(spec: JobSpec) -> Iterator[Message]:
-    # The version is read first: a change of the input between the two is then detected.
-    version = {"input_version": _input_version(spec)}
-    spans = plan(spec)
-    if isinstance(spans, EvenSpans):
-        yield {"end": {"total_rows": spans.total_rows, "batch_size": spans.batch_size, **version}}
-        return
-    total = 0
-    remaining = iter(spans)
-    while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
-        total = page[-1].end_idx + 1
-        yield {"spans": [list(span) for span in page]}
-    yield {"end": {"total_rows": total, **version}}
-
-
 def _input_version(spec: JobSpec) -> Version | None:
     try:
-        return registry.reader_from_dict(spec.batch_input_format).version()
+        return InputReader.from_dict(spec.batch_input_format).version()
     except FileNotFoundError:  # `plan` raises it with the reader's message
         return None
-
-
-def _all_formats(spec: JobSpec) -> list[dict[str, Any]]:
-    return [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
 
 
 # Publishing.
@@ -172,19 +148,20 @@ class Winners(Sequence[PartInfo]):
 
 
 def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
-    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row."""
-    index = int(request["output_idx"])
-    if index < len(spec.batch_output_formats):
-        return publish_output(spec, index, job_id, Winners(request["path"], index))
-    with open(request["path"], encoding="utf-8") as lines:
-        published = publish_errors(spec, job_id, [json.loads(line) for line in lines])
-    assert published is not None
-    return published
+    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row. It is deleted."""
+    index, path = int(request["output_idx"]), request["path"]
+    try:
+        if index < len(spec.batch_output_formats):
+            return publish_output(spec, index, job_id, Winners(path, index))
+        with open(path, encoding="utf-8") as lines:
+            return publish_errors(spec, job_id, [json.loads(line) for line in lines])
+    finally:
+        os.unlink(path)
 
 
 def publish_output(spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo]) -> OutputInfo:
     """Publishes one output of a job from the parts of its batches, in the order of their rows."""
-    writer = registry.writer_from_dict(spec.batch_output_formats[output_idx])
+    writer = OutputWriter.from_dict(spec.batch_output_formats[output_idx])
     if spec.part_formats:
         parts = _rewritten(spec, output_idx, job_id, parts, writer)
     return writer.publish(parts, staging_of(writer.path, job_id, output_idx), spec.if_exists)
@@ -208,11 +185,10 @@ def _rewritten(
     return rewritten
 
 
-def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) -> OutputInfo | None:
-    """Publishes the failed rows, ascending by `idx`; None if the job has no output for them."""
-    if spec.batch_error_format is None:
-        return None
-    writer = registry.writer_from_dict(spec.batch_error_format)
+def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) -> OutputInfo:
+    """Publishes the failed rows, ascending by `idx`."""
+    assert spec.batch_error_format is not None
+    writer = OutputWriter.from_dict(spec.batch_error_format)
     staging = staging_of(writer.path, job_id, len(spec.batch_output_formats))
     span = RowRange(0, max(0, len(failures) - 1))
     parts = [writer.write_part(failures, span, f"{staging}/attempt-0")] if failures else []
@@ -223,7 +199,7 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) ->
 
 
 def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
-    outputs = list(enumerate(_all_formats(spec)))
+    outputs = list(enumerate(spec.all_output_formats))
     outputs += [(int(prefix.rpartition("-")[2]), output) for prefix, output in spec.part_formats.items()]
     for index, output in outputs:
         for job_id in job_ids:
@@ -233,7 +209,7 @@ def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
 def delete_parts(output: Mapping[str, Any], output_idx: int, job_id: str | int) -> None:
     """Deletes the parts of one output of a job, wherever its writer put them."""
     if "_class_source" not in output:
-        writer = registry.writer_from_dict(output)
+        writer = OutputWriter.from_dict(output)
         if not writer.in_store:
             writer.delete_staging(staging_of(writer.path, job_id, output_idx))
             return
@@ -256,11 +232,11 @@ def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
     """Records a row that failed for the last time: it has no result in any output, and an entry among the errors."""
     assignment = assignment_of(request["assignment"])
     try:
-        reader = registry.reader_from_dict(spec.batch_input_format)
+        reader = InputReader.from_dict(spec.batch_input_format)
         (row,) = reader.download_batch(assignment.start_idx, assignment.end_idx, str(cache_directory()))
     except Exception:  # noqa: BLE001  perhaps the row failed because it cannot be read
         row = None
-    writers = [registry.writer_from_dict(output) for output in spec.batch_output_formats]
+    writers = [OutputWriter.from_dict(output) for output in spec.batch_output_formats]
     parts = [
         writer.write_part([None], assignment.span, base)
         for writer, base in zip(writers, assignment.part_bases, strict=True)

@@ -1,9 +1,9 @@
 """A worker: a small service that runs the batches of one job in a child and survives the child's death.
 
 `python -m tinsmith.batch.worker.worker [ROLE...]` starts a spare child for each role, reads one line of JSON from
-standard input (token, where to listen, log, a directory for received files, a directory to delete at its end) and
-writes one (its address). The worker and its
-children end when standard input closes, which happens when the process that started the worker ends.
+standard input (token, where to listen, log, a directory for received files, which it deletes at its end) and writes one
+(its address). The worker and its children end when standard input closes, which happens when the process that started
+the worker ends.
 
 The calls (`rpc.py`):
 - `configure`, once, before the others.
@@ -11,7 +11,7 @@ The calls (`rpc.py`):
   (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. Two groups are in
   flight at a time. If no attempt ends for a second, those that the mapper has not begun are given back.
 - `operate`: plan, publish, delete, give_up; streams messages and heartbeats.
-- `receive` and `log` for a coordinator on another machine: a file that the worker reads, and the worker's log.
+- `receive`: a file that the worker reads. `log` for a coordinator on another machine: the worker's log.
 - `health`, `shutdown`.
 
 The token belongs to one coordinator of one job, so a superseded coordinator cannot use the worker.
@@ -34,7 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, LostAttempt, MapperProcess, Utility, spare
+from tinsmith.batch.types import LostAttempt
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, MapperProcess, Utility, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 
@@ -77,9 +78,7 @@ class LoopQueue(Generic[T]):
 class Worker:
     """The calls of one worker. Calls that may block on a child run on a thread."""
 
-    def __init__(
-        self, token: str, log_path: Path, directory: Path | None = None, spares: Mapping[str, Child] | None = None
-    ) -> None:
+    def __init__(self, token: str, log_path: Path, directory: Path, spares: Mapping[str, Child] | None = None) -> None:
         self._log_path = log_path
         self._spares = dict(spares or {})
         self._directory = directory
@@ -104,9 +103,9 @@ class Worker:
             },
         )
 
-    async def listen(self, path: str | None, host: str, port: int) -> str:
+    async def listen(self, path: str | None, host: str) -> str:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
-        return await self._server.listen(path, host, port)
+        return await self._server.listen(path, host)
 
     async def serve(self) -> None:
         """Until a caller shuts the worker down."""
@@ -145,7 +144,7 @@ class Worker:
         mapper, _utility = self._configured(request)
         events: LoopQueue[Attempt | list[Message]] = LoopQueue()
         attempts = [
-            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events)
+            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events.put)
             for each in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
@@ -208,8 +207,6 @@ class Worker:
         size = request["size"]
         if not isinstance(size, int) or size < 0:
             raise CallRefusedError(400, f"size is {size!r}; it must be a whole number of bytes")
-        if self._directory is None:
-            raise CallRefusedError(404, "this worker shares the files of its coordinator")
         if size > (free := shutil.disk_usage(self._directory).free):
             raise CallRefusedError(413, f"the file has {size} bytes, and the disk has {free} free")
         path = self._directory / uuid.uuid4().hex
@@ -264,10 +261,10 @@ def main() -> None:
     write_to(given["log_path"], 2)
 
     async def serve() -> None:
-        directory = given.get("directory")
-        worker = Worker(given["token"], Path(given["log_path"]), Path(directory) if directory else None, spares)
-        threading.Thread(target=_end_with_input, args=(worker, given.get("scratch")), daemon=True).start()
-        address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"), int(given.get("port", 0)))
+        directory = Path(given["directory"])
+        worker = Worker(given["token"], Path(given["log_path"]), directory, spares)
+        threading.Thread(target=_end_with_input, args=(worker, directory), daemon=True).start()
+        address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"))
         sys.stdout.write(json.dumps({"address": address}) + "\n")
         sys.stdout.flush()
         await worker.serve()
@@ -278,11 +275,10 @@ def main() -> None:
         asyncio.run(serve())
 
 
-def _end_with_input(worker: Worker, scratch: str | None) -> None:
+def _end_with_input(worker: Worker, directory: Path) -> None:
     sys.stdin.read()
     worker.close()
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
