@@ -57,6 +57,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
+from tinsmith.runtime import malloc
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
@@ -290,7 +291,18 @@ class BaseModel:
         """Use fused layers if they agree with the modules."""
         if self._fused is not None:
             self._fused.prepare()
+            self._leave_files()
             self._fused = self._compared(self._fused)
+
+    def _leave_files(self) -> None:
+        """Copy what is still a view of a mapped file: the pages of weights that were joined would stay resident with it.
+        Then return to the system what loading has freed.
+        """
+        if self.device.type == "cpu":
+            for parameter in self.model.parameters():
+                if parameter.untyped_storage().nbytes() == parameter.nbytes:
+                    parameter.data = parameter.data.clone()
+            malloc.trim()
 
     def _check_layers(self) -> None:
         seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
