@@ -43,9 +43,7 @@ FACTOR = 1.5
 """Measured peaks are within this factor of these figures, either way."""
 
 MOST_PACKED = 2**28
-"""Bytes of weights up to which a CPU keeps a second copy for decoding. A step of a larger model, whose products take
-longer than what surrounds them, gains 5 % by it at most.
-"""
+"""Bytes of weights up to which a CPU keeps a second copy for decoding; the products of larger models gain 5 % by it."""
 
 BLOCKS_SHARE = 0.5
 """Share of the memory for keys and values under a budget: growing tensors exist twice for a moment."""
