@@ -124,6 +124,38 @@ def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: 
         torch.testing.assert_close(hidden, base._through_modules(*given), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2"])  # without and with biases
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 5], [40, 90]])
+def test_large_weights_are_stored_once_and_decode_as_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, dtype: str, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(decoder_module, "MOST_PACKED", 0)
+    base = loaded(tmp_path, arch, dtype)
+    before = base.num_bytes
+    adapters = [adapter(base, seed, 8, unembed=True) for seed in range(len(lengths))]
+    modules, ours = stepped(base, list(adapters), lengths)
+    routing = Routing.of(adapters, lengths)
+    with torch.no_grad():
+        logits = base.next_logits(ours, routing)
+        expected = base.logits(ours, routing)
+    assert base._fused is not None and not base._fused._is_packed and base.num_bytes == before
+    if dtype == "float32":
+        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+    else:
+        assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+        assert float((logits - expected).norm() / expected.norm()) < 0.03
+    assert logits.dtype == torch.float32 and logits.is_contiguous()
+
+
+def test_loaded_weights_do_not_map_their_file(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    assert base.has_fused_layers
+    if (maps := Path("/proc/self/maps")).exists():
+        assert str(tmp_path) not in maps.read_text()
+
+
 def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = loaded(tmp_path, "qwen3")
     assert base._fused is not None
@@ -254,7 +286,7 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
     used: dict[str, set[int]] = {}
-    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (lora, "product")):
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "silu"), (lora, "product")):
         own = getattr(module, name)
 
         def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
@@ -265,5 +297,5 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     tokens_T = torch.zeros(rows, dtype=torch.int64)
     with torch.no_grad():
         base.hidden(tokens_T, torch.arange(rows), PackedCausal([rows]), Routing.of(one, [rows]))
-    assert used == {"linear_product": {3}, "rms_norm": {small}, "product": {small}}
+    assert used == {"linear_product": {3}, "silu": {small}, "product": {small}}
     assert now == [3], "as before"

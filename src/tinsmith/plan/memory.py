@@ -42,6 +42,9 @@ KEPT_PER_LINEAR = 2.0
 FACTOR = 1.5
 """Measured peaks are within this factor of these figures, either way."""
 
+MOST_PACKED = 2**28
+"""Bytes of weights up to which a CPU keeps a second copy for decoding; the products of larger models gain 5 % by it."""
+
 BLOCKS_SHARE = 0.5
 """Share of the memory for keys and values under a budget: growing tensors exist twice for a moment."""
 
@@ -133,12 +136,12 @@ def _kept_by(linear: Linear, tensor: int) -> float:
 
 
 def _kept_by_fused(model: Architecture, tensor: int) -> float:
-    """Per layer: its input and the sum after attention, before and after their norms; queries, keys and values, the
-    first two also rotated, and attention's output; gate, up and their product.
+    """Per layer: its input and the sum after attention; queries, keys and values, the first two also rotated, and
+    attention's output; gate and up. Norms and the product of gate and up are computed again.
     """
     queries, keys = model.heads * model.key_dim, model.key_heads * model.key_dim
     wide = sum(linear.outputs for linear in model.linears if linear.name.endswith(("gate_proj", "up_proj")))
-    return model.layers * (4 * model.hidden + (3 * queries + 3 * keys + 1.5 * wide) / tensor)
+    return model.layers * (2 * model.hidden + (3 * queries + 3 * keys + wide) / tensor)
 
 
 def stages_of(model: Architecture, stages: int) -> tuple[int, ...]:
@@ -221,10 +224,11 @@ def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) -> int:
-    """A CPU's second copy of the linears of fused layers, packed for decoding."""
+    """A CPU's second copy of the linears of small models with fused layers, packed for decoding."""
     if cuda or not model.has_fused_layers or quantize != "off":
         return 0
-    return sum(linear.numbers for linear in model.linears) * NUMBER_BYTES[dtype]
+    numbers = sum(linear.numbers for linear in model.linears) + model.embedding_numbers
+    return numbers * NUMBER_BYTES[dtype] if numbers * NUMBER_BYTES[dtype] <= MOST_PACKED else 0
 
 
 def adapter_numbers(model: Architecture, rank: int) -> int:

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -406,6 +406,13 @@ def _is_sampling() -> bool:
     return torch.is_inference_mode_enabled()
 
 
+class Recomputed(Protocol):
+    """A cheap function of rows, which backward computes again."""
+
+    def forward(self, x: Tensor, /) -> Tensor: ...
+    def gradient(self, grad: Tensor, x: Tensor, /) -> Tensor: ...
+
+
 class LoRAProduct:
     """The frozen product y = x W^T + b of one or more linears, plus scale * x A^T B^T for each segment's adapter."""
 
@@ -436,9 +443,9 @@ class LoRAProduct:
         self.delta.backward_(grad_TI, grad_TO, x_TI, work, inner)
         return grad_TI
 
-    def with_gradient(self, x: Tensor, work: Sequence[Run]) -> Tensor:
-        """y for x [.., I]; backward returns x's gradient and adds the adapters' to their buffers."""
-        return cast(Tensor, _LoRAProductFunction.apply(x, anchor(x.device) if work else None, self, work))
+    def with_gradient(self, x: Tensor, work: Sequence[Run], before: Recomputed | None = None) -> Tensor:
+        """y for `before(x)` [.., I]; backward returns x's gradient and adds the adapters' to their buffers."""
+        return cast(Tensor, _LoRAProductFunction.apply(x, anchor(x.device) if work else None, self, work, before))
 
 
 @cache
@@ -451,25 +458,30 @@ def anchor(device: torch.device) -> Tensor:
 
 class _LoRAProductFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor | None, linear: LoRAProduct, work: list[Run]) -> Tensor:
-        x_TI = x.reshape(-1, linear.in_features)
-        y_TO, ctx.inner = linear.forward_rows(x_TI, work)
+    def forward(
+        ctx, x: Tensor, anchor: Tensor | None, linear: LoRAProduct, work: list[Run], before: Recomputed | None
+    ) -> Tensor:
+        own = x if before is None else before.forward(x)
+        y_TO, ctx.inner = linear.forward_rows(own.reshape(-1, linear.in_features), work)
         ctx.save_for_backward(x)
-        ctx.linear, ctx.work = linear, work
+        ctx.linear, ctx.work, ctx.before = linear, work, before
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
+        own = x if ctx.before is None or not ctx.work else ctx.before.forward(x)
         grad_x = ctx.linear.backward_rows(
             grad.reshape(-1, ctx.linear.out_features),
-            x.reshape(-1, ctx.linear.in_features),
+            own.reshape(-1, ctx.linear.in_features) if ctx.work else x,
             ctx.work,
             ctx.inner,
             need_input=ctx.needs_input_grad[0],
         )
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None
+        if grad_x is not None:
+            grad_x = grad_x.view(x.shape) if ctx.before is None else ctx.before.gradient(grad_x, x)
+        return grad_x, None, None, None, None
 
 
 class ForwardContext:

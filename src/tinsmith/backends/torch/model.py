@@ -57,6 +57,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
+from tinsmith.runtime import malloc
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
@@ -100,7 +101,7 @@ class BaseModel:
         self.max_context_length = shape.max_context_length
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         text_config = model.config.get_text_config()
-        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self._multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
         self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
 
@@ -255,14 +256,14 @@ class BaseModel:
         """Scale and cap the unembedding's output in place, as some families do."""
         if self._multiplier != 1.0:
             raw_TV.mul_(self._multiplier)
-        if self._softcap is not None:
-            raw_TV.div_(self._softcap).tanh_().mul_(self._softcap)
+        if self.softcap is not None:
+            raw_TV.div_(self.softcap).tanh_().mul_(self.softcap)
         return raw_TV
 
     def unfinish_gradient_(self, grad_TV: Tensor, logits_TV: Tensor) -> Tensor:
         """The gradient of the unembedding's output from that of the finished logits, in place."""
-        if self._softcap is not None:
-            grad_TV.mul_(1.0 - (logits_TV / self._softcap).square_())
+        if self.softcap is not None:
+            grad_TV.mul_(1.0 - (logits_TV / self.softcap).square_())
         return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
 
     @contextmanager
@@ -290,7 +291,18 @@ class BaseModel:
         """Use fused layers if they agree with the modules."""
         if self._fused is not None:
             self._fused.prepare()
+            self._leave_files()
             self._fused = self._compared(self._fused)
+
+    def _leave_files(self) -> None:
+        """Copy what is still a view of a mapped file, with which the pages of joined weights would stay resident. Then
+        return to the system what loading has freed.
+        """
+        if self.device.type == "cpu":
+            for parameter in self.model.parameters():
+                if parameter.untyped_storage().nbytes() == parameter.nbytes:
+                    parameter.data = parameter.data.clone()
+            malloc.trim()
 
     def _check_layers(self) -> None:
         seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -2,12 +2,13 @@
 
 Llama, Mistral, Qwen2 and Qwen3 have the same layers except for biases, norms of queries and keys, and windows. Here
 linears that read the same rows are one product, and norms and rotations process all heads together. Gradients are
-autograd's; a linear, a norm and the gated activation are one node each. The modules remain the reference: layers that
-differ in any way are refused (`of` returns None), and the base model compares both at load.
+autograd's; a linear is one node with the norm or gated activation before it, which backward computes again. The modules
+remain the reference: layers that differ in any way are refused (`of` returns None), and the base model compares both at
+load.
 
-For rows without gradients, weights are packed for oneDNN where a CPU has it. That is a second copy, made when the first
-such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the plan's, as in the
-modules.
+For rows without gradients, a small model's weights are packed for oneDNN where a CPU has it. That is a second copy,
+made when the first such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the
+plan's, as in the modules.
 
 Shapes: T rows, D hidden size, H query heads, G key heads, E head dim, I inputs and O outputs of a linear, r rank.
 """
@@ -29,10 +30,11 @@ from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Routing
-from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed
+from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed, Routing
+from tinsmith.backends.torch.products import HAS_ONEDNN, frozen_product, linear_product, packed
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 from tinsmith.plan.architecture import FUSED_LAYERS
+from tinsmith.plan.memory import MOST_PACKED
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -41,6 +43,9 @@ DOWN = "mlp.down_proj"
 
 SPARE_SHARE = 0.25
 """The largest share of free memory for packed weights."""
+
+SWAPPED_ROWS = 128
+"""Up to this many rows, weights that are not packed are the left operand of their product."""
 
 
 class FusedLinear(LoRAProduct):
@@ -55,6 +60,7 @@ class FusedLinear(LoRAProduct):
         self._threads = threads
         self.weight = _joined(linears)
         self._packed_OI: Tensor | None = None
+        self._has_onednn = _has_onednn(self.weight)
         biases = [linear.bias for linear in linears]
         self.bias = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
 
@@ -65,42 +71,44 @@ class FusedLinear(LoRAProduct):
     def pack(self) -> None:
         self._packed_OI = packed(self.weight)
 
-    def __call__(self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None, before: Recomputed | None = None
+    ) -> Tensor:
         """[T, O]: the linears' outputs, concatenated; in `dtype`, to which the adapters' deltas are added. Rows after
-        the routing's belong to the base model.
+        the routing's belong to the base model. The linears read what `before` makes of x.
         """
         work = self.delta.work(routing)
         if torch.is_grad_enabled():
-            return self.with_gradient(x_TI, work)
-        if self._packed_OI is None:
+            return self.with_gradient(x_TI, work, before)
+        if before is not None:
+            x_TI = before.forward(x_TI)
+        dtype = dtype or x_TI.dtype
+        if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
             return self.forward_rows(x_TI, work, dtype)[0]
         self._threads.wide()
-        y_TO = linear_product(x_TI, self._packed_OI, self.bias).to(dtype or x_TI.dtype)
+        if self._packed_OI is None:
+            y_TO = frozen_product(x_TI, self.weight, self.bias, dtype)
+        else:
+            y_TO = linear_product(x_TI, self._packed_OI, self.bias).to(dtype)
         self._threads.narrow()
         self.delta.forward_(y_TO, x_TI, work)
         return y_TO
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x / rms(x) * weight: torch's own takes a dozen kernels each way on a CPU when gradients are required."""
+    """A norm as one node: torch's own takes a dozen kernels each way on a CPU when gradients are required."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
-        own = x * rstd if wide is x else wide.mul_(rstd)
-        return own.mul_(weight).to(x.dtype)
+    def forward(ctx, x: Tensor, norm: _Norm) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.norm = norm
+        return norm.forward(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, rstd = ctx.saved_tensors
-        scaled, wide = (grad * weight).mul_(rstd), x.float()
-        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd).div_(-x.shape[-1])
-        return scaled.addcmul_(wide, along).to(x.dtype), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return ctx.norm.gradient(grad, x), None
 
 
 class _Norm:
@@ -112,31 +120,46 @@ class _Norm:
         self._wide = weight.float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return cast(Tensor, _RMSNormFunction.apply(x, self._wide, self.eps))
-        if self.weight.dim() == 1:
-            return rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+        return cast(Tensor, _RMSNormFunction.apply(x, self)) if torch.is_grad_enabled() else self.forward(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            own = rms_norm(x, x.shape[-1:], self.weight if self.weight.dim() == 1 else None, self.eps)
+            return own if self.weight.dim() == 1 else own * self.weight
+        rstd, wide = self._rstd(x)
+        # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
+        own = x * rstd if wide is x else wide.mul_(rstd)
+        return own.mul_(self._wide).to(x.dtype)
+
+    def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        rstd, wide = self._rstd(x)
+        scaled = (grad * self._wide).mul_(rstd)
+        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd).div_(-x.shape[-1])
+        return scaled.addcmul_(wide, along).to(x.dtype)
+
+    def _rstd(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """1 / rms(x), and x in float32."""
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_(), wide
 
 
-class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up; saves only gate and up."""
+class _SwiGLU:
+    """silu(gate) * up"""
 
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gate_up,) = ctx.saved_tensors
+    def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)
         torch.mul(grad, silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return grad_gate_up
+
+
+_SWIGLU = _SwiGLU()
 
 
 class _Call(NamedTuple):
@@ -177,17 +200,18 @@ class _Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
     def forward(self, x_TD: Tensor, call: _Call, ending: _Ending | None = None) -> Tensor:
-        out_TO, routing = self._attend(self.before_attention(x_TD), call), call.routing
+        out_TO, routing = self._attend(x_TD, call), call.routing
         if ending is not None:
             x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
             routing = ending.routing
         x_TD = x_TD + self.out(out_TO, routing)
-        gate_up = self.gate_up(self.before_mlp(x_TD), routing)
-        return x_TD + self.down(cast(Tensor, _SwiGLUFunction.apply(gate_up)), routing)
+        gate_up = self.gate_up(x_TD, routing, before=self.before_mlp)
+        return x_TD + self.down(gate_up, routing, before=_SWIGLU)
 
     def _attend(self, x_TD: Tensor, call: _Call) -> Tensor:
         heads, keys, num_rows = self.num_heads, self.num_keys, call.num_rows
-        qkv = self.qkv(x_TD, call.routing).view(len(x_TD), heads + 2 * keys, self.head_dim)
+        qkv = self.qkv(x_TD, call.routing, before=self.before_attention)
+        qkv = qkv.view(len(x_TD), heads + 2 * keys, self.head_dim)
         turned, values = qkv.split([heads + keys, keys], 1)
         if self.head_norm is not None:
             turned = self.head_norm(turned)
@@ -228,18 +252,20 @@ class Decoder:
         self._layers = [_layer(index, layer, options[index], self._threads) for index, layer in enumerate(layers)]
 
     def pack(self) -> bool:
-        """Pack the weights for oneDNN. False if they are packed already, or without oneDNN or memory for them."""
+        """Prepare oneDNN's products of rows without gradients, with packed weights if these are small and fit.
+        False if that was done already, or without oneDNN.
+        """
         if not self.can_pack:
             return False
         self.can_pack = False
         linears = [linear for layer in self._layers for linear in layer.linears]
         linears.append(FusedLinear([self._unembedding], self._threads))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if sum(linear.num_bytes for linear in linears) > SPARE_SHARE * free:
-            return False
-        for linear in linears:
-            linear.pack()
-        self._head, self._is_packed = linears[-1], True
+        self._head = linears[-1]
+        if sum(linear.num_bytes for linear in linears) <= min(MOST_PACKED, SPARE_SHARE * free):
+            for linear in linears:
+                linear.pack()
+            self._is_packed = True
         return True
 
     @property
@@ -247,7 +273,9 @@ class Decoder:
         """Bytes of packed weights, now or after `pack`."""
         if not (self.can_pack or self._is_packed):
             return 0
-        return self._unembedding.weight.nbytes + sum(own.num_bytes for layer in self._layers for own in layer.linears)
+        layers = sum(linear.num_bytes for layer in self._layers for linear in layer.linears)
+        num_bytes = layers + self._unembedding.weight.nbytes
+        return num_bytes if num_bytes <= MOST_PACKED else 0
 
     def hidden(
         self,
@@ -263,7 +291,7 @@ class Decoder:
         a layer keeps only its input for its gradient.
         """
         num_rows = len(tokens_T)
-        pads = self._is_packed and not torch.is_grad_enabled()
+        pads = self._head is not None and not torch.is_grad_enabled()
         if padding := round_up(num_rows) - num_rows if pads else 0:
             # Repeat the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
@@ -288,12 +316,12 @@ class Decoder:
         return checkpoint(layer.forward, x_TD, call, use_reentrant=False, preserve_rng_state=False)
 
     def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
-        padding = round_up(len(wanted)) - len(wanted) if self._is_packed else 0
+        padding = round_up(len(wanted)) - len(wanted) if self._head is not None else 0
         rows_n = upload(np.array([*wanted, *[wanted[-1]] * padding]), device)
         return _Ending(rows_n, routing.only(wanted))
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
-        """[T, V] float32; None if the unembedding is not packed. LoRA deltas are rounded separately, as in the
+        """[T, V] float32; None without oneDNN. LoRA deltas are rounded separately, as in the
         unembedding's own module.
         """
         if self._head is None:
