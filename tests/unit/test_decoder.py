@@ -254,7 +254,7 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
     used: dict[str, set[int]] = {}
-    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (lora, "product")):
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "_scaled"), (lora, "product")):
         own = getattr(module, name)
 
         def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
@@ -265,5 +265,5 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     tokens_T = torch.zeros(rows, dtype=torch.int64)
     with torch.no_grad():
         base.hidden(tokens_T, torch.arange(rows), PackedCausal([rows]), Routing.of(one, [rows]))
-    assert used == {"linear_product": {3}, "rms_norm": {small}, "product": {small}}
+    assert used == {"linear_product": {3}, "_scaled": {small}, "product": {small}}
     assert now == [3], "as before"

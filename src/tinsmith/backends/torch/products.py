@@ -6,6 +6,8 @@ Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -37,6 +39,15 @@ def set_precision() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@cache
+def is_intel() -> bool:
+    """Whether the processor is Intel's, on which MKL chooses other kernels."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -84,6 +95,15 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.baddbmm_(a, b)
     else:
         out.add_(torch.bmm(a, b))
+
+
+def has_onednn(weight: Tensor) -> bool:
+    """Whether `packed` and `linear_product` take this weight's device and dtype."""
+    if weight.device.type != "cpu" or not HAS_ONEDNN:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
 
 
 def packed(weight: Tensor) -> Tensor:
