@@ -127,7 +127,7 @@ class Run:
 
     def rows(self, x_TI: Tensor) -> Tensor:
         """[S, n, I], with zeros for padding."""
-        own_TI = self._own(x_TI)
+        own_TI = self.own(x_TI)
         if self._is_padded:
             padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
             own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
@@ -135,7 +135,7 @@ class Run:
 
     def add_products_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
         """Add the products' rows to these rows of `out`."""
-        own_TO = self._own(out_TO)
+        own_TO = self.own(out_TO)
         if self._is_padded:
             own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
         else:
@@ -153,8 +153,8 @@ class Run:
     def _is_padded(self) -> bool:
         return self._num_cells > self.stop - self.start
 
-    def _own(self, x_TI: Tensor) -> Tensor:
-        return x_TI if self.stop - self.start == len(x_TI) else x_TI[self.start : self.stop]
+    def own(self, x_TI: Tensor) -> Tensor:
+        return x_TI if self.stop - self.start == x_TI.shape[0] else x_TI[self.start : self.stop]
 
     def _cells(self, device: torch.device) -> Tensor:
         """The padded place of each row."""
@@ -310,9 +310,8 @@ class LoRADelta:
     def _single_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
         (adapter,), rows = run.adapters, slice(run.start, run.stop)
         if isinstance(joined := run.stacks.get(self), Joined):
-            u_nR = linear_product(x_TI if run.stop - run.start == len(x_TI) else x_TI[rows], joined.a_RI)
-            own_TO = y_TO if len(u_nR) == len(y_TO) else y_TO[rows]
-            own_TO.add_(linear_product(u_nR, joined.b_OR))
+            u_nR = linear_product(run.own(x_TI), joined.a_RI)
+            run.own(y_TO).add_(linear_product(u_nR, joined.b_OR))
             return u_nR
         matrices = self._matrices(adapter)
         u_nR = _concat([product(x_TI[rows], each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)

@@ -78,9 +78,12 @@ class FusedLinear(LoRAProduct):
         y_TO = linear_product(x_TI, self._packed_OI, self.bias)
         if dtype is not None:
             y_TO = y_TO.to(dtype)
-        self._threads.narrow()
-        if work:
+        if any(len(run.adapters) > 1 for run in work):  # together their matrices are as large as the weight
             self.delta.forward_(y_TO, x_TI, work)
+            self._threads.narrow()
+            return y_TO
+        self._threads.narrow()
+        self.delta.forward_(y_TO, x_TI, work)
         return y_TO
 
 
@@ -380,7 +383,7 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: T
 
 def _first(x: Tensor, num_rows: int) -> Tensor:
     """Backward through a slice, even of all rows, copies the gradient into zeros."""
-    return x if len(x) == num_rows else x[:num_rows]
+    return x if x.shape[0] == num_rows else x[:num_rows]
 
 
 def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:
