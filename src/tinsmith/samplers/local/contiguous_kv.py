@@ -37,7 +37,8 @@ CAPACITY_STEP = 64
 
 LENGTH_STEP = 32
 """The product with values covers the step's longest sequence, rounded up to a multiple of this many positions. The
-product with keys covers all: torch copies a stack of float32 matrices with gaps, which takes longer.
+product with keys covers all, except on Intel's processors: elsewhere torch takes longer for a stack of float32 matrices
+with gaps.
 """
 
 MIN_SWAPPED_DIM = 64
@@ -138,22 +139,19 @@ class SlotGroup:
 
     def fill(self, members: Sequence[DecodeRow], cache: KVCache) -> None:
         """Copy the members' blocks into their slots and zero the rest of each slot."""
-        slots = []
+        size = cache.block_size
         for member in members:
             if member.owner not in self._owners:
                 self._owners[member.owner] = heapq.heappop(self._free)
-            slots.append(self._owners[member.owner])
-            self._lengths[slots[-1]] = member.position
-        table_nC = np.zeros((len(members), self.capacity // cache.block_size), np.int64)  # block 0 holds zeros
-        for row, member in zip(table_nC, members, strict=True):
-            used = -(-member.position // cache.block_size)
-            row[:used] = member.blocks[:used]
-        blocks_nC = torch.from_numpy(table_nC).to(self._device)
-        slots_n = torch.tensor(slots, device=self._device)
-        for shape, (keys, values) in self._stores.items():
-            gathered = cache.gather(shape, blocks_nC).transpose(2, 3)  # [layers, n, G, K, D]
-            keys.index_copy_(1, slots_n, gathered[..., : shape.key_dim].float())
-            values.index_copy_(1, slots_n, gathered[..., shape.key_dim :])
+            slot = self._owners[member.owner]
+            self._lengths[slot] = member.position
+            blocks_C = torch.tensor(member.blocks[: -(-member.position // size)], device=self._device)
+            stop = len(blocks_C) * size
+            for shape, (keys, values) in self._stores.items():
+                gathered = cache.gather(shape, blocks_C[None])[:, 0].transpose(1, 2)  # [layers, G, K, D]
+                for store, own in ((keys, gathered[..., : shape.key_dim]), (values, gathered[..., shape.key_dim :])):
+                    store[:, slot, :, :stop] = own
+                    store[:, slot, :, stop:] = 0.0
 
     def step(self, members: Sequence[DecodeRow], num_rows: int) -> ContiguousStep:
         """The inputs of every layer's attention. From now on the members' slots count this step's token."""
@@ -215,7 +213,8 @@ class ContiguousStep:
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
         repeat = q_NHD.shape[1] // groups
-        products_bRC = _products(q_NHD.float().reshape(num * groups, repeat, -1), keys[:num].flatten(0, 1))
+        q_bRD = q_NHD.float().reshape(num * groups, repeat, -1)
+        products_bRC = _products(q_bRD, keys[:num].flatten(0, 1), self.num_attended)
         products_NGRK = products_bRC.view(num, groups, repeat, -1)[..., : self.num_attended]
         scale = options["scale"]
         if (softcap := options.get("softcap")) is not None:
@@ -254,9 +253,11 @@ class ContiguousStep:
         return self.masks[window]
 
 
-def _products(q_bRD: Tensor, keys_bCD: Tensor) -> Tensor:
-    """[b, R, C], in any memory order."""
-    if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not q_bRD.is_cpu or is_intel():
+def _products(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
+    """[b, R, C] or [b, R, K], in any memory order."""
+    if is_intel():
+        return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT)
+    if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not q_bRD.is_cpu:
         return torch.bmm(q_bRD, keys_bCD.mT)
     return torch.bmm(keys_bCD, q_bRD.mT).mT
 
