@@ -131,7 +131,7 @@ class Run:
         if self._is_padded:
             padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
             own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
-        return own_TI.unflatten(0, (len(self.adapters), self.length))
+        return own_TI.view(len(self.adapters), self.length, -1)
 
     def add_products_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
         """Add the products' rows to these rows of `out`."""
@@ -139,7 +139,7 @@ class Run:
         if self._is_padded:
             own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
         else:
-            add_products_(own_TO.unflatten(0, a_SnR.shape[:2]), a_SnR, b_SRO)
+            add_products_(own_TO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
 
     def split(self) -> list[Run]:
         starts = accumulate(self.lengths, initial=self.start)

@@ -78,10 +78,6 @@ class FusedLinear(LoRAProduct):
         y_TO = linear_product(x_TI, self._packed_OI, self.bias)
         if dtype is not None:
             y_TO = y_TO.to(dtype)
-        if any(len(run.adapters) > 1 for run in work):  # together their matrices are as large as the weight
-            self.delta.forward_(y_TO, x_TI, work)
-            self._threads.narrow()
-            return y_TO
         self._threads.narrow()
         self.delta.forward_(y_TO, x_TI, work)
         return y_TO
