@@ -69,7 +69,7 @@ copies of all matrices in one stack. In bfloat16 a batched product is twice as f
 MAX_STACKS, MAX_STACK_BYTES = 4, 2**28
 """Stacks that sampling keeps from step to step for each LoRADelta, and the most adapter bytes of a stack."""
 
-JOINED_ROWS = 64
+JOINED_ROWS = 32
 """In sampling, up to this many rows of one adapter take its A's and B's as one matrix each, which are kept as stacks
 are: a decode step of m50 takes 1.1 times as long without.
 """
