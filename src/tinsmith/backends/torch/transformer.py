@@ -83,11 +83,11 @@ class FusedLinear(LoRAProduct):
         return y_TO
 
 
-def _scaled(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """x / rms(x) and 1 / rms(x), float32."""
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    rstd = torch.addcmul(eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
     return x * rstd if wide is x else wide.mul_(rstd), rstd
 
@@ -96,7 +96,7 @@ class _RMSNormFunction(torch.autograd.Function):
     """x / rms(x) * weight: torch's own takes a dozen kernels each way on a CPU when gradients are required."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
         scaled, rstd = _scaled(x, eps)
         ctx.save_for_backward(x, weight, rstd)
         return scaled.mul_(weight).to(x.dtype)
@@ -117,12 +117,13 @@ class _Norm:
         self.weight = weight
         self.eps = eps
         self._wide = weight.float()
+        self._wide_eps = torch.tensor(eps, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return cast(Tensor, _RMSNormFunction.apply(x, self._wide, self.eps))
+            return cast(Tensor, _RMSNormFunction.apply(x, self._wide, self._wide_eps))
         if x.is_cpu:  # torch's own takes eight kernels: 16 rows of 512 bfloat16 numbers 16 us instead of 11
-            return _scaled(x, self.eps)[0].mul_(self._wide).to(x.dtype)
+            return _scaled(x, self._wide_eps)[0].mul_(self._wide).to(x.dtype)
         if self.weight.dim() == 1:
             return rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
