@@ -307,7 +307,8 @@ class LocalSampler:
                 if self._batcher.snapshots is not None:
                     self._batcher.snapshots.forget(weights.number)
                 del self._weights[version_id]
-                self._routings.clear()  # they hold its adapter
+        if not self._requests:
+            self._routings.clear()  # they hold adapters; while there are requests, the next routings replace them
 
     def _max_new_tokens(self, sample: Sample) -> int:
         """Raises UserError if the request can never run."""
