@@ -146,7 +146,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 38_050
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 38_150
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -311,7 +311,8 @@ class LoRADelta:
         (adapter,), rows = run.adapters, slice(run.start, run.stop)
         if isinstance(joined := run.stacks.get(self), Joined):
             u_nR = linear_product(run.own(x_TI), joined.a_RI)
-            run.own(y_TO).add_(linear_product(u_nR, joined.b_OR))
+            delta_nO = linear_product(u_nR, joined.b_OR)
+            run.own(y_TO)[:, : delta_nO.shape[1]].add_(delta_nO)  # parts may cover fewer outputs than the linear has
             return u_nR
         matrices = self._matrices(adapter)
         u_nR = _concat([product(x_TI[rows], each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)

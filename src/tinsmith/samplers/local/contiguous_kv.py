@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -70,21 +70,6 @@ def capacity_for(length: int, block_size: int) -> int:
     return -(-power * CAPACITY_STEP // block_size) * block_size
 
 
-class LayerSlots(NamedTuple):
-    """Views of one layer's slots: by slot and head, and by position."""
-
-    keys_bCD: Tensor
-    values_bCD: Tensor
-    keys_PD: Tensor
-    values_PD: Tensor
-
-    @classmethod
-    def of(cls, keys_NGCD: Tensor, values_NGCD: Tensor) -> LayerSlots:
-        return cls(
-            *(x.flatten(0, 1) for x in (keys_NGCD, values_NGCD)), *(x.flatten(0, 2) for x in (keys_NGCD, values_NGCD))
-        )
-
-
 class SlotGroup:
     """Slots for sequences of at most `capacity` tokens. Slots in use are among the first `num_used`."""
 
@@ -98,7 +83,7 @@ class SlotGroup:
         self._free: list[int] = []  # a heap: the lowest slot is taken first
         self._lengths: I64 = np.zeros(0, np.int64)
         self._stores: dict[LayerShape, tuple[Tensor, Tensor]] = {}
-        self._layers: dict[int, LayerSlots] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -130,7 +115,7 @@ class SlotGroup:
                 values[:, : self.num_used] = old_values[:, : self.num_used]
             self._stores[shape] = keys, values
             for place, layer in enumerate(layers):
-                self._layers[layer] = LayerSlots.of(keys[place], values[place])
+                self._layers[layer] = keys[place], values[place]
         self._lengths = np.append(self._lengths, np.zeros(num_slots - self.num_slots, np.int64))
         self._free += range(self.num_slots, num_slots)
         heapq.heapify(self._free)
@@ -202,7 +187,7 @@ class SlotGroup:
 class ContiguousStep:
     """A step's attention over one group."""
 
-    layers: Mapping[int, LayerSlots]
+    layers: Mapping[int, tuple[Tensor, Tensor]]  # keys and values, [slots, G, C, D]
     num_slots: int
     capacity: int
     num_attended: int
@@ -218,17 +203,18 @@ class ContiguousStep:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """[n, H, D]"""
-        slots, num, groups = self.layers[layer], self.num_slots, k_TGD.shape[1]
+        keys, values = self.layers[layer]
+        num, groups = self.num_slots, keys.shape[1]
         at = self._write_index(groups)
         if self.row_n is not None:
             k_TGD, v_TGD = k_TGD.index_select(0, self.row_n), v_TGD.index_select(0, self.row_n)
-        slots.keys_PD.index_copy_(0, at, k_TGD.float().flatten(0, 1))
-        slots.values_PD.index_copy_(0, at, v_TGD.flatten(0, 1))
+        keys.view(-1, keys.shape[-1]).index_copy_(0, at, k_TGD.float().flatten(0, 1))
+        values.view(-1, values.shape[-1]).index_copy_(0, at, v_TGD.flatten(0, 1))
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
         repeat = q_NHD.shape[1] // groups
         q_bRD = q_NHD.float().reshape(num * groups, repeat, -1)
-        products_bRC = _products(q_bRD, slots.keys_bCD[: num * groups], self.num_attended)
+        products_bRC = _products(q_bRD, keys[:num].flatten(0, 1), self.num_attended)
         products_NGRK = products_bRC.view(num, groups, repeat, -1)[..., : self.num_attended]
         scale = options["scale"]
         if (softcap := options.get("softcap")) is not None:
@@ -240,8 +226,8 @@ class ContiguousStep:
             probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
         else:
             probs_NGRK = torch.softmax(scores_NGRK, -1)
-        probs_bRK = probs_NGRK.reshape(num * groups, repeat, self.num_attended).to(slots.values_bCD.dtype)
-        values_bKD = slots.values_bCD[: num * groups, : self.num_attended]
+        probs_bRK = probs_NGRK.reshape(num * groups, repeat, self.num_attended).to(values.dtype)
+        values_bKD = values[:num].flatten(0, 1)[:, : self.num_attended]
         out_NHD = torch.bmm(probs_bRK, values_bKD).view(num, groups * repeat, -1)
         return out_NHD if self.row_N is None else out_NHD.index_select(0, self.slot_n)
 

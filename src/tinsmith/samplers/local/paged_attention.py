@@ -220,10 +220,7 @@ class PagedPlan:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        if self._written is ALL:
-            self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
-        else:
-            self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
+        self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
         if self._has_pages and _is_plain(options) and fits_pages(self._cache.shape(layer)):
             return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], options.get("window"))
         return self.attend_gathered(layer, q_THD, k_TGD, v_TGD, **options)
