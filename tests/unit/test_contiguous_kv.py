@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -104,6 +105,7 @@ def attention(
 @given(
     events=st.lists(st.tuples(st.sampled_from("jjls"), st.integers(0, 130)), min_size=3, max_size=25),
     seed=st.integers(0, 99),
+    intel=st.booleans(),
     options=st.sampled_from(
         [
             {},
@@ -115,8 +117,13 @@ def attention(
     ),
 )
 def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
-    events: list[tuple[str, int]], seed: int, options: dict[str, object]
+    events: list[tuple[str, int]], seed: int, intel: bool, options: dict[str, object]
 ) -> None:
+    with mock.patch.object(contiguous_kv, "is_intel", lambda: intel):
+        come_and_go(events, seed, options)
+
+
+def come_and_go(events: list[tuple[str, int]], seed: int, options: dict[str, object]) -> None:
     world = World(seed)
     names: list[str] = []
     for number, (event, argument) in enumerate(events):

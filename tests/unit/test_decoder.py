@@ -220,6 +220,48 @@ def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "qwen3", dtype)
+    if base._fused is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    whole, without_mlp, without_attn = (
+        adapter(base, 0, 8, unembed=True),
+        adapter(base, 1, 5, mlp=False),
+        adapter(base, 2, 3, attn=False),
+    )
+    long = lora.JOINED_ROWS + 1
+    works: list[tuple[list[Adapter | None], list[int]]] = [
+        ([whole], [4]),
+        ([None, whole, without_mlp], [3, 2, 5]),
+        ([without_attn, None], [7, 4]),
+        ([whole, without_attn], [long, 1]),
+    ]
+    for refreshed in range(2):
+        for adapters, lengths in works:
+            modules, _ = stepped(base, adapters, lengths)
+            routing = Routing.of(adapters, lengths, repeats=True)
+            total = sum(lengths)
+            tokens_T = torch.randint(0, tiny_models.VOCAB, (total,), generator=torch.Generator().manual_seed(total))
+            positions_T = torch.cat([torch.arange(n) for n in lengths])
+            with torch.inference_mode():
+                ours = base.hidden(tokens_T, positions_T, PackedCausal(lengths), routing)
+                logits, expected = base.next_logits(ours, routing), base.logits(modules, Routing.of(adapters, lengths))
+            if dtype == "float32":
+                torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            else:
+                assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+                assert float((logits - expected).norm() / expected.norm()) < 0.03
+            found = [run for delta, runs in routing.work.items() for run in runs if delta in run.stacks]
+            short = {n for own, n in zip(adapters, lengths, strict=True) if own is not None and n < long}
+            assert {run.length for run in found} == short
+        if not refreshed:
+            for own in (whole, without_mlp, without_attn):
+                own.flat_P.mul_(-1.5)
+                own.refresh()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_a_batched_product_non_finite_values_stay_in_their_rows(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
     if base._fused is None:

@@ -380,6 +380,7 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     assert results["a"].sequences[0].tokens_T.tolist() != results["new"].sequences[0].tokens_T.tolist()
     sampler.collect()
     assert sampler._batcher.pool.num_cached == 0
+    assert not sampler._routings, "they hold the adapter"
     with pytest.raises(NotFoundError, match="'v'"):
         sampler.submit(sample)
     assert not sampler.has_work

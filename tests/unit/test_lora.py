@@ -342,3 +342,24 @@ def test_weights_of_the_base_never_ask_for_gradients(qwen: ModelShape) -> None:
     parameters: list[Tensor] = list(base.model.parameters())
     assert {p.dtype for p in parameters} == {torch.float32}
     assert base.eos_token_ids == {tiny_models.EOS}
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_joined_matrices_of_some_outputs_leave_the_others(rows: int) -> None:
+    linear, context = nn.Linear(6, 10).requires_grad_(False), ForwardContext()
+    module = MultiLoRALinear("m.x", "mlp", linear, context)
+    module.divide([("a", 3), ("b", 4)])
+    layout = Layout.of(2, module.adapted)
+    flat_P = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rows))
+    own = Adapter(LoraSpec(2, alpha=3.0), layout, flat_P, torch.float32)
+    x_TI = torch.randn(rows + 2, 6, generator=torch.Generator().manual_seed(1))
+    context.routing = Routing.of([None, own], [2, rows], repeats=True)
+    with torch.no_grad():
+        found_TO = module(x_TI)
+    expected_TO = linear(x_TI).double()
+    for columns, name in ((slice(0, 3), "m.a"), (slice(3, 7), "m.b")):
+        a_rI, b_Or = (matrix.double() for matrix in own.weights[name])
+        expected_TO[2:, columns] += own.scale * (x_TI[2:].double() @ a_rI.t() @ b_Or.t())
+    torch.testing.assert_close(found_TO.double(), expected_TO, rtol=1e-5, atol=1e-5)
+    kept = [module.delta in run.stacks for run in context.routing.work[module.delta]]
+    assert kept == [HAS_ONEDNN]

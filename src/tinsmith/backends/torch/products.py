@@ -6,6 +6,8 @@ Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -37,6 +39,13 @@ def set_precision() -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@cache
+def is_intel() -> bool:
+    """Whether the processor is Intel's, on which MKL chooses other kernels."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "GenuineIntel" in info.read_text()
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -86,19 +95,26 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(torch.bmm(a, b))
 
 
+def has_onednn(weight: Tensor) -> bool:
+    """Whether `packed` and `linear_product` take this weight's device and dtype."""
+    if weight.device.type != "cpu" or not HAS_ONEDNN:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
 def packed(weight: Tensor) -> Tensor:
     """A copy in oneDNN's layout, for `linear_product` only."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
-def frozen_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def frozen_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias of few rows. oneDNN reads a left operand as it is stored, and copies a right one into blocks:
     as (weight @ x^T)^T, 16 rows take 1.05 times as long as with a packed weight instead of 1.4 times.
     """
     y_TO = linear_product(weight, x).t().contiguous()
-    if bias is not None:
-        y_TO += bias
-    return y_TO.to(out_dtype)
+    return y_TO if bias is None else y_TO.add_(bias)
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

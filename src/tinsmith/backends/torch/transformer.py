@@ -31,7 +31,7 @@ from transformers.activations import SiLUActivation
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed, Routing
-from tinsmith.backends.torch.products import HAS_ONEDNN, frozen_product, linear_product, packed
+from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MOST_PACKED
@@ -60,7 +60,7 @@ class FusedLinear(LoRAProduct):
         self._threads = threads
         self.weight = _joined(linears)
         self._packed_OI: Tensor | None = None
-        self._has_onednn = _has_onednn(self.weight)
+        self._has_onednn = has_onednn(self.weight)
         biases = [linear.bias for linear in linears]
         self.bias = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
 
@@ -82,14 +82,15 @@ class FusedLinear(LoRAProduct):
             return self.with_gradient(x_TI, work, before)
         if before is not None:
             x_TI = before.forward(x_TI)
-        dtype = dtype or x_TI.dtype
         if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
             return self.forward_rows(x_TI, work, dtype)[0]
         self._threads.wide()
         if self._packed_OI is None:
-            y_TO = frozen_product(x_TI, self.weight, self.bias, dtype)
+            y_TO = frozen_product(x_TI, self.weight, self.bias)
         else:
-            y_TO = linear_product(x_TI, self._packed_OI, self.bias).to(dtype)
+            y_TO = linear_product(x_TI, self._packed_OI, self.bias)
+        if dtype is not None:
+            y_TO = y_TO.to(dtype)
         self._threads.narrow()
         self.delta.forward_(y_TO, x_TI, work)
         return y_TO
@@ -118,6 +119,7 @@ class _Norm:
         self.weight = weight
         self.eps = eps
         self._wide = weight.float()
+        self._wide_eps = torch.tensor(eps, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         return cast(Tensor, _RMSNormFunction.apply(x, self)) if torch.is_grad_enabled() else self.forward(x)
@@ -141,7 +143,7 @@ class _Norm:
         """1 / rms(x), and x in float32."""
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_(), wide
+        return torch.addcmul(self._wide_eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_(), wide
 
 
 class _SwiGLU:
@@ -212,12 +214,12 @@ class _Layer:
         heads, keys, num_rows = self.num_heads, self.num_keys, call.num_rows
         qkv = self.qkv(x_TD, call.routing, before=self.before_attention)
         qkv = qkv.view(len(x_TD), heads + 2 * keys, self.head_dim)
-        turned, values = qkv.split([heads + keys, keys], 1)
+        turned, values = qkv.split_with_sizes([heads + keys, keys], 1)
         if self.head_norm is not None:
             turned = self.head_norm(turned)
         # x cos + (-x2, x1) sin, with the halves exchanged and the sign folded into the sine.
         turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
-        queries, turned_keys = _first(turned, num_rows).split([heads, keys], 1)
+        queries, turned_keys = _first(turned, num_rows).split_with_sizes([heads, keys], 1)
         if num_rows >= WIDE_ATTENTION:
             self.threads.wide()
         attended = call.plan.attend(self.index, queries, turned_keys, _first(values, num_rows), **self.attention)
@@ -237,7 +239,7 @@ class Decoder:
         self._head: FusedLinear | None = None
         self._final = _norm(modules, "norm")
         self._is_packed = False
-        self.can_pack = _has_onednn(next(modules.parameters()))
+        self.can_pack = has_onednn(next(modules.parameters()))
         """Whether `pack` was not called yet and may make a second copy of the weights."""
 
     @classmethod
@@ -337,14 +339,6 @@ def round_up(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def _has_onednn(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not HAS_ONEDNN:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
-
-
 def are_known(modules: nn.Module) -> bool:
     """Whether a decoder's layers are exactly those implemented here."""
     layers = getattr(modules, "layers", None)
@@ -401,7 +395,7 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: T
 
 def _first(x: Tensor, num_rows: int) -> Tensor:
     """Backward through a slice, even of all rows, copies the gradient into zeros."""
-    return x if len(x) == num_rows else x[:num_rows]
+    return x if x.shape[0] == num_rows else x[:num_rows]
 
 
 def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:

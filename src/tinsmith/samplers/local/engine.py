@@ -19,7 +19,7 @@ Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a t
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -75,6 +75,9 @@ EXHAUSTED = (
     "min_tokens"
 )
 
+
+MAX_ROUTINGS = 4
+"""Routings that are kept for later steps: a step has one for its rows and one for those it samples from."""
 
 MAX_SEQUENCES = {False: 256, True: 512}
 """Sequences that run at once, without and with CUDA."""
@@ -162,6 +165,7 @@ class LocalSampler:
             )
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
+        self._routings: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], Routing | None] = OrderedDict()
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
@@ -303,6 +307,8 @@ class LocalSampler:
                 if self._batcher.snapshots is not None:
                     self._batcher.snapshots.forget(weights.number)
                 del self._weights[version_id]
+        if not self._requests:
+            self._routings.clear()  # they hold adapters; while there are requests, the next routings replace them
 
     def _max_new_tokens(self, sample: Sample) -> int:
         """Raises UserError if the request can never run."""
@@ -413,7 +419,7 @@ class LocalSampler:
             pieces = [_piece_of(span, first) for span, first in zip(spans, firsts, strict=False)]
             recurrence = Recurrence(pieces, self._base.device)
         plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
-        routing = Routing.of(adapters, sizes)
+        routing = self._routing(adapters, sizes)
         tokens_T = self._uploaded(tokens_T, spans)
         counts = [span.num_wanted for span in spans]
         ends = accumulate(sizes)
@@ -430,6 +436,18 @@ class LocalSampler:
             for span in spans:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
+
+    def _routing(self, adapters: Seq[Adapter | None], sizes: Seq[int]) -> Routing:
+        """Decode steps repeat their rows: the second routing of these rows is kept, with what is stacked for it."""
+        if self._deterministic:
+            return Routing.of(adapters, sizes)
+        key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
+        is_known = key in self._routings
+        routing = self._routings.pop(key, None) or Routing.of(adapters, sizes, repeats=is_known)
+        self._routings[key] = routing if is_known else None
+        while len(self._routings) > MAX_ROUTINGS:
+            self._routings.popitem(last=False)
+        return routing
 
     def _uploaded(self, tokens_T: I32, spans: Seq[TokenRun]) -> Tensor:
         """[T] The tokens on the device, with those that are unread."""
@@ -553,7 +571,7 @@ class LocalSampler:
         repeated = round_up(len(spans)) - len(spans)
         rows = upload(np.array([row for _, row in [*spans, *[spans[-1]] * repeated]]), hidden_TD.device)
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
-        routing = Routing.of([*adapters, *[None] * repeated], [1] * len(rows))
+        routing = self._routing([*adapters, *[None] * repeated], [1] * len(rows))
         logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
