@@ -119,7 +119,7 @@ def attention(
 def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
     events: list[tuple[str, int]], seed: int, intel: bool, options: dict[str, object]
 ) -> None:
-    with mock.patch.object(contiguous_kv, "is_intel", lambda: intel):
+    with mock.patch.object(contiguous_kv, "SUITS_MKL", intel):
         come_and_go(events, seed, options)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from support import tiny_models
 from support.properties import examples
 from tinsmith.backends import run_to_end
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, products
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
@@ -301,12 +301,17 @@ def test_the_norm_of_a_gradient_is_float64s_at_every_size(size: float, length: i
     assert math.isnan(norms_and_steps([gradient_P], [torch.tensor(3.0)])[0][0])
 
 
-def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone() -> None:
+@pytest.mark.parametrize("suits_mkl", [False, True])
+def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone(
+    suits_mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SUITS_MKL", suits_mkl)
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(64, 48, generator=generator)
     a, b = torch.randn(600, 64, generator=generator), wide[:, 16:32]
     torch.testing.assert_close(product(a, b, torch.float32), (a.double() @ b.double()).float())
-    assert not _suits_onednn(a, b) and (_suits_onednn(a, wide) or not HAS_ONEDNN)
+    torch.testing.assert_close(product(a, wide, torch.float32), (a.double() @ wide.double()).float())
+    assert not _suits_onednn(a, b) and _suits_onednn(a, wide) is (HAS_ONEDNN and not suits_mkl)
 
 
 @pytest.mark.parametrize(

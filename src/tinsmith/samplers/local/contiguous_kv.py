@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionOptions, Window
-from tinsmith.backends.torch.products import is_intel
+from tinsmith.backends.torch.products import SUITS_MKL
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.types import I64
 
@@ -255,7 +255,7 @@ class ContiguousStep:
 
 def _products(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
     """[b, R, C] or [b, R, K], in any memory order."""
-    if is_intel():
+    if SUITS_MKL:
         return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT)
     if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not q_bRD.is_cpu:
         return torch.bmm(q_bRD, keys_bCD.mT)
