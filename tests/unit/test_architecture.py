@@ -78,7 +78,7 @@ MAX_FILE_LINES = 900
 MAX_FUNCTION_LINES = 60
 
 # Bounds of the tree. Lower a bound when the tree has shrunk; raise one only with a reason.
-MAX_LINES = 69_950
+MAX_LINES = 69_700
 MAX_MODULES = 314
 MAX_FIRST_LEVEL = 24
 MAX_SMALL_MODULES = 0
