@@ -174,5 +174,5 @@ def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> Non
 
 
 def test_layers_that_train_differently_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer._SwiGLUFunction, "apply", lambda gate_up: 1.01 * gate_up.chunk(2, -1)[0])
+    monkeypatch.setattr(transformer._SwiGLU, "forward", lambda _, gate_up: 1.01 * gate_up.chunk(2, -1)[0])
     assert loaded(tmp_path, "qwen3")._fused is None

@@ -154,7 +154,7 @@ def trained_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str,
 
 def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape, tmp_path: Path) -> None:
     backend = trained(shape, tmp_path)
-    model = own(shape.path, tmp_path)
+    model = own(shape.path, tmp_path).double()  # gated delta nets round as much in float32 as the bound allows
     for data in ((DATA[0],), (DATA[2],), DATA):
         expected = own_gradients(model, data, logprobs)
         views = trained_gradients(backend, data)
