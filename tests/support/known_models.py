@@ -62,7 +62,7 @@ are measured on the spot.
 
 ## What is counted
 
-- **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears for decoding.
+- **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears up to 256 MiB.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
   `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
