@@ -27,7 +27,10 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 class Measured(NamedTuple):
+    """`most` is the 95th percentile of the differences."""
+
     num_tokens: int
+    most: float
     worst: float
     share_of_other_experts: float
 
@@ -59,7 +62,9 @@ def measured(family: str, dtype: str, directory: Path) -> Measured:
         for (prompt, answer), logprobs in zip(answers, scored.logprobs, strict=True)
     ]
     others = np.concatenate([(whole != pieces).ravel() for whole, pieces in chosen])
-    return Measured(sum(map(len, differences)), float(max(each.max() for each in differences)), float(others.mean()))
+    all_differences = np.concatenate(differences)
+    most = float(np.quantile(all_differences, 0.95))
+    return Measured(len(all_differences), most, float(all_differences.max()), float(others.mean()))
 
 
 def choices(backend: TorchBackend, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +111,9 @@ def test_sampling_and_training_choose_the_same_experts(family: str, tmp_path: Pa
 @pytest.mark.extended
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_in_bfloat16_few_rows_choose_others(family: str, tmp_path: Path) -> None:
-    """Rounding changes the choice between experts with nearly equal scores."""
+    """Rounding changes the choice between experts with nearly equal scores, and with it the logprobs of few tokens by
+    any amount: the worst difference depends on the processor.
+    """
     found = measured(family, "bfloat16", tmp_path)
     assert found.share_of_other_experts < 0.05
-    assert found.worst < 0.5
+    assert found.most < 0.1
