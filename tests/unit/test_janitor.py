@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
 
+from support.http_harness import Harness
+from tinsmith.api.operation import Services
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT, CHECKPOINTS, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
@@ -17,61 +19,50 @@ from tinsmith.errors import NotFoundError
 from tinsmith.runtime.clocks import WatchedClock
 from tinsmith.server import janitor as janitor_module
 from tinsmith.server.janitor import UNREFERENCED_AGE_S, Janitor
-from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store import custom_losses, recorded_sequences
-from tinsmith.store.audit import Audit
-from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss
-from tinsmith.store.exchanges import Exchanges
-from tinsmith.store.files import Files
-from tinsmith.store.futures import Futures, NewFuture, Settlement
-from tinsmith.store.history import KeptSamples
-from tinsmith.store.models import Models, NewModel
-from tinsmith.store.recorded_sequences import Sequences
-from tinsmith.store.responses import Responses
-from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.store.sessions import NewSession, Sessions
+from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, completion
+from tinsmith.store.custom_losses import NewCustomLoss
+from tinsmith.store.futures import NewFuture, Settlement
+from tinsmith.store.models import NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.store.sessions import NewSession
 from tinsmith.store.usage import HOUR_S, Usage
 from tinsmith.types import LoraSpec
 
 TENANT = "t"
 
 
-class Parts(SimpleNamespace):
-    """The stores that a sweep works on: those of `Services`, and the engine's directories."""
+@dataclass
+class Parts:
+    """What a sweep works on."""
+
+    services: Services
+    engines: Engines
+    versions: Directories
+    snapshots: Directories
 
 
 @pytest.fixture
-def parts(db: Database, tmp_path: Path) -> Parts:
+def db(harness: Harness) -> Database:
+    return harness.services.futures._db
+
+
+@pytest.fixture
+def parts(harness: Harness, db: Database, tmp_path: Path) -> Parts:
     return Parts(
-        settings=Settings(data_dir=tmp_path),
-        sessions=Sessions(db),
-        models=Models(db),
-        sampling_sessions=SamplingSessions(db),
-        futures=Futures(db),
-        checkpoints=Checkpoints(db, Directories(tmp_path / "checkpoints")),
-        audit=Audit(db),
-        custom_losses=CustomLosses(db),
-        sequences=Sequences(db),
-        files=Files(db, str(tmp_path / "files")),
-        kept_samples=KeptSamples(db),
-        responses=Responses(db),
-        exchanges=Exchanges(db),
-        engines=Engines(db, "here"),
-        versions=Directories(tmp_path / "versions"),
-        snapshots=Directories(tmp_path / "snapshots"),
+        harness.services, Engines(db, "here"), Directories(tmp_path / "versions"), Directories(tmp_path / "snapshots")
     )
 
 
 def janitor_of(parts: Parts, clock: WatchedClock | None = None, **settings: float) -> Janitor:
-    parts.settings = parts.settings.model_copy(update=settings)
-    return Janitor(parts, parts.engines, parts.versions, parts.snapshots, clock=clock)  # type: ignore[arg-type]
+    services = replace(parts.services, settings=parts.services.settings.model_copy(update=settings))
+    return Janitor(services, parts.engines, parts.versions, parts.snapshots, clock=clock)
 
 
 def silent_session(db: Database, parts: Parts, silent_s: float = 400.0) -> str:
-    session_id = parts.sessions.open(TENANT, NewSession()).session_id
-    parts.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
+    session_id = parts.services.sessions.open(TENANT, NewSession()).session_id
+    parts.services.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
     with db.write() as connection:
         mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
         connection.execute(mine.values(last_heartbeat_at=now() - silent_s))
@@ -90,24 +81,24 @@ def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(
     janitor = janitor_of(parts)
     for _ in range(3):
         janitor.sweep()
-    assert parts.sessions.get(TENANT, silent).state == "expired"
-    assert parts.sessions.get(TENANT, lively).state == "active"
+    assert parts.services.sessions.get(TENANT, silent).state == "expired"
+    assert parts.services.sessions.get(TENANT, lively).state == "active"
     assert unloads(db) == [f"{silent}:train:0:unload"]
 
 
 def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database, parts: Parts) -> None:
     session_id = silent_session(db, parts)
-    (found,) = parts.sessions.silent(300.0)
-    parts.sessions.heartbeat(TENANT, session_id)
-    assert not parts.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
-    assert parts.sessions.get(TENANT, session_id).state == "active"
+    (found,) = parts.services.sessions.silent(300.0)
+    parts.services.sessions.heartbeat(TENANT, session_id)
+    assert not parts.services.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
+    assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
 def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_next_sweep(
     db: Database, parts: Parts, tmp_path: Path
 ) -> None:
     session_id = silent_session(db, parts)
-    assert parts.sessions.close(session_id, "no heartbeat", timeout_s=300.0)  # and then the server died
+    assert parts.services.sessions.close(session_id, "no heartbeat", timeout_s=300.0)  # and then the server died
     janitor_of(parts).sweep()
     assert unloads(db) == [f"{session_id}:train:0:unload"]
 
@@ -115,7 +106,7 @@ def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_nex
 def test_a_negative_timeout_closes_no_session(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     janitor_of(parts, session_timeout_s=-1.0).sweep()
-    assert parts.sessions.get(TENANT, session_id).state == "active"
+    assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
 def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
@@ -123,7 +114,7 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
 ) -> None:
     session_id = silent_session(db, parts)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", "old")
-    directory, num_bytes = parts.checkpoints.files.write(lambda target: None)
+    directory, num_bytes = parts.services.checkpoints.files.write(lambda target: None)
     with db.write() as connection:
         for statement in completion(NewCheckpoint(ref, TENANT, "base", LoraSpec(4)), directory, num_bytes):
             connection.execute(statement)
@@ -134,24 +125,24 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
     async def run() -> None:
         sweeping = asyncio.create_task(janitor.run())
         async with asyncio.timeout(60):
-            while parts.checkpoints.files.path(directory).exists():
+            while parts.services.checkpoints.files.path(directory).exists():
                 assert not sweeping.done()
                 await asyncio.sleep(0.005)
         sweeping.cancel()
 
     asyncio.run(run())
-    assert parts.sessions.get(TENANT, session_id).state == "active"
+    assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
 def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: Parts, tmp_path: Path) -> None:
     kept: dict[str, str] = {}
     for session_id in (silent_session(db, parts), silent_session(db, parts, silent_s=1.0)):
         version_id = f"{session_id}:sample:0"
-        parts.sampling_sessions.create(
+        parts.services.sampling_sessions.create(
             NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
         )
         directory, _ = parts.versions.write(lambda target: None)
-        parts.sampling_sessions.written(version_id, directory)
+        parts.services.sampling_sessions.written(version_id, directory)
         kept[session_id] = directory
     janitor_of(parts).sweep()
     closed, lively = kept.values()
@@ -184,13 +175,13 @@ def test_a_sweep_that_fails_does_not_end_the_sweeps(
 def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_that_finds_it_old(
     parts: Parts, tmp_path: Path
 ) -> None:
-    old, fresh = (parts.checkpoints.files.write(lambda target: None)[0] for _ in range(2))
-    directory = parts.checkpoints.files.path(old)
+    old, fresh = (parts.services.checkpoints.files.write(lambda target: None)[0] for _ in range(2))
+    directory = parts.services.checkpoints.files.path(old)
     for path in (*directory.iterdir(), directory):
         os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
     janitor = janitor_of(parts)
     janitor.sweep()
-    assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]
+    assert [path.name for path in parts.services.checkpoints.files.path("").iterdir()] == [fresh]
 
 
 def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
@@ -198,16 +189,18 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
 ) -> None:
     session_id = silent_session(db, parts, silent_s=1.0)
     model_id, version_id = f"{session_id}:train:0", f"{session_id}:sample:0"
-    parts.sampling_sessions.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
+    parts.services.sampling_sessions.create(
+        NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
+    )
     kept: dict[str, set[str]] = {}
     for name, root in (("versions", parts.versions), ("snapshots", parts.snapshots)):
         *named, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
         if name == "versions":
-            parts.sampling_sessions.written(version_id, named.pop())
-            parts.sampling_sessions.written(version_id, named[0])
+            parts.services.sampling_sessions.written(version_id, named.pop())
+            parts.services.sampling_sessions.written(version_id, named[0])
         else:
             for seq_id, directory in enumerate(named):
-                parts.models.record_snapshot(model_id, seq_id, directory)
+                parts.services.models.record_snapshot(model_id, seq_id, directory)
         for path in (*root.path(unnamed).parent.glob("*/*"), *root.path(unnamed).parent.glob("*")):
             if fresh not in str(path):
                 os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
@@ -220,8 +213,8 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
 def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     fields = {"tenant_id": TENANT, "session_id": session_id, "base_model": "base", "kind": "forward", "num_tokens": 7}
-    request_id = parts.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
-    parts.futures.settle([Settlement(request_id, b"")], {})
+    request_id = parts.services.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
+    parts.services.futures.settle([Settlement(request_id, b"")], {})
     janitor = janitor_of(parts, result_grace_s=0.0)
     for _ in range(2):
         janitor.sweep()
@@ -229,13 +222,13 @@ def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Parts
         rows = Usage(db).rows(TENANT, this_hour - HOUR_S, this_hour + HOUR_S)
         assert [(row.type, row.quantity) for row in rows] == [("training", 7)]
     with pytest.raises(NotFoundError):
-        parts.futures.outcome(TENANT, request_id)
+        parts.services.futures.outcome(TENANT, request_id)
 
 
 def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Parts, tmp_path: Path) -> None:
     session_id = silent_session(db, parts)
     finished = silent_session(db, parts)
-    parts.sessions.finish(TENANT, finished, "success")
+    parts.services.sessions.finish(TENANT, finished, "success")
     new = NewCheckpoint(CheckpointRef("m", "weights", "old"), TENANT, "base", LoraSpec(4), ttl_s=-1.0)
     with db.write() as connection:
         for statement in completion(new, "no-such-directory", 7):
@@ -246,7 +239,7 @@ def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Par
     janitor = janitor_of(parts, audit_retention_days=1.0)
     for _ in range(2):
         janitor.sweep()
-    entries = parts.audit.entries(TENANT, "all", 0.0, now() + 1)
+    entries = parts.services.audit.entries(TENANT, "all", 0.0, now() + 1)
     assert [(entry.event, entry.details) for entry in entries] == [
         ("session_expired", {"session_id": session_id, "reason": "no heartbeat for 300 s"}),
         ("checkpoint_expired", {"tinker_path": "tinker://m/weights/old"}),
@@ -261,12 +254,12 @@ def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
         connection.execute(custom_losses.insertion(NewCustomLoss("l", session_id, TENANT, "l", b"{}")))
         connection.execute(recorded_sequences.insertion(session_id, "r", 1, [1]))
     janitor_of(parts).sweep()
-    assert parts.custom_losses.get(session_id, "l") == b"{}"
+    assert parts.services.custom_losses.get(session_id, "l") == b"{}"
     with db.write() as connection:
         connection.execute(SEQUENCES.update().values(valid_until=1.0))
         connection.execute(SESSIONS.update().values(closed_at=1.0))
     janitor_of(parts).sweep()
-    assert parts.custom_losses.get(session_id, "l") == b"{}", "its model is not unloaded yet"
+    assert parts.services.custom_losses.get(session_id, "l") == b"{}", "its model is not unloaded yet"
     with db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
         connection.execute(FUTURES.update().values(state="done", settled_at=1.0))

@@ -531,8 +531,15 @@ class RequestTimings:
                 waited_s = max(0.0, work.started_at - entry.request.created_at)
                 self._meters.timed(entry.request.kind, waited_s, work.ran_at - work.started_at)
             request = entry.request
-            ids = {"request_id": request.request_id, "model_id": request.model_id, "tenant_id": request.tenant_id}
-            log.debug("settled", kind=request.kind, outcome=outcome, step=entry.step, **ids)
+            log.debug(
+                "settled",
+                request_id=request.request_id,
+                model_id=request.model_id,
+                tenant_id=request.tenant_id,
+                kind=request.kind,
+                outcome=outcome,
+                step=entry.step,
+            )
             if entry.request.traceparent:
                 self._send(entry, settlement, outcome, settled_at)
 
