@@ -111,12 +111,11 @@ class Mailbox:
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
         """Send a hint to the mailbox `name`, or to the group `name`; undeliverable hints are dropped. Thread-safe."""
         texts = [payload.encode() for payload in payloads(ids, MAX_DATAGRAM_BYTES)]
-        for endpoint in self._known_endpoints():
-            if endpoint == name or endpoint.startswith(f"{name}."):
-                # If the reader is gone or its buffer is full, its safety poll finds the rows.
-                with contextlib.suppress(OSError):
-                    for text in texts:
-                        self._socket.sendto(text, f"{self._directory}/{endpoint}")
+        for endpoint in self._members(name):
+            # If the reader is gone or its buffer is full, its safety poll finds the rows.
+            with contextlib.suppress(OSError):
+                for text in texts:
+                    self._socket.sendto(text, f"{self._directory}/{endpoint}")
 
     def stream(self, name: str, lines: Iterable[str]) -> None:
         """Send lines of token streams, which no table has; they may be lost. One thread.
@@ -125,8 +124,7 @@ class Mailbox:
         result only. A kernel may hold as few as ten datagrams for a reader.
         """
         texts = [text.encode() for text in payloads(lines, MAX_DATAGRAM_BYTES) if text]
-        names = {one for one in self._known_endpoints() if one == name or one.startswith(f"{name}.")}
-        self._unsent = {one: self._unsent.get(one) or deque() for one in names}
+        self._unsent = {endpoint: self._unsent.get(endpoint) or deque() for endpoint in self._members(name)}
         for endpoint, unsent in self._unsent.items():
             for text in texts:
                 if unsent and len(unsent[-1]) + len(text) < MAX_DATAGRAM_BYTES:
@@ -142,6 +140,10 @@ class Mailbox:
         except OSError as error:
             if error.errno not in _FULL or len(unsent) > MAX_UNSENT:  # the reader is gone, or does not read
                 unsent.clear()
+
+    def _members(self, name: str) -> list[str]:
+        """The mailbox `name`, or those of the group `name`."""
+        return [one for one in self._known_endpoints() if one == name or one.startswith(f"{name}.")]
 
     def _known_endpoints(self) -> list[str]:
         """The names in the directory, which is read again when it has changed."""
