@@ -259,15 +259,13 @@ class Decoder:
         """
         if not self.can_pack:
             return False
-        self.can_pack = False
-        linears = [linear for layer in self._layers for linear in layer.linears]
-        linears.append(FusedLinear([self._unembedding], self._threads))
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._head = linears[-1]
-        if sum(linear.num_bytes for linear in linears) <= min(MOST_PACKED, SPARE_SHARE * free):
-            for linear in linears:
+        self._head = FusedLinear([self._unembedding], self._threads)
+        self._is_packed = 0 < self.packed_bytes <= SPARE_SHARE * free
+        self.can_pack = False
+        if self._is_packed:
+            for linear in (self._head, *(linear for layer in self._layers for linear in layer.linears)):
                 linear.pack()
-            self._is_packed = True
         return True
 
     @property
