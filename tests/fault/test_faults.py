@@ -178,7 +178,6 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
 
 @pytest.mark.smoke
 def test_a_clock_set_forward_expires_no_active_session(
-    db: Database,
     parts: Parts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -188,20 +187,19 @@ def test_a_clock_set_forward_expires_no_active_session(
     janitor = janitor_of(parts, watched)
     monkeypatch.setattr("tinsmith.server.janitor.time.monotonic", steady.wall)
     monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
-    silent_session(db, parts, silent_s=10)
+    silent_session(parts, silent_s=10)
     janitor.sweep()
     clock.offset_s = 3 * 3600
     for _ in range(3):
         janitor.sweep()
-    assert unloads(db) == []
+    assert unloads(parts) == []
     clock.offset_s += 301
     steady.offset_s += 301
     janitor.sweep()
-    assert len(unloads(db)) == 1, "who says nothing for the timeout that follows is gone"
+    assert len(unloads(parts)) == 1, "who says nothing for the timeout that follows is gone"
 
 
 def test_a_clock_set_back_delays_no_expiry(
-    db: Database,
     parts: Parts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -209,14 +207,14 @@ def test_a_clock_set_back_delays_no_expiry(
     clock = SetClock()
     janitor = janitor_of(parts)
     monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
-    silent_session(db, parts, silent_s=-5 * 3600)
+    silent_session(parts, silent_s=-5 * 3600)
     janitor.sweep()
     clock.offset_s = 299
     janitor.sweep()
-    assert unloads(db) == []
+    assert unloads(parts) == []
     clock.offset_s = 302
     janitor.sweep()
-    assert len(unloads(db)) == 1
+    assert len(unloads(parts)) == 1
 
 
 @pytest.mark.smoke

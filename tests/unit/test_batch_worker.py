@@ -108,10 +108,10 @@ class Worker:
     def feed(self, *batches: int) -> dict[int, dict[str, Any]]:
         return settled_in(self.feeding(*batches))
 
-    def feeding(self, *batches: int) -> Iterator[dict[str, Any]]:
+    def feeding(self, *batches: int, attempt_id: int = 1) -> Iterator[dict[str, Any]]:
         """The messages of the reply; the request is sent at once."""
         connection = Connection(self.port)
-        assignments = [self.assignment(batch_idx) for batch_idx in batches]
+        assignments = [self.assignment(batch_idx, attempt_id) for batch_idx in batches]
         connection.send(pack({"call": "feed_batch", "job_id": JOB, "assignments": assignments}))
 
         def messages() -> Iterator[dict[str, Any]]:
@@ -167,10 +167,16 @@ def test_an_attempt_runs_once_and_its_results_are_stored(worker: Worker) -> None
 def test_a_group_is_answered_in_few_messages_and_has_a_limit(worker: Worker) -> None:
     worker.call("configure", spec=worker.spec)
     worker.feed(0)
-    messages = list(worker.feeding(*range(32)))
-    settled = settled_in(messages)
-    assert sorted(settled) == list(range(32)) and len(messages) < 32
-    assert all(each["outcome"]["rows_ok"] == 2 for each in settled.values())
+    left = list(range(32))
+    for attempt_id in range(1, 11):
+        messages = list(worker.feeding(*left, attempt_id=attempt_id))
+        settled = settled_in(messages)
+        assert sorted(settled) == left and len(messages) < 32
+        left = [index for index in left if settled[index].get("lost", {}).get("error_class") == "GivenBack"]
+        assert all(settled[index]["outcome"]["rows_ok"] == 2 for index in settled.keys() - left)
+        if not left:  # a machine that stalls for a second returns some batches
+            break
+    assert not left
     assert worker.call("feed_batch", assignments=[])[0] == 400
     assert worker.call("feed_batch", assignments=[worker.assignment(index) for index in range(257)])[0] == 400
 

@@ -37,6 +37,7 @@ TENANT = "t"
 class Parts:
     """What a sweep works on."""
 
+    db: Database
     services: Services
     engines: Engines
     versions: Directories
@@ -44,15 +45,10 @@ class Parts:
 
 
 @pytest.fixture
-def db(harness: Harness) -> Database:
-    return harness.services.futures._db
-
-
-@pytest.fixture
-def parts(harness: Harness, db: Database, tmp_path: Path) -> Parts:
-    return Parts(
-        harness.services, Engines(db, "here"), Directories(tmp_path / "versions"), Directories(tmp_path / "snapshots")
-    )
+def parts(harness: Harness, tmp_path: Path) -> Parts:
+    db = harness.services.futures._db
+    directories = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
+    return Parts(db, harness.services, Engines(db, "here"), *directories)
 
 
 def janitor_of(parts: Parts, clock: WatchedClock | None = None, **settings: float) -> Janitor:
@@ -60,34 +56,32 @@ def janitor_of(parts: Parts, clock: WatchedClock | None = None, **settings: floa
     return Janitor(services, parts.engines, parts.versions, parts.snapshots, clock=clock)
 
 
-def silent_session(db: Database, parts: Parts, silent_s: float = 400.0) -> str:
+def silent_session(parts: Parts, silent_s: float = 400.0) -> str:
     session_id = parts.services.sessions.open(TENANT, NewSession()).session_id
     parts.services.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
-    with db.write() as connection:
+    with parts.db.write() as connection:
         mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
         connection.execute(mine.values(last_heartbeat_at=now() - silent_s))
     return session_id
 
 
-def unloads(db: Database) -> list[str]:
-    with db.read() as connection:
+def unloads(parts: Parts) -> list[str]:
+    with parts.db.read() as connection:
         return list(connection.scalars(sa.select(FUTURES.c.request_id).where(FUTURES.c.kind == "unload_model")))
 
 
-def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(
-    db: Database, parts: Parts, tmp_path: Path
-) -> None:
-    silent, lively = silent_session(db, parts), silent_session(db, parts, silent_s=1.0)
+def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(parts: Parts, tmp_path: Path) -> None:
+    silent, lively = silent_session(parts), silent_session(parts, silent_s=1.0)
     janitor = janitor_of(parts)
     for _ in range(3):
         janitor.sweep()
     assert parts.services.sessions.get(TENANT, silent).state == "expired"
     assert parts.services.sessions.get(TENANT, lively).state == "active"
-    assert unloads(db) == [f"{silent}:train:0:unload"]
+    assert unloads(parts) == [f"{silent}:train:0:unload"]
 
 
-def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database, parts: Parts) -> None:
-    session_id = silent_session(db, parts)
+def test_a_heartbeat_between_looking_and_closing_keeps_the_session(parts: Parts) -> None:
+    session_id = silent_session(parts)
     (found,) = parts.services.sessions.silent(300.0)
     parts.services.sessions.heartbeat(TENANT, session_id)
     assert not parts.services.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
@@ -95,27 +89,27 @@ def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database,
 
 
 def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_next_sweep(
-    db: Database, parts: Parts, tmp_path: Path
+    parts: Parts, tmp_path: Path
 ) -> None:
-    session_id = silent_session(db, parts)
+    session_id = silent_session(parts)
     assert parts.services.sessions.close(session_id, "no heartbeat", timeout_s=300.0)  # and then the server died
     janitor_of(parts).sweep()
-    assert unloads(db) == [f"{session_id}:train:0:unload"]
+    assert unloads(parts) == [f"{session_id}:train:0:unload"]
 
 
-def test_a_negative_timeout_closes_no_session(db: Database, parts: Parts, tmp_path: Path) -> None:
-    session_id = silent_session(db, parts)
+def test_a_negative_timeout_closes_no_session(parts: Parts, tmp_path: Path) -> None:
+    session_id = silent_session(parts)
     janitor_of(parts, session_timeout_s=-1.0).sweep()
     assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
 def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
-    db: Database, parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session_id = silent_session(db, parts)
+    session_id = silent_session(parts)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", "old")
     directory, num_bytes = parts.services.checkpoints.files.write(lambda target: None)
-    with db.write() as connection:
+    with parts.db.write() as connection:
         for statement in completion(NewCheckpoint(ref, TENANT, "base", LoraSpec(4)), directory, num_bytes):
             connection.execute(statement)
         connection.execute(CHECKPOINTS.update().values(expires_at=now() - 60))
@@ -134,9 +128,9 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
     assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
-def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: Parts, tmp_path: Path) -> None:
+def test_files_of_ephemeral_versions_go_with_their_session(parts: Parts, tmp_path: Path) -> None:
     kept: dict[str, str] = {}
-    for session_id in (silent_session(db, parts), silent_session(db, parts, silent_s=1.0)):
+    for session_id in (silent_session(parts), silent_session(parts, silent_s=1.0)):
         version_id = f"{session_id}:sample:0"
         parts.services.sampling_sessions.create(
             NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
@@ -184,10 +178,8 @@ def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_tha
     assert [path.name for path in parts.services.checkpoints.files.path("").iterdir()] == [fresh]
 
 
-def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
-    db: Database, parts: Parts, tmp_path: Path
-) -> None:
-    session_id = silent_session(db, parts, silent_s=1.0)
+def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(parts: Parts, tmp_path: Path) -> None:
+    session_id = silent_session(parts, silent_s=1.0)
     model_id, version_id = f"{session_id}:train:0", f"{session_id}:sample:0"
     parts.services.sampling_sessions.create(
         NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
@@ -210,8 +202,8 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
         assert {path.name for path in (tmp_path / name).iterdir()} == names
 
 
-def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Parts, tmp_path: Path) -> None:
-    session_id = silent_session(db, parts)
+def test_a_closed_sessions_usage_outlives_its_results(parts: Parts, tmp_path: Path) -> None:
+    session_id = silent_session(parts)
     fields = {"tenant_id": TENANT, "session_id": session_id, "base_model": "base", "kind": "forward", "num_tokens": 7}
     request_id = parts.services.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
     parts.services.futures.settle([Settlement(request_id, b"")], {})
@@ -219,18 +211,18 @@ def test_a_closed_sessions_usage_outlives_its_results(db: Database, parts: Parts
     for _ in range(2):
         janitor.sweep()
         this_hour = now() // HOUR_S * HOUR_S
-        rows = Usage(db).rows(TENANT, this_hour - HOUR_S, this_hour + HOUR_S)
+        rows = Usage(parts.db).rows(TENANT, this_hour - HOUR_S, this_hour + HOUR_S)
         assert [(row.type, row.quantity) for row in rows] == [("training", 7)]
     with pytest.raises(NotFoundError):
         parts.services.futures.outcome(TENANT, request_id)
 
 
-def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Parts, tmp_path: Path) -> None:
-    session_id = silent_session(db, parts)
-    finished = silent_session(db, parts)
+def test_the_janitors_actions_are_in_the_audit_log_once(parts: Parts, tmp_path: Path) -> None:
+    session_id = silent_session(parts)
+    finished = silent_session(parts)
     parts.services.sessions.finish(TENANT, finished, "success")
     new = NewCheckpoint(CheckpointRef("m", "weights", "old"), TENANT, "base", LoraSpec(4), ttl_s=-1.0)
-    with db.write() as connection:
+    with parts.db.write() as connection:
         for statement in completion(new, "no-such-directory", 7):
             connection.execute(statement)
         connection.execute(
@@ -246,24 +238,22 @@ def test_the_janitors_actions_are_in_the_audit_log_once(db: Database, parts: Par
     ]
 
 
-def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
-    db: Database, parts: Parts, tmp_path: Path
-) -> None:
-    session_id = silent_session(db, parts)
-    with db.write() as connection:
+def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(parts: Parts, tmp_path: Path) -> None:
+    session_id = silent_session(parts)
+    with parts.db.write() as connection:
         connection.execute(custom_losses.insertion(NewCustomLoss("l", session_id, TENANT, "l", b"{}")))
         connection.execute(recorded_sequences.insertion(session_id, "r", 1, [1]))
     janitor_of(parts).sweep()
     assert parts.services.custom_losses.get(session_id, "l") == b"{}"
-    with db.write() as connection:
+    with parts.db.write() as connection:
         connection.execute(SEQUENCES.update().values(valid_until=1.0))
         connection.execute(SESSIONS.update().values(closed_at=1.0))
     janitor_of(parts).sweep()
     assert parts.services.custom_losses.get(session_id, "l") == b"{}", "its model is not unloaded yet"
-    with db.write() as connection:
+    with parts.db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
         connection.execute(FUTURES.update().values(state="done", settled_at=1.0))
     janitor_of(parts).sweep()
-    with db.read() as connection:
+    with parts.db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(SEQUENCES)) == 0
         assert connection.scalar(sa.select(sa.func.count()).select_from(CUSTOM_LOSSES)) == 0
