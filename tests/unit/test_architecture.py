@@ -70,7 +70,7 @@ MUST_NOT_LOAD = {
     ),
     "tinsmith.batch.worker.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch", "alembic"),
-    "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker", "ray"),
+    "tinsmith.cli.main": ("torch", "transformers", "numpy", "starlette", "sqlalchemy", "httpx", "tinker", "ray"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),
 }
 

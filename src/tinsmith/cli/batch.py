@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import httpx
 import typer
 from rich.markup import escape
 from rich.text import Text
@@ -325,6 +324,8 @@ def task(
 @contextmanager
 def _client() -> Iterator[Client]:
     """A client of the environment's server. An error ends the command with one line."""
+    import httpx
+
     from tinsmith.batch.client.http import Client
 
     with refusals(ValueError, httpx.TransportError), closing(Client(patience_s=PATIENCE_S)) as client:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tinsmith.auth.signing import load_secret
-from tinsmith.base_models import nano
 from tinsmith.cli.remote import AsJson, output, plain_table, print_json, print_table
 from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
@@ -170,6 +169,8 @@ def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
 
 
 def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
+    from tinsmith.base_models import nano
+
     names = tuple(entry.partition("=")[0] for entry in settings.models) or (nano.MODEL_NAME,)
     configured = settings.signing_secret.get_secret_value()
     if not configured:
