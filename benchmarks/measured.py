@@ -140,6 +140,7 @@ def own_server(model: str | None, *arguments: str, settings: Mapping[str, str] |
         with log_path.open("wb") as log:
             given = [*command, *(["--model", model] if model else []), *arguments]
             environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in (settings or {}).items()}}
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
             process = subprocess.Popen(given, stdout=log, stderr=log, env=environment)
         try:
             wait_for(port, process, log_path)
