@@ -37,10 +37,14 @@ def test_pages_that_hold_nothing_are_given_back() -> None:
 
 def test_nothing_is_looked_for_while_modules_are_imported() -> None:
     assert gc.isenabled()
+    gc.unfreeze()
     with pytest.raises(ImportError), importing():
         assert not gc.isenabled()
         with importing():
             pass
         assert not gc.isenabled()  # the inner one does not change it
+        assert not gc.get_freeze_count()
         raise ImportError
     assert gc.isenabled()
+    assert gc.get_freeze_count() > 10_000  # and what was imported is not looked at again
+    gc.unfreeze()

@@ -465,8 +465,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     engine, close = start(stores, database, mailbox, settings)
     database.time_use(engine.meters.observe_database)
     threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
-    # Loaded modules stay in memory: scanning them for garbage takes 0.1 to 0.3 s each time.
-    gc.freeze()
+    gc.freeze()  # without torch, what this process has imported is not exempt yet
     supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)

@@ -1,9 +1,9 @@
-"""Returns freed memory to the system (malloc_trim), and pauses garbage collection during imports.
+"""Returns freed memory to the system (malloc_trim), and keeps the garbage collector away from imported modules.
 
 glibc keeps freed blocks in a heap for each thread. A server handles bodies of all sizes in a dozen threads, so tens of
 megabytes accumulate in a quarter of an hour without a leak; the janitor trims the heaps after each sweep. Other C
 libraries keep little and have no malloc_trim. Imports create almost no garbage, but collections take a fifth of their
-time.
+time, and later ones would scan what they loaded: 0.1 s in a server, 0.4 s in an engine while it loads its model.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection while slow imports run."""
+    """Disable garbage collection while slow imports run, and exempt what they load from it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            gc.freeze()
             gc.enable()
 
 
