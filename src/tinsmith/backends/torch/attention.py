@@ -363,11 +363,12 @@ class _ShortCausal(torch.autograd.Function):
         q_NRD, k_NLD, v_NLD, kept_NRL = ctx.saved_tensors
         probs_NRL = _causal_probs(q_NRD, k_NLD, ctx.scale) if kept_NRL is None else kept_NRL
         grad_NRD = grad.reshape(*probs_NRL.shape[:2], -1)
-        grad_probs_NRL = torch.bmm(grad_NRD, v_NLD.mT)
+        # All gradients of scores are scaled here, so that the other products share compiled ones.
+        grad_probs_NRL = torch.empty_like(probs_NRL).baddbmm_(grad_NRD, v_NLD.mT, beta=0, alpha=ctx.scale)
         grad_scores_NRL = torch.ops.aten._softmax_backward_data(grad_probs_NRL, probs_NRL, -1, probs_NRL.dtype)
         grads = (
-            torch.baddbmm(q_NRD, grad_scores_NRL, k_NLD, beta=0, alpha=ctx.scale),
-            torch.baddbmm(k_NLD, grad_scores_NRL.mT, q_NRD, beta=0, alpha=ctx.scale),
+            torch.bmm(grad_scores_NRL, k_NLD),
+            torch.bmm(grad_scores_NRL.mT, q_NRD),
             torch.bmm(probs_NRL.mT, grad_NRD),
         )
         grad_q, grad_k, grad_v = (own.view(shape) for own, shape in zip(grads, ctx.shapes, strict=True))
