@@ -249,8 +249,10 @@ def measure(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]
     columns["log_ratio"] = np.zeros_like(columns["logprob"])
     if spec.loss.sequence_ratio:
         example_P = np.repeat(np.arange(len(examples)), [len(example.targets_P) for example in examples])
-        given = columns["logprob"], columns["old_logprob"], columns["ratio_mask"] != 0, example_P
-        columns["log_ratio"] = sequence_log_ratios(*map(torch.from_numpy, given), len(examples)).numpy()
+        needed = (columns[name] for name in ("logprob", "old_logprob", "ratio_mask"))
+        logprob_P, old_P, mask_P = map(torch.from_numpy, needed)
+        ratio_P = sequence_log_ratios(logprob_P, old_P, mask_P != 0, torch.from_numpy(example_P), len(examples))
+        columns["log_ratio"] = ratio_P.numpy()
     active_P = columns["weight"] != 0
     chosen = slice(None) if active_P.all() else active_P  # usually all, and then nothing is copied
     names = "logprob", "old_logprob", "weight", "low", "high", "log_ratio"
