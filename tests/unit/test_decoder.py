@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import lora
+from tinsmith.backends.torch import lora, products
 from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -316,10 +316,24 @@ def test_rotations_reach_as_far_as_positions_go(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("suits_mkl", [True, False])
+def test_small_float32_weights_are_packed_unless_mkl_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suits_mkl: bool
+) -> None:
+    monkeypatch.setattr(products, "SUITS_MKL", suits_mkl)
+    base = loaded(tmp_path, "qwen3")
+    modules, ours = stepped(base, [adapter(base, 1, 8)], [5])
+    torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    assert base._fused is not None
+    linears = [linear for layer in base._fused._layers for linear in layer.linears]
+    assert all((linear._packed_OI is None) is suits_mkl for linear in linears)
+
+
 @pytest.mark.parametrize(("rows", "pinned", "small"), [(4, False, 1), (65, False, 3), (4, True, 3)])
 def test_in_a_decode_step_only_large_kernels_have_all_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pinned: bool, small: int
 ) -> None:
+    monkeypatch.setattr(products, "SUITS_MKL", False)
     base = loaded(tmp_path, "qwen3")
     one = [adapter(base, 1, 8)]
     stepped(base, [*one], [2])

@@ -53,9 +53,10 @@ MAX_WASTE = 0.25
 MAX_FLASH_DIM = 256
 """The largest head of FlashAttention."""
 
-SHORT_ROWS, FEW_ROWS = 256, 128
+SHORT_ROWS, KEPT_ROWS, FEW_ROWS = 512, 256, 64
 """Training in bfloat16 on a CPU, sequences of at most SHORT_ROWS rows, and at least FEW_ROWS rows of them at once, take
-plain batched products: with 1,024 rows, SDPA and its backward take five times as long at a length of 64, twice at 256.
+plain batched products, which SDPA and its backward take twice as long as at a length of 64 or 256, 1.3 times at 512.
+The probabilities of more than KEPT_ROWS are computed again, since they take the most memory of a layer.
 """
 
 
@@ -167,38 +168,48 @@ class PackedCausal:
     def __init__(
         self, lengths: Sequence[int], device: torch.device | str = "cpu", seen: Sequence[I64 | None] = ()
     ) -> None:
-        self._groups = _grouped(lengths, torch.device(device), seen)
-        self._order = None
-        source_T = np.concatenate([group.source for group in self._groups])
-        if not np.array_equal(source_T, np.arange(len(source_T))):
-            self._order = upload(np.argsort(source_T), torch.device(device))
+        device = torch.device(device)
+        self._groups, row_C, cell_T = _grouped(lengths, device, seen)
+        # The row of each cell of the groups, one group after the other, and the cell of each row; None: the same.
+        self._row_C = self._cell_T = None
+        if not np.array_equal(row_C, np.arange(len(cell_T))):
+            self._row_C, self._cell_T = upload(row_C, device), upload(cell_T, device)
         self._masks: dict[tuple[int | tuple[int, ...], Window | None], Tensor] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        outputs = []
-        for group in self._groups:
-            q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
-            window = options.get("window")
+        outputs, window = [], options.get("window")
+        given = zip(self._groups, *(self._padded(x) for x in (q_THD, k_TGD, v_TGD)), strict=True)
+        for group, *qkv in given:
+            q_nHLD, k_nGLD, v_nGLD = (x_nLHD.transpose(1, 2) for x_nLHD in qkv)
             if window is not None and group.length > (2 - window.chunked) * window.size and group.seen_nL is None:
                 out_nHLD = _in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
             else:
                 out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, self._mask(group, window, q_THD), **options)
-            outputs.append(_unpadded(out_nHLD, group))
-        return self._in_order(outputs)
+            outputs.append(out_nHLD.transpose(1, 2))
+        return self._unpadded(outputs)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        outputs = []
-        for group in self._groups:
-            x_nLD = _padded(x_TD[:, None], group)[:, 0]
-            y_nLD, _ = mixer(x_nLD, group.starts)
-            outputs.append(_unpadded(y_nLD[:, None], group))
-        return self._in_order(outputs)[:, 0]
+        pairs = zip(self._groups, self._padded(x_TD), strict=True)
+        return self._unpadded([mixer(x_nLD, group.starts)[0] for group, x_nLD in pairs])
 
-    def _in_order(self, outputs: Sequence[Tensor]) -> Tensor:
-        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
-        return out_THD if self._order is None else _TakeRows.apply(out_THD, self._order)
+    def _padded(self, x: Tensor) -> list[Tensor]:
+        """[n, L, ..] of each group, from [T, ..]."""
+        cells = x if self._row_C is None else _TakeRows.apply(x, self._row_C, self._cell_T)
+        sizes = [len(group.starts) * group.length for group in self._groups]
+        # Backward through a slice copies the gradient into zeros; through a split it is one copy.
+        parts = cells.split_with_sizes(sizes) if len(sizes) > 1 else [cells]
+        return [
+            part.view(len(group.starts), group.length, *x.shape[1:])
+            for part, group in zip(parts, self._groups, strict=True)
+        ]
+
+    def _unpadded(self, outputs: Sequence[Tensor]) -> Tensor:
+        """[T, ..] from [n, L, ..] of each group."""
+        parts = [each.flatten(0, 1) for each in outputs]
+        cells = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return cells if self._cell_T is None else _TakeRows.apply(cells, self._cell_T)
 
     def _mask(self, group: _Group, window: Window | None, q_THD: Tensor) -> Tensor | None:
         """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Made once for all
@@ -220,27 +231,17 @@ class PackedCausal:
 
 
 class _Group(NamedTuple):
-    """Sequences that share a kernel call. `rows` None: the rows from the first start on are n adjacent sequences of L
-    rows.
-    """
+    """Sequences that share a kernel call."""
 
     starts: tuple[int, ...]
     length: int
-    rows: Tensor | None  # [n * L] source row of each padded cell
-    kept: Tensor | None  # [rows of the group] padded cell of each real row
-    source: I64  # [rows of the group] source row of each real row, on the host
     seen_nL: Tensor | None = None  # how many cells each one sees; None: those up to itself
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.starts)
 
-    @property
-    def start(self) -> int:
-        return self.starts[0]
-
-
-def _grouped(lengths: Sequence[int], device: torch.device, seen: Sequence[I64 | None] = ()) -> list[_Group]:
+def _grouped(
+    lengths: Sequence[int], device: torch.device, seen: Sequence[I64 | None] = ()
+) -> tuple[list[_Group], I64, I64]:
+    """The groups, the source row of each of their cells, and the cell of each row."""
     starts = [0, *accumulate(lengths)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
@@ -250,20 +251,19 @@ def _grouped(lengths: Sequence[int], device: torch.device, seen: Sequence[I64 | 
             buckets[-1].append(i)
         else:
             buckets.append([i])
-    groups = []
+    groups, rows, kept = [], [], []
     for bucket in buckets:
         bucket.sort()
         own, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
         seen_nL = _seen([(lengths[i], seen[i]) for i in bucket], device) if seen else None
-        size_n1 = np.array([lengths[i] for i in bucket])[:, None]
-        cell_L = np.arange(length)
-        rows = (np.array(own)[:, None] + np.minimum(cell_L, size_n1 - 1)).ravel()
-        kept = np.flatnonzero(cell_L < size_n1)
-        if rows[-1] - rows[0] == len(rows) - 1 and len(kept) == len(rows):
-            groups.append(_Group(own, length, None, None, rows, seen_nL))
-        else:
-            groups.append(_Group(own, length, upload(rows, device), upload(kept, device), rows[kept], seen_nL))
-    return groups
+        groups.append(_Group(own, length, seen_nL))
+        size_n1, cell_L = np.array([lengths[i] for i in bucket])[:, None], np.arange(length)
+        rows.append((np.array(own)[:, None] + np.minimum(cell_L, size_n1 - 1)).ravel())
+        kept.append((cell_L < size_n1).ravel())
+    row_C, kept_C = np.concatenate(rows), np.concatenate(kept)
+    cell_T = np.empty(starts[-1], np.int64)
+    cell_T[row_C[kept_C]] = np.flatnonzero(kept_C)
+    return groups, row_C, cell_T
 
 
 def _seen(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Tensor | None:
@@ -278,38 +278,22 @@ def _seen(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Te
     return upload(seen_nL, device)
 
 
-def _padded(x_THD: Tensor, group: _Group) -> Tensor:
-    """[n, H, L, D]"""
-    num_cells = group.num_sequences * group.length
-    if group.rows is None:
-        # Backward through a slice, even of all rows, copies the gradient into zeros.
-        rows = x_THD if num_cells == len(x_THD) else x_THD[group.start : group.start + num_cells]
-    else:
-        rows = _TakeRows.apply(x_THD, group.rows, group.kept)
-    return rows.view(group.num_sequences, group.length, *x_THD.shape[1:]).transpose(1, 2)
-
-
-def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
-    rows = out_nHLD.transpose(1, 2).flatten(0, 1)
-    return rows if group.kept is None else _TakeRows.apply(rows, group.kept)
-
-
 class _TakeRows(torch.autograd.Function):
-    """x[rows], differentiated by a plain scatter: autograd's own would add, atomically on a GPU. Rows that are taken
-    more than once are padding, which gets no gradient; `real` selects the others, all if None.
+    """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `places`: for each row of
+    x the place in `rows` whose gradient it gets, the others are padding; if None, no row is taken twice.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, real: Tensor | None = None) -> Tensor:
-        ctx.rows, ctx.real, ctx.num_rows = rows, real, x.shape[0]
+    def forward(ctx, x: Tensor, rows: Tensor, places: Tensor | None = None) -> Tensor:
+        ctx.rows, ctx.places, ctx.num_rows = rows, places, x.shape[0]
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rows = ctx.rows if ctx.real is None else ctx.rows[ctx.real]
-        own = grad if ctx.real is None else grad.index_select(0, ctx.real)
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, rows, own), None, None
+        if ctx.places is not None:
+            return grad.index_select(0, ctx.places), None, None
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, ctx.rows, grad), None, None
 
 
 def causal_mask(length: int, window: Window | None, like: Tensor) -> Tensor:
@@ -362,34 +346,39 @@ def _is_short(q_nHLD: Tensor) -> bool:
 
 
 class _ShortCausal(torch.autograd.Function):
-    """Causal attention by products of whole sequences, as `reference` computes it; keeps the probabilities."""
+    """Causal attention by products of whole sequences, as `reference` computes it."""
 
     @staticmethod
     def forward(ctx, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
-        length = q_nHLD.shape[2]
         k_NLD, v_NLD = k_nGLD.flatten(0, 1).contiguous(), v_nGLD.flatten(0, 1).contiguous()
-        q_NRD = (q_nHLD * scale).reshape(len(k_NLD), -1, q_nHLD.shape[-1])
-        scores_NRL = torch.bmm(q_NRD, k_NLD.mT)
-        scores_NRL.view(-1, length, length).add_(causal_mask(length, None, scores_NRL))
-        probs_NRL = torch.softmax(scores_NRL, -1)
-        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL)
+        q_NRD = q_nHLD.reshape(len(k_NLD), -1, q_nHLD.shape[-1])
+        probs_NRL = _causal_probs(q_NRD, k_NLD, scale)
+        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL if q_nHLD.shape[2] <= KEPT_ROWS else None)
         ctx.scale, ctx.shapes = scale, (q_nHLD.shape, k_nGLD.shape, v_nGLD.shape)
         return torch.bmm(probs_NRL, v_NLD).view(*q_nHLD.shape[:3], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_NRD, k_NLD, v_NLD, probs_NRL = ctx.saved_tensors
+        q_NRD, k_NLD, v_NLD, kept_NRL = ctx.saved_tensors
+        probs_NRL = _causal_probs(q_NRD, k_NLD, ctx.scale) if kept_NRL is None else kept_NRL
         grad_NRD = grad.reshape(*probs_NRL.shape[:2], -1)
-        grad_probs_NRL = torch.bmm(grad_NRD, v_NLD.mT)
+        # All gradients of scores are scaled here, so that the other products share compiled ones.
+        grad_probs_NRL = torch.empty_like(probs_NRL).baddbmm_(grad_NRD, v_NLD.mT, beta=0, alpha=ctx.scale)
         grad_scores_NRL = torch.ops.aten._softmax_backward_data(grad_probs_NRL, probs_NRL, -1, probs_NRL.dtype)
         grads = (
-            torch.bmm(grad_scores_NRL, k_NLD).mul_(ctx.scale),
+            torch.bmm(grad_scores_NRL, k_NLD),
             torch.bmm(grad_scores_NRL.mT, q_NRD),
             torch.bmm(probs_NRL.mT, grad_NRD),
         )
         grad_q, grad_k, grad_v = (own.view(shape) for own, shape in zip(grads, ctx.shapes, strict=True))
         return grad_q, grad_k, grad_v, None
+
+
+def _causal_probs(q_NRD: Tensor, k_NLD: Tensor, scale: float) -> Tensor:
+    mask_RL = causal_mask(k_NLD.shape[1], None, q_NRD).repeat(q_NRD.shape[1] // k_NLD.shape[1], 1)
+    # The product adds the mask and scales: a third less time than passes of their own over the scores.
+    return torch.softmax(torch.baddbmm(mask_RL, q_NRD, k_NLD.mT, alpha=scale), -1)
 
 
 def _in_blocks(

@@ -271,7 +271,7 @@ class LoRADelta:
         for run in routing.runs:
             if run.adapters[0].compute.keys().isdisjoint(self._names):
                 continue
-            work += [run] if self._is_batched(run) else run.split()
+            work += [run] if len(run.adapters) == 1 or self._is_batched(run) else run.split()
         if routing.repeats:
             for run in work:
                 if _is_joined(run):
@@ -308,21 +308,21 @@ class LoRADelta:
             own(grad_TI, grad_TO, x_TI, run, u)
 
     def _single_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
-        (adapter,), rows = run.adapters, slice(run.start, run.stop)
+        (adapter,) = run.adapters
         if isinstance(joined := run.stacks.get(self), Joined):
             u_nR = linear_product(run.own(x_TI), joined.a_RI)
             delta_nO = linear_product(u_nR, joined.b_OR)
             run.own(y_TO)[:, : delta_nO.shape[1]].add_(delta_nO)  # parts may cover fewer outputs than the linear has
             return u_nR
-        matrices = self._matrices(adapter)
-        u_nR = _concat([product(x_TI[rows], each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)
+        matrices, own_nI, own_nO = self._matrices(adapter), run.own(x_TI), run.own(y_TO)
+        u_nR = _concat([product(own_nI, each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)
         for _, columns, ranks, b_Or in matrices.linears_b:
-            add_product_(y_TO[rows, columns], u_nR[:, ranks], b_Or.t(), 1.0)
+            add_product_(own_nO[:, columns], u_nR[:, ranks], b_Or.t(), 1.0)
         return u_nR
 
     def _single_backward_(self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, u_nR: Tensor) -> None:
-        (adapter,), rows = run.adapters, slice(run.start, run.stop)
-        matrices, grad_nO = self._matrices(adapter), grad_TO[rows]
+        (adapter,), grad_nO = run.adapters, run.own(grad_TO)
+        matrices = self._matrices(adapter)
         grads = [product(grad_nO[:, m.columns], m.b_Or, grad_nO.dtype) for m in matrices.linears_b]
         grad_nR = _concat(grads, adapter.scale)
         if adapter.gradients is not None:
@@ -331,10 +331,10 @@ class LoRADelta:
             for name, columns, ranks, _ in matrices.linears_b:
                 adapter.gradients[name][1].add_(found_OR[columns, ranks])
             for each in matrices.stacked_a:
-                add_product_(each.gradient(adapter), grad_nR[:, each.ranks].t(), x_TI[rows], 1.0)
+                add_product_(each.gradient(adapter), grad_nR[:, each.ranks].t(), run.own(x_TI), 1.0)
         if grad_TI is not None:
             for _, ranks, a_RI in matrices.stacked_a:
-                add_product_(grad_TI[rows], grad_nR[:, ranks], a_RI, 1.0)
+                add_product_(run.own(grad_TI), grad_nR[:, ranks], a_RI, 1.0)
 
     def _batched_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
         stacked_a, linears_b = self._stacks(run)
@@ -410,7 +410,7 @@ class LoRADelta:
         return known
 
     def _is_batched(self, run: Run) -> bool:
-        if len(run.adapters) == 1 or run.length > BATCHED_ROWS:
+        if run.length > BATCHED_ROWS:
             return False
         if _is_sampling() and not self._is_worth_stacking(run):
             return False

@@ -87,8 +87,7 @@ class Head:
 
     def _logprobs(self, chunk: Chunk) -> Tensor:
         """[p]"""
-        logprobs_CV = torch.log_softmax(self._base.logits(chunk.hidden_CD, chunk.routing), -1)
-        return logprobs_CV.view(-1)[chunk.cells_p]
+        return self._normalised(self._base.logits(chunk.hidden_CD, chunk.routing), chunk)[1]
 
     def _differentiate(
         self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
@@ -245,26 +244,19 @@ def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
 
 def measure(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
     """`logprobs[i]` are those of example i's pairs. Positions of weight 0 count in `tokens:sum` only."""
-    logprob_P = torch.from_numpy(np.concatenate([array.reshape(-1) for array in logprobs]))
-    columns = {
-        name: torch.from_numpy(np.concatenate([example.columns[name] for example in examples])) for name in COLUMNS
-    }
-    active_P = columns["weight"] != 0
-    log_ratio_P = torch.zeros_like(logprob_P)
+    columns = {name: np.concatenate([example.columns[name] for example in examples]) for name in COLUMNS}
+    columns["logprob"] = np.concatenate([array.reshape(-1) for array in logprobs])
+    columns["log_ratio"] = np.zeros_like(columns["logprob"])
     if spec.loss.sequence_ratio:
-        sizes = torch.tensor([len(example.targets_P) for example in examples])
-        example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
-        counted_P = columns["ratio_mask"] != 0
-        log_ratio_P = sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(examples))
+        example_P = np.repeat(np.arange(len(examples)), [len(example.targets_P) for example in examples])
+        needed = (columns[name] for name in ("logprob", "old_logprob", "ratio_mask"))
+        logprob_P, old_P, mask_P = map(torch.from_numpy, needed)
+        ratio_P = sequence_log_ratios(logprob_P, old_P, mask_P != 0, torch.from_numpy(example_P), len(examples))
+        columns["log_ratio"] = ratio_P.numpy()
+    active_P = columns["weight"] != 0
     chosen = slice(None) if active_P.all() else active_P  # usually all, and then nothing is copied
-    x = Columns(
-        *(
-            column[chosen]
-            for column in (
-                logprob_P, columns["old_logprob"], columns["weight"], columns["low"], columns["high"], log_ratio_P
-            )
-        )
-    )  # fmt: skip
+    names = "logprob", "old_logprob", "weight", "low", "high", "log_ratio"
+    x = Columns(*(torch.from_numpy(columns[name][chosen]) for name in names))
     terms = spec.loss.formula(x, spec.config)
     metrics = {
         "loss:sum": float(terms.loss_P.sum(dtype=torch.float64)),

@@ -150,6 +150,8 @@ class MemoryManager:
 
     def available(self, name: str, *, idle_only: bool) -> float:
         """The bytes that a holder may use after evicting others: only what is idle, or all that can be freed."""
+        if not self.is_limited:
+            return math.inf
         others = [evictable for other, evictable in self._evictable.items() if other != name]
         return self.limit_of(name) + sum(each.idle_bytes() if idle_only else each.most_bytes() for each in others)
 

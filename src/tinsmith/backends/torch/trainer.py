@@ -218,7 +218,8 @@ class Trainer:
         positions, images = self._base.positions(batch.pieces) if batch.has_images else (batch.positions_T, None)
         positions_T = upload(positions, device)
         plan = self._attention_plan(batch)
-        self._base.recompute.decide(len(tokens_T), device)
+        if train:
+            self._base.recompute.decide(len(tokens_T), device)
         with torch.set_grad_enabled(train):
             return self._base.hidden(tokens_T, positions_T, plan, batch.routing, images=images)
 

@@ -31,7 +31,7 @@ from transformers.activations import SiLUActivation
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed, Routing
-from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed
+from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MOST_PACKED
@@ -60,7 +60,7 @@ class FusedLinear(LoRAProduct):
         self._threads = threads
         self.weight = _joined(linears)
         self._packed_OI: Tensor | None = None
-        self._has_onednn = has_onednn(self.weight)
+        self._has_onednn = has_onednn(self.weight) and not suits_mkl(self.weight)
         biases = [linear.bias for linear in linears]
         self.bias = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
 
@@ -69,7 +69,8 @@ class FusedLinear(LoRAProduct):
         return self.weight.nbytes
 
     def pack(self) -> None:
-        self._packed_OI = packed(self.weight)
+        if self._has_onednn:
+            self._packed_OI = packed(self.weight)
 
     def __call__(
         self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None, before: Recomputed | None = None
@@ -136,8 +137,8 @@ class _Norm:
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         rstd, wide = self._rstd(x)
         scaled = (grad * self._wide).mul_(rstd)
-        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd).div_(-x.shape[-1])
-        return scaled.addcmul_(wide, along).to(x.dtype)
+        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd)
+        return scaled.addcmul_(wide, along, value=-1.0 / x.shape[-1]).to(x.dtype)
 
     def _rstd(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """1 / rms(x), and x in float32."""
