@@ -220,6 +220,29 @@ def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_that_decode_together_are_batched_from_the_first_step(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "qwen3", dtype)
+    if base._fused is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    delta, many = base._fused._layers[0].down.delta, [adapter(base, seed, 4) for seed in range(3)]
+    # Sequences of unlike length are padded in bfloat16.
+    for lengths, num_batches in (([2, 2, 2], 1), ([7, 8, 8], 1 if dtype == "bfloat16" else 2)):
+        modules, _ = stepped(base, [*many], lengths)
+        once, often = (Routing.of(many, lengths, repeats=repeats) for repeats in (False, True))
+        tokens_T = torch.randint(
+            0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(sum(lengths))
+        )
+        positions_T = torch.cat([torch.arange(n) for n in lengths])
+        delta._stack_cache.clear()
+        with torch.inference_mode():
+            assert len(delta.work(once)) == 3, "matrices that serve one step are not copied"
+            delta._stack_cache.clear()
+            ours = base.hidden(tokens_T, positions_T, PackedCausal(lengths), often)
+            assert len(delta.work(often)) == num_batches
+        assert float((ours - modules).float().norm() / modules.float().norm()) < (0.03 if dtype == "bfloat16" else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
     if base._fused is None:

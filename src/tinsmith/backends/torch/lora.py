@@ -56,8 +56,8 @@ eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Long
 """
 
 MAX_PADDING = 0.25
-"""The most rows of padding in a batch of segments, as a share of its own rows, where bfloat16 is trained: without it, a
-step of eight tenants with 24 to 64 rows takes 1.2 times as long. It gains nothing in float32 and in sampling.
+"""The most rows of padding in a batch of segments, as a share of its own rows, in bfloat16: without it, a training step
+of eight tenants with 24 to 64 rows takes 1.2 times as long, prompts of eight adapters 1.1 times. Not in float32.
 """
 
 BATCHED_NUMBERS = 1 << 15
@@ -115,7 +115,7 @@ class Run:
         first = self.adapters[0]
         if start != self.stop or adapter.layout is not first.layout or adapter.scale != first.scale:
             return False
-        pads = adapter.compute_P.dtype == torch.bfloat16 and torch.is_grad_enabled()
+        pads = adapter.compute_P.dtype == torch.bfloat16
         num_rows, num_cells = self.stop - self.start + length, max(self.length, length) * (len(self.adapters) + 1)
         return num_cells <= (1 + MAX_PADDING * pads) * num_rows
 
@@ -271,7 +271,8 @@ class LoRADelta:
         for run in routing.runs:
             if run.adapters[0].compute.keys().isdisjoint(self._names):
                 continue
-            work += [run] if len(run.adapters) == 1 or self._is_batched(run) else run.split()
+            is_whole = len(run.adapters) == 1 or self._is_batched(run, repeats=routing.repeats)
+            work += [run] if is_whole else run.split()
         if routing.repeats:
             for run in work:
                 if _is_joined(run):
@@ -398,21 +399,21 @@ class LoRADelta:
         stacked_a = zip(*(share.stacked_a for share in matrices), strict=True)
         linears_b = zip(*(share.linears_b for share in matrices), strict=True)
         return (
-            [(some[0], torch.stack([each.a_RI for each in some])) for some in stacked_a],
-            [(some[0], torch.stack([linear_b.b_Or for linear_b in some])) for some in linears_b],
+            [(some[0], _stack([each.a_RI for each in some])) for some in stacked_a],
+            [(some[0], _stack([linear_b.b_Or for linear_b in some])) for some in linears_b],
         )
 
-    def _is_worth_stacking(self, run: Run) -> bool:
-        """In sampling: whether the same adapters ran together recently, so that their stack serves many steps."""
+    def _is_worth_stacking(self, run: Run, *, repeats: bool) -> bool:
+        """In sampling: whether the same adapters run together again, so that their stack serves many steps."""
         known = run.versions in self._stack_cache
-        if run.num_bytes <= MAX_STACK_BYTES:
+        if is_small := run.num_bytes <= MAX_STACK_BYTES:
             self._used(run)
-        return known
+        return known or (repeats and is_small)
 
-    def _is_batched(self, run: Run) -> bool:
+    def _is_batched(self, run: Run, *, repeats: bool) -> bool:
         if run.length > BATCHED_ROWS:
             return False
-        if _is_sampling() and not self._is_worth_stacking(run):
+        if _is_sampling() and not self._is_worth_stacking(run, repeats=repeats):
             return False
         stacked_a, linears_b = self._matrices(run.adapters[0])
         largest = max(*(each.a_RI.numel() for each in stacked_a), *(linear_b.b_Or.numel() for linear_b in linears_b))
@@ -446,6 +447,11 @@ def _is_joined(run: Run) -> bool:
     if len(run.adapters) > 1 or run.length > JOINED_ROWS or run.num_bytes > MAX_STACK_BYTES:
         return False
     return has_onednn(run.adapters[0].compute_P)
+
+
+def _stack(matrices: Sequence[Tensor]) -> Tensor:
+    """In sampling stored as forward reads them fastest, 1.1 to 1.3 times as fast; backward reads the other way."""
+    return torch.stack([each.t() for each in matrices]).mT if _is_sampling() else torch.stack(tuple(matrices))
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -76,6 +76,9 @@ EXHAUSTED = (
 )
 
 
+MANY_ROWS = 32
+"""Adapters with more rows in a step are batched whatever their number."""
+
 MAX_ROUTINGS = 4
 """Routings that are kept for later steps: a step has one for its rows and one for those it samples from."""
 
@@ -403,12 +406,12 @@ class LocalSampler:
     def _forward(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
         """Final hidden states of the rows that are needed, and each span with the number of its rows among them."""
         # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows are adjacent, too: they share one batched product.
+        # rows, or many, are adjacent, too, in one order: they share a batched product, whose matrices are kept.
         num_rows: Counter[int] = Counter()
         for span in spans:
             num_rows[span.sequence.request.weights.number] += span.stop - span.start
         numbers = {id(span): span.sequence.request.weights.number for span in spans}
-        spans = sorted(spans, key=lambda span: (num_rows[numbers[id(span)]], numbers[id(span)]))
+        spans = sorted(spans, key=lambda span: (min(num_rows[numbers[id(span)]], MANY_ROWS), numbers[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence, _seen(span)) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
