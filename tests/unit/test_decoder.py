@@ -166,12 +166,16 @@ def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     assert base._fused is None
 
 
-def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `both`, for sequences of these lengths."""
+def rows_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions of sequences of these lengths, the same at each call."""
     total = sum(lengths)
     tokens_T = torch.randint(0, tiny_models.VOCAB, (total,), generator=torch.Generator().manual_seed(total))
-    positions_T = torch.cat([torch.arange(n) for n in lengths])
-    given = (tokens_T, positions_T, PackedCausal(lengths), Routing.of(adapters, lengths))
+    return tokens_T, torch.cat([torch.arange(n) for n in lengths])
+
+
+def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `both`, for sequences of these lengths."""
+    given = (*rows_of(lengths), PackedCausal(lengths), Routing.of(adapters, lengths))
     with torch.no_grad():
         return base._through_modules(*given), base.hidden(*given)
 
@@ -229,15 +233,11 @@ def test_adapters_that_decode_together_are_batched_from_the_first_step(tmp_path:
     for lengths, num_batches in (([2, 2, 2], 1), ([7, 8, 8], 1 if dtype == "bfloat16" else 2)):
         modules, _ = stepped(base, [*many], lengths)
         once, often = (Routing.of(many, lengths, repeats=repeats) for repeats in (False, True))
-        tokens_T = torch.randint(
-            0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(sum(lengths))
-        )
-        positions_T = torch.cat([torch.arange(n) for n in lengths])
         delta._stack_cache.clear()
         with torch.inference_mode():
             assert len(delta.work(once)) == 3, "matrices that serve one step are not copied"
             delta._stack_cache.clear()
-            ours = base.hidden(tokens_T, positions_T, PackedCausal(lengths), often)
+            ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), often)
             assert len(delta.work(often)) == num_batches
         assert float((ours - modules).float().norm() / modules.float().norm()) < (0.03 if dtype == "bfloat16" else 2e-5)
 
@@ -263,11 +263,8 @@ def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: st
         for adapters, lengths in works:
             modules, _ = stepped(base, adapters, lengths)
             routing = Routing.of(adapters, lengths, repeats=True)
-            total = sum(lengths)
-            tokens_T = torch.randint(0, tiny_models.VOCAB, (total,), generator=torch.Generator().manual_seed(total))
-            positions_T = torch.cat([torch.arange(n) for n in lengths])
             with torch.inference_mode():
-                ours = base.hidden(tokens_T, positions_T, PackedCausal(lengths), routing)
+                ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), routing)
                 logits, expected = base.next_logits(ours, routing), base.logits(modules, Routing.of(adapters, lengths))
             if dtype == "float32":
                 torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)

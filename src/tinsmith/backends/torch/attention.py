@@ -55,8 +55,8 @@ MAX_FLASH_DIM = 256
 
 SHORT_ROWS, KEPT_ROWS, FEW_ROWS = 512, 256, 64
 """Training in bfloat16 on a CPU, sequences of at most SHORT_ROWS rows, and at least FEW_ROWS rows of them at once, take
-plain batched products, which SDPA and its backward take twice as long as at a length of 64 or 256, 1.3 times at 512.
-The probabilities of more than KEPT_ROWS are computed again, since they take the most memory of a layer.
+plain batched products: SDPA and its backward take twice as long at a length of 64 or 256, 1.3 times at 512. Backward
+computes the probabilities of sequences of more than KEPT_ROWS again, since nothing in a layer takes more memory.
 """
 
 
@@ -279,8 +279,8 @@ def _seen(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Te
 
 
 class _TakeRows(torch.autograd.Function):
-    """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `places`: for each row of
-    x the place in `rows` whose gradient it gets, the others are padding; if None, no row is taken twice.
+    """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `places` names, for each
+    row of x, the place in `rows` whose gradient it gets; the other places are padding. None: no row is taken twice.
     """
 
     @staticmethod

@@ -77,7 +77,7 @@ EXHAUSTED = (
 
 
 MANY_ROWS = 32
-"""Adapters with more rows in a step are batched whatever their number."""
+"""Adapters with this many rows or more keep their order from step to step, and with it their kept matrices."""
 
 MAX_ROUTINGS = 4
 """Routings that are kept for later steps: a step has one for its rows and one for those it samples from."""
@@ -406,7 +406,7 @@ class LocalSampler:
     def _forward(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
         """Final hidden states of the rows that are needed, and each span with the number of its rows among them."""
         # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows, or many, are adjacent, too, in one order: they share a batched product, whose matrices are kept.
+        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are kept.
         num_rows: Counter[int] = Counter()
         for span in spans:
             num_rows[span.sequence.request.weights.number] += span.stop - span.start
