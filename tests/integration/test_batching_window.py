@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine_bench import Bench
-from tinsmith.engine.queues import LATE_S, MAX_HOLD_S, MAX_HOLD_SHARE, BatchingWindow, Lane, Rhythm
+from tinsmith.engine.queues import LATE_S, LATE_SHARE, MAX_HOLD_S, MAX_HOLD_SHARE, BatchingWindow, Lane, Rhythm
 from tinsmith.types import Pending
 
 SECONDS = st.floats(0.0, 1.0, allow_nan=False)
@@ -64,8 +64,9 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
 
 def test_there_is_no_wait_before_a_timed_step_or_without_expected_passes() -> None:
     gathering = BatchingWindow()
-    assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0
+    assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0 and gathering.late_s() == LATE_S
     gathering.ran(1.0)
+    assert gathering.late_s() == LATE_SHARE
     assert gathering.wait_s([], [], 0.0) == 0.0
     assert gathering.wait_s([], [0.001, 0.002, 7.0], 0.0) == 0.002
     assert gathering.wait_s([], [0.6 * MAX_HOLD_S], 0.0) == 0.0
@@ -125,15 +126,16 @@ LAGS = st.lists(st.floats(0.0, 0.99 * MAX_HOLD_S), min_size=2, max_size=2)
     LAGS,
     st.floats(1.0, 1000.0),
     st.floats(0.0, 0.2),
+    st.floats(LATE_S, 0.1),
 )
 def test_who_came_with_another_twice_is_expected_as_long_after_it_again(
-    others: list[float], mine: list[float], pause_s: float, waited_s: float
+    others: list[float], mine: list[float], pause_s: float, waited_s: float, late_s: float
 ) -> None:
     first = came(*(turn * pause_s + lag for turn, lag in enumerate(others)), again := 2 * pause_s)
     second = came(*(turn * pause_s + lag for turn, lag in enumerate(mine)))
     lag_s = max(0.0, *(own - other for own, other in zip(mine, others, strict=True)))
-    left = 1.5 * lag_s + LATE_S - waited_s
-    due_s = second.due_beside_s(first, again + waited_s)
+    left = 1.5 * lag_s + late_s - waited_s
+    due_s = second.due_beside_s(first, again + waited_s, late_s)
     if abs(left) > 1e-9:
         assert due_s == (pytest.approx(left, abs=1e-9) if left > 0 else None)
     second.came(again)  # and then nobody is waited for

@@ -66,10 +66,8 @@ def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = 
     assert own is not None
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
-    buffers = {id(a): torch.zeros_like(a.flat_P) for a in adapters if a is not None}
-    for a in adapters:
-        if a is not None:
-            a.gradients = a.layout.views(buffers[id(a)])
+    given = {id(a): a for a in adapters if a is not None}
+    buffers = [a.open_gradients() for a in given.values()]
     base._fused = own if written else None
     try:
         hidden_TD = base.hidden(tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
@@ -78,7 +76,9 @@ def trained(base: BaseModel, adapters: list[Adapter | None], *, written: bool = 
     assert hidden_TD.grad_fn is not None and ("RMSNorm" in type(hidden_TD.grad_fn).__name__) is written
     grad_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(1)).to(hidden_TD)
     hidden_TD.backward(grad_TD)
-    return [hidden_TD.detach(), *buffers.values()]
+    for a in given.values():
+        a.close_gradients()
+    return [hidden_TD.detach(), *buffers]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

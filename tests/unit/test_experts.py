@@ -133,10 +133,7 @@ def test_results_and_gradients_are_those_of_a_loop_in_float64(
     routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
     given = rows(routing.num_rows, seed)
     hidden, index, weights = (given.hidden_TD.requires_grad_(), given.index_Tk, given.weights_Tk.requires_grad_())
-    found_buffers = [torch.zeros_like(a.flat_P) for a in adapters]
-    if trained:
-        for a, buffer in zip(adapters, found_buffers, strict=True):
-            a.gradients = a.layout.views(buffer)
+    found_buffers = [a.open_gradients() if trained else torch.zeros_like(a.flat_P) for a in adapters]
     found = call(experts, routing, given)
     leaves = leaves_of(adapters)
     exact = Rows(hidden.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_())
@@ -147,6 +144,7 @@ def test_results_and_gradients_are_those_of_a_loop_in_float64(
     expected.backward(grad.double())
     pairs = [(hidden.grad, exact.hidden_TD.grad), (weights.grad, exact.weights_Tk.grad)]
     for a, buffer in zip(adapters, found_buffers, strict=True):
+        a.close_gradients()
         for name, views in a.layout.views(buffer).items():
             for view, leaf in zip(views, leaves[id(a)][name], strict=True):
                 wanted = leaf.grad if trained and leaf.grad is not None else torch.zeros_like(leaf)
@@ -174,9 +172,7 @@ def test_non_finite_values_stay_in_their_rows(kind: str) -> None:
     alone = call(experts, routing, given)
     broken.flat_P.fill_(float("nan"))
     given.hidden_TD[9:17] = float("inf")
-    buffers = [torch.zeros_like(a.flat_P) for a in (sound, broken)]
-    for a, buffer in zip((sound, broken), buffers, strict=True):
-        a.gradients = a.layout.views(buffer)
+    buffers = [a.open_gradients() for a in (sound, broken)]
     beside = call(experts, routing, given._replace(hidden_TD=given.hidden_TD.requires_grad_()))
     beside.backward(torch.ones_like(beside))
     assert beside[9:17].isnan().all()
@@ -184,6 +180,8 @@ def test_non_finite_values_stay_in_their_rows(kind: str) -> None:
     others[9:17] = False
     assert torch.equal(beside[others], alone[others])
     assert given.hidden_TD.grad is not None and given.hidden_TD.grad[others].isfinite().all()
+    for a in (sound, broken):
+        a.close_gradients()
     assert buffers[0].isfinite().all() and buffers[0].any() and buffers[1].isnan().any()
 
 
@@ -199,9 +197,9 @@ def test_an_adapter_without_experts_leaves_them_alone() -> None:
 def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
     experts, _ = made("concatenated")
     first = adapter(experts, 1, 4)
-    buffer = torch.zeros_like(first.flat_P)
-    first.gradients = first.layout.views(buffer)
+    buffer = first.open_gradients()
     call(experts, Routing.of([first], [11]), rows(11)).sum().backward()
+    first.close_gradients()
     assert all(view.any() for pair in first.layout.views(buffer).values() for view in pair)
 
 
@@ -237,9 +235,7 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
         given = rows(routing.num_rows, seed)
         # Small, so that rounding moves no value over the limit, where its gradient ends.
         hidden, weights = (given.hidden_TD / 2).bfloat16().requires_grad_(), given.weights_Tk.requires_grad_()
-        buffers = [torch.zeros_like(a.flat_P) for a in adapters]
-        for a, buffer in zip(adapters, buffers, strict=True):
-            a.gradients = a.layout.views(buffer)
+        buffers = [a.open_gradients() for a in adapters]
         found = call(experts, routing, Rows(hidden, given.index_Tk, weights))
         leaves = leaves_of(adapters)
         exact = Rows(
@@ -251,6 +247,7 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
         expected.backward(grad.double())
         pairs = [(found, expected), (hidden.grad, exact.hidden_TD.grad)]
         for i in {i for _, i in parts if i >= 0}:
+            adapters[i].close_gradients()
             pairs += [
                 (view, leaf.grad)
                 for name, views in adapters[i].layout.views(buffers[i]).items()

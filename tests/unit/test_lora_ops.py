@@ -60,6 +60,8 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
             own_a, own_b = owner.layout.views(expected_P[i])[name]
             own_a += 2 * owner.scale * (grad @ b).t() @ x
             own_b += 2 * owner.scale * grad.t() @ (x @ a.t())
+    for owner in owners:
+        owner.close_gradients()
     found = [y_TO, grad_TI, *gradients]
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     for one, wanted in zip(found, [expected_TO, expected_TI, *expected_P], strict=True):

@@ -285,7 +285,8 @@ class Engine:
         self._hold_s = 0.0
         tokens = sum(request.num_tokens for request in step.passes)
         if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
-            self._hold_s = self._batching_window.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
+            window = self._batching_window
+            self._hold_s = window.wait_s(*self._queues.passes_due(step.passes, window.late_s()), time.monotonic())
         return self._hold_s > 0.0
 
     def _unload(self) -> None:

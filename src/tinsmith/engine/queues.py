@@ -45,6 +45,11 @@ MAX_HOLD_SHARE = 0.5
 LATE_S = 0.002
 """A pass is expected until 1.5 times its usual delay plus this."""
 
+LATE_SHARE = 0.1
+"""A pass that came together with another before may be late by this share of a short step's time, if that is more than
+LATE_S: a missed one takes a step of its own, and clients in lockstep send up to 10 ms apart.
+"""
+
 MEASURED_STEPS = 9
 
 
@@ -80,7 +85,7 @@ class Rhythm:
             return None
         return _left(self._answered_at, pause_s, moment)
 
-    def due_beside_s(self, first: Rhythm, moment: float) -> float | None:
+    def due_beside_s(self, first: Rhythm, moment: float, late_s: float = LATE_S) -> float | None:
         """How long the next pass is expected because `first`, whose passes came with this model's, is here again."""
         if len(first._came_at) < 3 or len(self._came_at) < 2:
             return None
@@ -88,11 +93,11 @@ class Rhythm:
         lags_s = [own - other for own, other in zip(reversed(self._came_at), before, strict=False)]
         if max(map(abs, lags_s)) > MAX_HOLD_S:
             return None
-        return _left(again, max(0.0, *lags_s), moment)
+        return _left(again, max(0.0, *lags_s), moment, late_s)
 
 
-def _left(since: float, usual_s: float, moment: float) -> float | None:
-    left = since + 1.5 * usual_s + LATE_S - moment
+def _left(since: float, usual_s: float, moment: float, late_s: float = LATE_S) -> float | None:
+    left = since + 1.5 * usual_s + late_s - moment
     return left if left > 0.0 else None
 
 
@@ -111,6 +116,10 @@ class BatchingWindow:
     def most_s(self) -> float:
         """The longest time for which passes are held."""
         return min(MAX_HOLD_S, MAX_HOLD_SHARE * min(self._steps_s, default=0.0))
+
+    def late_s(self) -> float:
+        """How late passes may be that came together before."""
+        return max(LATE_S, LATE_SHARE * min(self._steps_s, default=0.0))
 
     def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
         """How long to hold ready passes if nothing arrives; 0 to run them. `beside_s`: until when passes are expected
@@ -187,11 +196,11 @@ class Lane:
             return None
         return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
 
-    def pass_due_beside_s(self, first: Lane, moment: float) -> float | None:
+    def pass_due_beside_s(self, first: Lane, moment: float, late_s: float = LATE_S) -> float | None:
         """How long its next pass is expected because that of `first` has arrived; None as above."""
         if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
             return None
-        return self.rhythm.due_beside_s(first.rhythm, moment)
+        return self.rhythm.due_beside_s(first.rhythm, moment, late_s)
 
     @property
     def _ends_with_step(self) -> bool:
@@ -271,7 +280,7 @@ class Queues:
             if lane.waiting and not lane.is_held
         ]
 
-    def passes_due(self, ready: Sequence[Pending]) -> tuple[list[float], list[float]]:
+    def passes_due(self, ready: Sequence[Pending], late_s: float = LATE_S) -> tuple[list[float], list[float]]:
         """How long passes of other models are expected: those that came together with the first ready one before, and
         those that come right after their answers. Only passes of one tenant wait for each other.
         """
@@ -283,7 +292,7 @@ class Queues:
         lanes = [
             lane for lane in self.lanes.values() if lane is not first and lane.tenant_id in tenants and not lane.is_held
         ]
-        beside = (lane.pass_due_beside_s(first, moment) for lane in lanes)
+        beside = (lane.pass_due_beside_s(first, moment, late_s) for lane in lanes)
         quick = (lane.pass_due_in_s(moment) for lane in lanes)
         return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]
 

@@ -386,7 +386,7 @@ class ShardedBase(BaseModel):
                 hidden_TD.backward(head(0, hidden_TD.detach()))
         finally:
             for adapter in adapters:
-                adapter.gradients = None
+                adapter.close_gradients()
         gradients = [full_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
         if ranks is not None:
             # With experts spread, a rank's gradient is of all data ranks' rows, which are the same here.

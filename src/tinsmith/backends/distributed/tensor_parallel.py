@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target
+from tinsmith.backends.torch.adapters import Adapter, Gradients, Layout, Target
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Run
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
@@ -236,9 +236,8 @@ class ShardedAdapter(Adapter):
             torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
     def open_gradients(self) -> Tensor:
-        gradient_P = torch.zeros_like(self.compute_P, dtype=torch.float32)
-        self.gradients = self.compute_layout.views(gradient_P)
-        return gradient_P
+        self.gradients = Gradients(self.compute_layout, self.compute_P.device)
+        return self.gradients.flat_P
 
     def clone(self) -> Adapter:
         return ShardedAdapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype, self.sharding)

@@ -95,7 +95,7 @@ class RankedTrainer(Trainer):
                     shortage = self._try(batch, specs, checked, train=train)
         finally:
             for adapter in adapters.values():
-                adapter.gradients = None
+                adapter.close_gradients()
         self._agree(shortage)
         self._exchange(checked)
         self._finish_custom(checked)

@@ -81,7 +81,7 @@ class FullLayout:
 
 
 class FullWeights(Adapter):
-    """`weights` and `gradients` map a parameter's name to a view."""
+    """`weights` and `parameter_gradients` map a parameter's name to a view."""
 
     weights: dict[str, Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -94,11 +94,20 @@ class FullWeights(Adapter):
         self.version = 0
         self._make_views()
         self.gradients = None
+        self.parameter_gradients: dict[str, Tensor] | None = None
 
     def _make_views(self) -> None:
         self.weights = cast(FullLayout, self.layout).views(self.flat_P)
         self.compute = {}
         self.delta_matrices = {}
+
+    def open_gradients(self) -> Tensor:
+        gradient_P = torch.zeros_like(self.flat_P)
+        self.parameter_gradients = cast(FullLayout, self.layout).views(gradient_P)
+        return gradient_P
+
+    def close_gradients(self) -> None:
+        self.parameter_gradients = None
 
     def snapshot(self) -> FullWeights:
         return self.clone()
@@ -284,6 +293,6 @@ class FullTrainer(Trainer):
         weights = batch.examples[0].adapter
         assert isinstance(weights, FullWeights)
         self._base.bind(weights)
-        gradients = weights.gradients if train else None
-        with nullcontext() if gradients is None else self._base.training(dict(gradients)):  # pyright: ignore[reportArgumentType]
+        gradients = weights.parameter_gradients if train else None
+        with nullcontext() if gradients is None else self._base.training(gradients):
             return super()._run_one(batch, specs, train=train)

@@ -44,6 +44,7 @@ from tinsmith.backends.torch.products import (
     add_products_,
     column_product,
     column_products,
+    gradient_dtype,
     has_onednn,
     linear_product,
     packed,
@@ -330,9 +331,10 @@ class LoRADelta:
             # All inner rows times all outputs: a few large products are faster than only the needed blocks.
             found_OR = column_product(grad_nO, u_nR)
             for name, columns, ranks, _ in matrices.linears_b:
-                adapter.gradients[name][1].add_(found_OR[columns, ranks])
+                adapter.gradients.add_((name,), 1, found_OR[columns, ranks])
             for each in matrices.stacked_a:
-                add_product_(each.gradient(adapter), grad_nR[:, each.ranks].t(), run.own(x_TI), 1.0)
+                found_RI = product(grad_nR[:, each.ranks].t(), run.own(x_TI), gradient_dtype(x_TI))
+                adapter.gradients.add_(each.names, 0, found_RI)
         if grad_TI is not None:
             for _, ranks, a_RI in matrices.stacked_a:
                 add_product_(run.own(grad_TI), grad_nR[:, ranks], a_RI, 1.0)
@@ -357,12 +359,12 @@ class LoRADelta:
             found_SOr = column_products(own_SnO, _contiguous(u_SnR[..., first.ranks]))
             for adapter, found_Or in zip(run.adapters, found_SOr.unbind(), strict=True):
                 if adapter.gradients is not None:
-                    adapter.gradients[first.name][1].add_(found_Or)
+                    adapter.gradients.add_((first.name,), 1, found_Or)
         for first, a_SRI in stacked_a:
             found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
             for adapter, found_RI in zip(run.adapters, found_SRI.unbind(), strict=True):
                 if adapter.gradients is not None:
-                    first.gradient(adapter).add_(found_RI)
+                    adapter.gradients.add_(first.names, 0, found_RI)
             if grad_TI is not None:
                 run.add_products_(grad_TI, grad_SnR[..., first.ranks], a_SRI)
 

@@ -56,10 +56,15 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return (a @ b).to(out_dtype)
 
 
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """Of a product that is a weight's gradient: float32 where the device supports it."""
+    return torch.float32 if x.is_cuda else x.dtype
+
+
 def column_product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T @ b with a narrow b: the gradient of a weight, in float32 where the device supports it."""
+    """a^T @ b with a narrow b: the gradient of a weight."""
     if a.is_cuda:
-        return torch.mm(a.t(), b, out_dtype=torch.float32) if a.dtype != torch.float32 else a.t() @ b
+        return product(a.t(), b, torch.float32)
     if len(a) >= ONEDNN_COLUMN and _suits_onednn(b.t(), a):
         return _onednn(b.t(), a).t()
     return a.t() @ b

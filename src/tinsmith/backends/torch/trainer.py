@@ -185,7 +185,7 @@ class Trainer:
                 self._running = None
             finally:
                 for adapter in adapters.values():
-                    adapter.gradients = None
+                    adapter.close_gradients()
             return buffers
 
     def _memory_of(
