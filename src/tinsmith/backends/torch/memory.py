@@ -189,8 +189,8 @@ def in_words(num_bytes: float) -> str:
 
 SAMPLED_ROWS, FEWER_ROWS = 2048, 512
 """Rows of a sampler's step, unless set. A step needs one layer's activations for each, and logits for some. On a CPU
-larger models take FEWER_ROWS, since samples wait for the prompts of others. In bfloat16, 64 samples of m50 take 1.15
-times as long with FEWER_ROWS, 16 of 1,024-token prompts 1.24 times; in float32 1.02 and 1.13 times, with steps of 0.6 s.
+larger models take FEWER_ROWS, since samples wait for the prompts of others. In bfloat16 with FEWER_ROWS, 64 samples of
+m50 take 1.15 times as long, 16 of 1,024-token prompts 1.24 times; in float32 1.02 and 1.13 times.
 """
 
 SMALL_NUMBERS = {torch.bfloat16: 10**8, torch.float32: 10**7}
@@ -213,9 +213,7 @@ class _Sizes(NamedTuple):
 class StepMemory:
     """Device memory of a training step while it runs."""
 
-    def __init__(
-        self, base: BaseModel, memory: MemoryManager, chunk_rows: int, rows: int | None = None
-    ) -> None:
+    def __init__(self, base: BaseModel, memory: MemoryManager, chunk_rows: int, rows: int | None = None) -> None:
         self._sampled_rows = rows or sampled_rows(base)
         self._recompute = base.recompute
         self._memory = memory
