@@ -296,7 +296,7 @@ def decode(given: argparse.Namespace, directory: Path) -> Call:
 
 
 def prompts(given: argparse.Namespace, directory: Path) -> Call:
-    """New prompts to the first token of each: a step for every 512 tokens."""
+    """New prompts to the first token of each. A step without work takes no time."""
     step, submit = sampling(given, directory, 1)
 
     def run() -> None:

@@ -223,7 +223,7 @@ class Settings(BaseSettings):
     """Most sequences that an engine samples at the same time; others wait. 0 means 256, on a GPU 512."""
 
     sampler_step_tokens: int = Field(default=0, ge=0)
-    """Most prompt and sampled tokens in one decode step. 0 means 512, on a GPU 2048."""
+    """Most prompt and sampled tokens in one decode step. 0 means 2048, for larger models on a CPU 512."""
 
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, after decompression."""

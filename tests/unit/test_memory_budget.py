@@ -216,8 +216,9 @@ def passes_of(model_id: str, step: int, lengths: tuple[int, ...] = (256, 256, 20
 
 
 def open_backend(shape: ModelShape, **options: object) -> TorchBackend:
-    """Compute few logits at a time, so that activations dominate a step's memory."""
-    return TorchBackend(shape, device="cpu", logits_chunk=16, **options)  # pyright: ignore[reportArgumentType]
+    """Compute few logits and sample few rows at a time, so that training's activations dominate a step's memory."""
+    limits = {"logits_chunk": 16, "sampler_step_tokens": 512}
+    return TorchBackend(shape, device="cpu", **limits, **options)  # pyright: ignore[reportArgumentType]
 
 
 class Run:

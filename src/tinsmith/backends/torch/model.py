@@ -83,7 +83,7 @@ class BaseModel:
         self.dtype = model.dtype
         self._context = ForwardContext()
         self._decoder = decoder_of(model)
-        num_parameters = model.num_parameters()
+        self.num_parameters = model.num_parameters()
         quantization.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._context, quantization.maker(quantize))
         mark_experts(model)
@@ -94,7 +94,7 @@ class BaseModel:
         self.mixers = wrap_mixers(self._decoder, self._context)
         self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)
-        self._threads = Threads(num_parameters, model.device)
+        self._threads = Threads(self.num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
         self.vocab_size = self.unembedding.out_features

@@ -33,7 +33,7 @@ from torch import Tensor
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Segment
-from tinsmith.backends.torch.memory import SAMPLED_ROWS, MemoryManager, memory_errors
+from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
@@ -152,7 +152,7 @@ class LocalSampler:
             BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
             max_sequences=states.max_sequences,
-            max_tokens=options.max_tokens_per_step or SAMPLED_ROWS[on_cuda],
+            max_tokens=options.max_tokens_per_step or sampled_rows(base),
             snapshots=StateSnapshots(states.max_snapshots) if self._keeps_states else None,
         )
         self._deterministic = options.deterministic

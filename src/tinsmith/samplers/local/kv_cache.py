@@ -20,6 +20,7 @@ key heads, D head dim.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ class KVCache:
                 shape.num_heads,
                 shape.key_dim + shape.value_dim,
             )
-            store = torch.zeros(size, dtype=shape.dtype, device=self._device)
+            store = _zeros(size, shape.dtype, self._device)
             if (old := self._stores.get(shape)) is not None:
                 num_old = min(old.shape[1], num_blocks)
                 store[:, :num_old] = old[:, :num_old]
@@ -148,6 +149,15 @@ class KVCache:
         store = self._stores[shape]
         rows = store.index_select(1, blocks_nC.flatten())
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU new pages, which the system fills with zeros when they are first used: to write them takes 0.7 s for
+    512 MiB, and all samples wait.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
 
 def probe_layers(base: BaseModel) -> AttentionProbe:
