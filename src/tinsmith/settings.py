@@ -34,8 +34,8 @@ BUCKET_SCHEMES = ("s3", "gs")
 RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
 """Environment variables of Ray's processes that child processes must not inherit."""
 
-HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
-"""glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
+HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_max=0"
+"""glibc's tunables for engines: freed blocks of any size are kept, up to 256 MiB at the heap's end."""
 
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
@@ -432,6 +432,11 @@ class Settings(BaseSettings):
         return int(self.role == "sampler") if self.samplers is None else self.samplers
 
     @property
+    def num_torch_processes(self) -> int:
+        """Engines and samplers that share this machine."""
+        return self.num_engines * max(1, len(self.models)) + self.num_samplers
+
+    @property
     def samples_elsewhere(self) -> bool:
         """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
         return self.sampler in ("vllm", "sglang")
@@ -462,15 +467,17 @@ def load(given: dict[str, object]) -> Settings:
         raise SettingsError(_in_words(error)) from None
 
 
-def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "") -> dict[str, str]:
+def engine_environment(
+    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", alone: bool = True
+) -> dict[str, str]:
     """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
     the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
     the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
     address `peer`. The other variables are chosen by measurement:
 
-    - OpenMP threads spin for microseconds before they sleep. The default of milliseconds takes cores from other
-      processes (a 32-token step beside another engine on two cores: 1,200 ms against 29); without spinning, large steps
-      are a fifth slower.
+    - OpenMP threads spin for a millisecond before they sleep, which they otherwise do between the kernels of a step: it
+      takes 1.15 times as long with a tenth of that. Beside other engines, not `alone`, it is a tenth: they would take
+      the cores from each other (two 32-token steps at once on two cores: 300 ms against 105).
     - oneDNN and torch cache compiled products for fewer shapes than the default of 1,024, at 0.3 to 1 MiB each, since
       data of varying length rarely repeat a shape.
     - glibc keeps freed blocks, in huge pages: otherwise a step of 8 x 32 tokens with m50 has 25,000 page faults, a
@@ -479,7 +486,7 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False,
     needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
     metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
-    own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP}
+    own = {"TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP, "GOMP_SPINCOUNT": "20000" if alone else "2000"}
     interface = network_interface(peer) if peer else "lo"
     if interface and sys.platform == "linux":  # ranks must not listen elsewhere
         own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
@@ -509,7 +516,9 @@ def network_interface(host: str) -> str:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a bulk job worker, without secrets except bucket credentials."""
-    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
+    return {
+        name: value for name, value in engine_environment(bucket=True, alone=False).items() if name not in RAY_OF_ACTORS
+    }
 
 
 def role_environment() -> dict[str, str]:

@@ -313,6 +313,16 @@ def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone(
     assert not _suits_onednn(a, b) and _suits_onednn(a, wide) is (HAS_ONEDNN and not suits_mkl)
 
 
+@pytest.mark.parametrize("rows, inner, columns", [(512, 3072, 512), (768, 2048, 640), (1024, 1600, 576)])
+def test_a_product_by_columns_is_the_plain_one(rows: int, inner: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, inner), (inner, columns)))
+    expected = a.double() @ b.double()
+    for own in (b, b.t().contiguous().t()):
+        error = (products._by_columns(a, own).double() - expected).norm() / expected.norm()
+        assert error < 0.004  # the rounding of bfloat16
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

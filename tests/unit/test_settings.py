@@ -129,6 +129,12 @@ def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monke
     assert engine_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
 
 
+def test_threads_sleep_sooner_beside_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert [engine_environment(alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
+    assert [load({"engines": n}).num_torch_processes for n in (1, 2)] == [1, 2]
+
+
 def test_an_engine_has_the_keys_of_a_bucket_only_where_its_files_are_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     assert "AWS_SECRET_ACCESS_KEY" not in engine_environment()

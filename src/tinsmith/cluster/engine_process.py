@@ -33,7 +33,10 @@ class EngineProcess:
                 stdout=output,
                 stderr=output if log_path else None,
                 env=engine_environment(
-                    metrics_directory(settings.resolved_data_dir), bucket=settings.has_bucket, peer=settings.rank_peer
+                    metrics_directory(settings.resolved_data_dir),
+                    bucket=settings.has_bucket,
+                    peer=settings.rank_peer,
+                    alone=settings.num_torch_processes == 1 and settings.resolved_backend != "sharded",
                 ),
                 bufsize=0,
                 start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step

@@ -185,7 +185,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
 
 def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
     """Empty if an engine may have all devices of its machine."""
-    processes = settings.num_engines * max(1, len(settings.models)) + settings.num_samplers
+    processes = settings.num_torch_processes
     reasons = {
         f"{processes} engines and samplers share this machine": processes > 1,
         f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
