@@ -412,7 +412,11 @@ def main() -> None:
 
         print(f"{given.size}, {given.dtype}; {machine()}", flush=True)
         flags = [*sys.argv[1:], "--inside"]
-        sys.exit(subprocess.run([sys.executable, __file__, *flags], env=engine_environment(), check=False).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, __file__, *flags], env=engine_environment(alone=True), check=False
+            ).returncode
+        )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ BUCKET_SCHEMES = ("s3", "gs")
 RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
 """Environment variables of Ray's processes that child processes must not inherit."""
 
-HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_max=0"
-"""glibc's tunables for engines: freed blocks of any size are kept, up to 256 MiB at the heap's end."""
+HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
+"""glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
 
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
@@ -437,6 +437,11 @@ class Settings(BaseSettings):
         return self.num_engines * max(1, len(self.models)) + self.num_samplers
 
     @property
+    def computes_alone(self) -> bool:
+        """Whether one process computes for this server."""
+        return self.num_torch_processes == 1 and self.resolved_backend != "sharded" and not self.samples_elsewhere
+
+    @property
     def samples_elsewhere(self) -> bool:
         """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
         return self.sampler in ("vllm", "sglang")
@@ -468,16 +473,16 @@ def load(given: dict[str, object]) -> Settings:
 
 
 def engine_environment(
-    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", alone: bool = True
+    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", alone: bool = False
 ) -> dict[str, str]:
     """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
     the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
     the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
     address `peer`. The other variables are chosen by measurement:
 
-    - OpenMP threads spin for a millisecond before they sleep, which they otherwise do between the kernels of a step: it
-      takes 1.15 times as long with a tenth of that. Beside other engines, not `alone`, it is a tenth: they would take
-      the cores from each other (two 32-token steps at once on two cores: 300 ms against 105).
+    - OpenMP threads of an engine that is `alone` spin for a millisecond before they sleep; with a tenth of that they
+      sleep between the kernels of a step, which takes 1.15 times as long. Beside other processes that compute, they
+      would take the cores from each other (two 32-token steps at once on two cores: 300 ms against 105).
     - oneDNN and torch cache compiled products for fewer shapes than the default of 1,024, at 0.3 to 1 MiB each, since
       data of varying length rarely repeat a shape.
     - glibc keeps freed blocks, in huge pages: otherwise a step of 8 x 32 tokens with m50 has 25,000 page faults, a
@@ -516,9 +521,7 @@ def network_interface(host: str) -> str:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a bulk job worker, without secrets except bucket credentials."""
-    return {
-        name: value for name, value in engine_environment(bucket=True, alone=False).items() if name not in RAY_OF_ACTORS
-    }
+    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
 
 
 def role_environment() -> dict[str, str]:

@@ -136,7 +136,7 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
         input=json.dumps(spec) + "\n",
         stdout=subprocess.PIPE,
         text=True,
-        env=engine_environment(peer=settings.rank_peer, alone=False),
+        env=engine_environment(peer=settings.rank_peer),
         check=False,
     )
     if done.returncode:

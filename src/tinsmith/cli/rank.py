@@ -49,7 +49,7 @@ def run_ranks(settings: Settings, join: str, ranks: int | None, stopping: thread
         "base_models": {shape.name: shape.path for shape in base_models.resolve(settings.models, vision=False)},
         "patience_s": RAY_PATIENCE_S if once else math.inf,
     }
-    environment = engine_environment(bucket=settings.has_bucket, peer=_own_address(join), alone=False)
+    environment = engine_environment(bucket=settings.has_bucket, peer=_own_address(join))
     while not stopping.is_set():
         with tempfile.TemporaryDirectory(prefix="tinsmith-rank-") as scratch:
             status = _run_once({**spec, "machine": secrets.token_hex(8), "scratch": scratch}, environment, stopping)
