@@ -347,31 +347,3 @@ def test_small_float32_weights_are_packed_unless_mkl_is_faster(
     assert base._fused is not None
     linears = [linear for layer in base._fused._layers for linear in layer.linears]
     assert all((linear._packed_OI is None) is suits_mkl for linear in linears)
-
-
-@pytest.mark.parametrize(("rows", "pinned", "small"), [(4, False, 1), (65, False, 3), (4, True, 3)])
-def test_in_a_decode_step_only_large_kernels_have_all_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pinned: bool, small: int
-) -> None:
-    monkeypatch.setattr(products, "SUITS_MKL", False)
-    base = loaded(tmp_path, "qwen3")
-    one = [adapter(base, 1, 8)]
-    stepped(base, [*one], [2])
-    threads, now = base._threads, [3]
-    threads._most, threads._active, threads._pinned, threads._flops_per_token = 3, True, pinned, 1e12
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
-    used: dict[str, set[int]] = {}
-    for module, name in ((decoder_module, "linear_product"), (decoder_module, "silu"), (lora, "product")):
-        own = getattr(module, name)
-
-        def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
-            used.setdefault(name, set()).add(now[0])
-            return own(*given)
-
-        monkeypatch.setattr(module, name, noted)
-    tokens_T = torch.zeros(rows, dtype=torch.int64)
-    with torch.no_grad():
-        base.hidden(tokens_T, torch.arange(rows), PackedCausal([rows]), Routing.of(one, [rows]))
-    assert used == {"linear_product": {3}, "silu": {small}, "product": {small}}
-    assert now == [3], "as before"

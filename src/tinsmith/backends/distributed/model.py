@@ -189,7 +189,7 @@ class ShardedBase(BaseModel):
         self.module_names = [name for name, _ in self.model.named_modules()]
         self._expected = self._probe(None)
         if not ranks.degrees.sharded:
-            self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
+            self._fused = Decoder.of(self._decoder, self.unembedding)
             super()._check_training()
         if ranks.degrees.experts > 1:
             check_experts(self.experts, ranks, self.shape.name)

@@ -96,7 +96,7 @@ class BaseModel:
         self.recompute.wrap(self._decoder)
         self._threads = Threads(self.num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
-        self._fused = Decoder.of(self._decoder, self.unembedding, self._threads)
+        self._fused = Decoder.of(self._decoder, self.unembedding)
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
         self.eos_token_ids = _eos_token_ids(model, tokenizer)

@@ -32,7 +32,6 @@ from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, Attent
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed, Routing
 from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
-from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MOST_PACKED
 
@@ -53,11 +52,10 @@ class FusedLinear(LoRAProduct):
     twice; `pack` makes a second copy for rows without gradients.
     """
 
-    def __init__(self, linears: Sequence[MultiLoRALinear], threads: Threads) -> None:
+    def __init__(self, linears: Sequence[MultiLoRALinear]) -> None:
         self.delta = LoRADelta([linear.target for linear in linears])
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self._threads = threads
         self.weight = _joined(linears)
         self._packed_OI: Tensor | None = None
         self._has_onednn = has_onednn(self.weight) and not suits_mkl(self.weight)
@@ -85,14 +83,12 @@ class FusedLinear(LoRAProduct):
             x_TI = before.forward(x_TI)
         if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
             return self.forward_rows(x_TI, work, dtype)[0]
-        self._threads.wide()
         if self._packed_OI is None:
             y_TO = frozen_product(x_TI, self.weight, self.bias)
         else:
             y_TO = linear_product(x_TI, self._packed_OI, self.bias)
         if dtype is not None:
             y_TO = y_TO.to(dtype)
-        self._threads.narrow()
         self.delta.forward_(y_TO, x_TI, work)
         return y_TO
 
@@ -196,7 +192,6 @@ class _Layer:
     num_keys: int
     head_dim: int
     attention: AttentionOptions
-    threads: Threads
 
     @property
     def linears(self) -> tuple[FusedLinear, ...]:
@@ -221,10 +216,7 @@ class _Layer:
         # x cos + (-x2, x1) sin, with the halves exchanged and the sign folded into the sine.
         turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
         queries, turned_keys = _first(turned, num_rows).split_with_sizes([heads, keys], 1)
-        if num_rows >= WIDE_ATTENTION:
-            self.threads.wide()
         attended = call.plan.attend(self.index, queries, turned_keys, _first(values, num_rows), **self.attention)
-        self.threads.narrow()
         out_TO = attended.flatten(1)
         return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
 
@@ -232,9 +224,8 @@ class _Layer:
 class Decoder:
     """Use `of`, then `prepare`; rows without gradients are faster after `pack`."""
 
-    def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> None:
+    def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear) -> None:
         self._modules = modules
-        self._threads = threads
         self._unembedding = unembedding
         self._layers: list[_Layer] = []
         self._head: FusedLinear | None = None
@@ -244,15 +235,15 @@ class Decoder:
         """Whether `pack` was not called yet and may make a second copy of the weights."""
 
     @classmethod
-    def of(cls, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> Decoder | None:
+    def of(cls, modules: nn.Module, unembedding: MultiLoRALinear) -> Decoder | None:
         """None where the modules differ from these layers in any way."""
-        return cls(modules, unembedding, threads) if are_known(modules) else None
+        return cls(modules, unembedding) if are_known(modules) else None
 
     def prepare(self) -> None:
         """Join the weights of linears that read the same rows."""
         options = attention_options_of(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        self._layers = [_layer(index, layer, options[index], self._threads) for index, layer in enumerate(layers)]
+        self._layers = [_layer(index, layer, options[index]) for index, layer in enumerate(layers)]
 
     def pack(self) -> bool:
         """Prepare oneDNN's products of rows without gradients, with packed weights if these are small and fit.
@@ -261,7 +252,7 @@ class Decoder:
         if not self.can_pack:
             return False
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._head = FusedLinear([self._unembedding], self._threads)
+        self._head = FusedLinear([self._unembedding])
         self._is_packed = 0 < self.packed_bytes <= SPARE_SHARE * free
         self.can_pack = False
         if self._is_packed:
@@ -301,13 +292,12 @@ class Decoder:
         half = sin_1TE.shape[-1] // 2
         signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
         call = _Call(plan, routing, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
-        with self._threads.mixed(num_rows):
-            for layer in self._layers[:-1]:
-                x_TD = self._through(layer, x_TD, call, recompute=recompute)
-            last = self._layers[-1]
-            if wanted is None:
-                return _first(self._final(self._through(last, x_TD, call, recompute=recompute)), num_rows)
-            return self._final(last.forward(x_TD, call, self._ending(routing, wanted, x_TD.device)))[: len(wanted)]
+        for layer in self._layers[:-1]:
+            x_TD = self._through(layer, x_TD, call, recompute=recompute)
+        last = self._layers[-1]
+        if wanted is None:
+            return _first(self._final(self._through(last, x_TD, call, recompute=recompute)), num_rows)
+        return self._final(last.forward(x_TD, call, self._ending(routing, wanted, x_TD.device)))[: len(wanted)]
 
     @staticmethod
     def _through(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
@@ -325,10 +315,7 @@ class Decoder:
         """[T, V] float32; None without oneDNN. LoRA deltas are rounded separately, as in the
         unembedding's own module.
         """
-        if self._head is None:
-            return None
-        with self._threads.mixed(len(hidden_TD)):
-            return self._head(hidden_TD, routing, torch.float32)
+        return None if self._head is None else self._head(hidden_TD, routing, torch.float32)
 
 
 def round_up(num_rows: int) -> int:
@@ -362,12 +349,12 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: Threads) -> _Layer:
+def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
 
     def fuse(*names: str) -> FusedLinear:
-        return FusedLinear(linears_of(layer, names), threads)
+        return FusedLinear(linears_of(layer, names))
 
     num_heads, num_keys = (linear.out_features // head_dim for linear in linears_of(layer, QKV[:2]))
     head_norm = None
@@ -388,7 +375,6 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: T
         num_keys=num_keys,
         head_dim=head_dim,
         attention=attention,
-        threads=threads,
     )
 
 
