@@ -37,6 +37,7 @@ def test_small_forwards_get_one_thread_and_others_all(
     threads = Threads(num_parameters, torch.device("cpu"))
     most = int(small_flops / (2 * num_parameters))
     small = 1 if most else 2
-    for num_tokens, wanted in ((1, small), (most - 1, small), (most + 1, 2), (most - 1, small), (100 * most, 2)):
+    below = max(most - 1, 1)
+    for num_tokens, wanted in ((1, small), (below, small), (most + 1, 2), (below, small), (100 * below + 100, 2)):
         threads.fit(num_tokens, num_adapters)
         assert torch.get_num_threads() == wanted

@@ -2,12 +2,14 @@
 
 The paged cache stays authoritative: it holds every token and shares prefixes between sequences. A slot is a copy of one
 sequence's blocks with a fixed capacity; each decode step appends one position to it. Sequences of similar length share
-a `SlotGroup`, whose attention is two batched products with one entry per sequence and key head. Rows of different
-sequences are never mixed, and shapes stay the same from step to step. Keys are float32, so scores are not rounded
-before their softmax.
+a `SlotGroup`. Rows of different sequences are never mixed, and shapes stay the same from step to step.
+
+On Intel's processors a bfloat16 group's attention is SDPA, whose scores are float32: with 256 sequences of 96
+positions, 4 key heads of 64 and 2 queries each, 2.2 ms instead of 4.2. Otherwise it is two batched products with one
+entry per sequence and key head, of float32 keys, so that scores are not rounded before their softmax.
 
 A sequence keeps its slot while every step decodes it. Sequences stay with their blocks if a length class has too few of
-them, or if there is no memory for the group. Used on CPUs, where the fused kernel is slow for one row per sequence.
+them, or if there is no memory for the group. Used on CPUs.
 
 Letters: n rows, N slots of a group, C positions of a slot, K positions that a step attends to, H query heads, G key
 heads, R = H / G, D head dim, b = N * G.
@@ -23,6 +25,7 @@ from typing import Unpack
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.attention import AttentionOptions, Window
 from tinsmith.backends.torch.products import SUITS_MKL
@@ -107,7 +110,7 @@ class SlotGroup:
         """Keeps the contents of slots in use. New slots are uninitialised until they are filled."""
         for shape, layers in self._shapes.items():
             size = (len(layers), num_slots, shape.num_heads, self.capacity)
-            keys = torch.empty(*size, shape.key_dim, device=self._device)
+            keys = torch.empty(*size, shape.key_dim, dtype=key_dtype(shape), device=self._device)
             values = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=self._device)
             if self._owners:
                 old_keys, old_values = self._stores[shape]
@@ -204,17 +207,32 @@ class ContiguousStep:
     ) -> Tensor:
         """[n, H, D]"""
         keys, values = self.layers[layer]
-        num, groups = self.num_slots, keys.shape[1]
-        at = self._write_index(groups)
+        num = self.num_slots
+        at = self._write_index(keys.shape[1])
         if self.row_n is not None:
             k_TGD, v_TGD = k_TGD.index_select(0, self.row_n), v_TGD.index_select(0, self.row_n)
-        keys.view(-1, keys.shape[-1]).index_copy_(0, at, k_TGD.float().flatten(0, 1))
+        keys.view(-1, keys.shape[-1]).index_copy_(0, at, k_TGD.to(keys.dtype).flatten(0, 1))
         values.view(-1, values.shape[-1]).index_copy_(0, at, v_TGD.flatten(0, 1))
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
+        if keys.dtype == torch.float32 or options.get("softcap") or options.get("sinks_H") is not None:
+            out_NHD = self._by_products(q_NHD, keys[:num], values[:num], **options)
+        else:
+            keys_NGKD, values_NGKD = (x[:num, :, : self.num_attended] for x in (keys, values))
+            out_NHD = scaled_dot_product_attention(
+                q_NHD[:, :, None], keys_NGKD, values_NGKD, self._mask(options.get("window")), scale=options["scale"],
+                enable_gqa=True,
+            )[:, :, 0]  # fmt: skip
+        return out_NHD if self.row_N is None else out_NHD.index_select(0, self.slot_n)
+
+    def _by_products(
+        self, q_NHD: Tensor, keys_NGCD: Tensor, values_NGCD: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """[N, H, D]"""
+        num, groups = keys_NGCD.shape[:2]
         repeat = q_NHD.shape[1] // groups
         q_bRD = q_NHD.float().reshape(num * groups, repeat, -1)
-        products_bRC = _products(q_bRD, keys[:num].flatten(0, 1), self.num_attended)
+        products_bRC = _products(q_bRD, keys_NGCD.flatten(0, 1), self.num_attended)
         products_NGRK = products_bRC.view(num, groups, repeat, -1)[..., : self.num_attended]
         scale = options["scale"]
         if (softcap := options.get("softcap")) is not None:
@@ -226,10 +244,9 @@ class ContiguousStep:
             probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
         else:
             probs_NGRK = torch.softmax(scores_NGRK, -1)
-        probs_bRK = probs_NGRK.reshape(num * groups, repeat, self.num_attended).to(values.dtype)
-        values_bKD = values[:num].flatten(0, 1)[:, : self.num_attended]
-        out_NHD = torch.bmm(probs_bRK, values_bKD).view(num, groups * repeat, -1)
-        return out_NHD if self.row_N is None else out_NHD.index_select(0, self.slot_n)
+        probs_bRK = probs_NGRK.reshape(num * groups, repeat, self.num_attended).to(values_NGCD.dtype)
+        values_bKD = values_NGCD.flatten(0, 1)[:, : self.num_attended]
+        return torch.bmm(probs_bRK, values_bKD).view(num, groups * repeat, -1)
 
     def _write_index(self, groups: int) -> Tensor:
         """[n * G]: where the step's keys and values are written."""
@@ -256,7 +273,7 @@ class ContiguousStep:
 def _products(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
     """[b, R, C] or [b, R, K], in any memory order."""
     if SUITS_MKL:
-        return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT)
+        return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT.float())
     if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not q_bRD.is_cpu:
         return torch.bmm(q_bRD, keys_bCD.mT)
     return torch.bmm(keys_bCD, q_bRD.mT).mT
@@ -327,10 +344,16 @@ class ContiguousKV:
                 del self._groups[capacity]
 
 
+def key_dtype(shape: LayerShape) -> torch.dtype:
+    return shape.dtype if SUITS_MKL else torch.float32
+
+
 def position_bytes(members: Mapping[LayerShape, Sequence[int]]) -> int:
     """Bytes of one position of a slot over all layers."""
     return sum(
-        len(layers) * shape.num_heads * (4 * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
+        len(layers)
+        * shape.num_heads
+        * (key_dtype(shape).itemsize * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
         for shape, layers in members.items()
     )
 
