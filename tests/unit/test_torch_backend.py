@@ -483,6 +483,24 @@ def test_logits_never_exist_for_more_rows_than_a_chunk(qwen: ModelShape, monkeyp
     assert max(rows) == 16 and sum(rows) == 183
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_logits_in_pieces_give_the_results_of_a_whole_chunk(qwen: ModelShape, dtype: str, bound: float) -> None:
+    passes = mixed_passes(np.random.default_rng(14), Reference(qwen.path))
+    found = []
+    for rows in ((64, 64), (64, 5)):
+        backend = TorchBackend(qwen, device="cpu", dtype=dtype)
+        head = backend._trainer._head
+        head._chunk_rows, head._piece_rows = rows
+        for i, spec in enumerate(SPECS):
+            backend.create_model(f"m{i}", spec)
+            warm(backend, f"m{i}")
+        results = run(backend, *passes)
+        logprobs = np.concatenate([array.ravel() for result in results for array in result.logprobs])
+        found.append([torch.from_numpy(logprobs), *(trained.gradient_P for trained in backend._models.values())])
+    for whole, pieces in zip(*found, strict=True):
+        assert whole.norm() > 0 and (whole - pieces).norm() <= bound * whole.norm()
+
+
 def test_an_exception_in_the_middle_leaves_no_gradient(qwen: ModelShape) -> None:
     rng = np.random.default_rng(13)
     backend = TorchBackend(qwen, device="cpu", max_tokens_per_microbatch=16)

@@ -128,9 +128,13 @@ class GatheredLinear(ShardedLinear):
         super().__init__(own, context, ranks, COLUMN)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+        self,
+        x_TI: Tensor,
+        work: Sequence[Run],
+        out_dtype: torch.dtype | None = None,
+        frozen_TO: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        y_TO, inner = self.forward_part(x_TI, work, out_dtype)
+        y_TO, inner = self.forward_part(x_TI, work, out_dtype, frozen_TO)
         return self.ranks.gather_tensor(y_TO), inner
 
     def backward_rows(
@@ -140,9 +144,9 @@ class GatheredLinear(ShardedLinear):
         return grad_TI if need_input else None
 
     def forward_part(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None, frozen_TO: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        return super().forward_rows(x_TI, work, out_dtype)
+        return super().forward_rows(x_TI, work, out_dtype, frozen_TO)
 
     def backward_part(self, own_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
         """[T, I], summed over ranks."""

@@ -254,12 +254,13 @@ class _ShardedHead(_RankedHead):
     exponentials and its targets' logits, never whole rows.
     """
 
-    def _logprobs(self, chunk: Chunk) -> Tensor:
-        raw_CW, _ = self._raw_logits(chunk.hidden_CD, self._unembedding.work(chunk.routing))
+    def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
+        raw_CW, _ = self._raw_logits(chunk, frozen_CV)
         return self._log_sums(self._base.finish_logits_(raw_CW), chunk)[1]
 
-    def _raw_logits(self, hidden_CD: Tensor, work: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
-        return self._unembedding.forward_part(hidden_CD, work, torch.float32)
+    def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        work = self._unembedding.work(chunk.routing)
+        return self._unembedding.forward_part(chunk.hidden_CD, work, torch.float32, frozen_CV)
 
     def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         log_sum_C, logprob_p = self._log_sums(logits_CV, chunk)

@@ -288,8 +288,12 @@ class LoRADelta:
                     a_rI, b_Or = adapter.compute[name]
                     y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
 
+    def inner(self, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
+        """Each run's scale * x A^T, [n, R] or [S, n, R]."""
+        return [(self._single_inner if len(run.adapters) == 1 else self._batched_inner)(x_TI, run) for run in work]
+
     def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
-        """Add to y; returns each run's scale * x A^T, [n, R] or [S, n, R], which backward needs."""
+        """Add to y; returns `inner`, which backward needs."""
         inner = []
         for run in work:
             own = self._single_forward_ if len(run.adapters) == 1 else self._batched_forward_
@@ -316,11 +320,15 @@ class LoRADelta:
             delta_nO = linear_product(u_nR, joined.b_OR)
             run.own(y_TO)[:, : delta_nO.shape[1]].add_(delta_nO)  # parts may cover fewer outputs than the linear has
             return u_nR
-        matrices, own_nI, own_nO = self._matrices(adapter), run.own(x_TI), run.own(y_TO)
-        u_nR = _concat([product(own_nI, each.a_RI.t(), x_TI.dtype) for each in matrices.stacked_a], adapter.scale)
-        for _, columns, ranks, b_Or in matrices.linears_b:
+        u_nR, own_nO = self._single_inner(x_TI, run), run.own(y_TO)
+        for _, columns, ranks, b_Or in self._matrices(adapter).linears_b:
             add_product_(own_nO[:, columns], u_nR[:, ranks], b_Or.t(), 1.0)
         return u_nR
+
+    def _single_inner(self, x_TI: Tensor, run: Run) -> Tensor:
+        (adapter,), own_nI = run.adapters, run.own(x_TI)
+        stacked_a = self._matrices(adapter).stacked_a
+        return _concat([product(own_nI, each.a_RI.t(), x_TI.dtype) for each in stacked_a], adapter.scale)
 
     def _single_backward_(self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, u_nR: Tensor) -> None:
         (adapter,), grad_nO = run.adapters, run.own(grad_TO)
@@ -340,12 +348,14 @@ class LoRADelta:
                 add_product_(run.own(grad_TI), grad_nR[:, ranks], a_RI, 1.0)
 
     def _batched_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
-        stacked_a, linears_b = self._stacks(run)
-        x_SnI = run.rows(x_TI)
-        u_SnR = _concat([torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in stacked_a], run.adapters[0].scale)
-        for first, b_SOr in linears_b:
+        u_SnR = self._batched_inner(x_TI, run)
+        for first, b_SOr in self._stacks(run)[1]:
             run.add_products_(y_TO[:, first.columns], u_SnR[..., first.ranks], b_SOr.mT)
         return u_SnR
+
+    def _batched_inner(self, x_TI: Tensor, run: Run) -> Tensor:
+        x_SnI = run.rows(x_TI)
+        return _concat([torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in self._stacks(run)[0]], run.adapters[0].scale)
 
     def _batched_backward_(
         self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, u_SnR: Tensor
@@ -491,10 +501,17 @@ class LoRAProduct:
         return self.delta.work(routing)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+        self,
+        x_TI: Tensor,
+        work: Sequence[Run],
+        out_dtype: torch.dtype | None = None,
+        frozen_TO: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """y [T, O], and each run's scale * x A^T, which backward needs."""
-        y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
+        """y [T, O], and each run's scale * x A^T, which backward needs. `frozen_TO`: x W^T if it is known, in another
+        dtype than y's.
+        """
+        dtype = out_dtype or x_TI.dtype
+        y_TO = product(x_TI, self.weight.t(), dtype) if frozen_TO is None else frozen_TO.to(dtype)
         if self.bias is not None:
             y_TO += self.bias
         return y_TO, self.delta.forward_(y_TO, x_TI, work)

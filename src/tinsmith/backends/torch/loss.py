@@ -31,6 +31,9 @@ from tinsmith.types import F32, I64
 CACHED_NUMBERS = 2**18
 """Float32 numbers that stay in the cache of a CPU's core."""
 
+PRODUCT_CHUNKS, PIECES = 2, 4
+"""In bfloat16 on a CPU: the chunks whose products are computed as one, and the pieces of each that become float32."""
+
 
 class LossSpec(NamedTuple):
     """A pass's loss: its registry entry and its complete configuration; `custom` runs a client's own loss."""
@@ -41,7 +44,9 @@ class LossSpec(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows."""
+    """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows. `pieces`: the same rows in
+    smaller chunks, if not all float32 logits may exist at once.
+    """
 
     hidden_CD: Tensor
     rows: Tensor | slice
@@ -50,12 +55,18 @@ class Chunk(NamedTuple):
     cells_p: Tensor
     local_p: Tensor
     runs: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
+    pieces: list[Chunk]
 
 
 class Head:
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._base = base
-        self._chunk_rows = chunk_rows
+        self._chunk_rows = self._piece_rows = chunk_rows
+        self._scratch: Tensor | None = None
+        if base.device.type == "cpu" and base.dtype == torch.bfloat16:
+            # A CPU rounds products to bfloat16. Kept so and widened in pieces, logits of more rows take no more memory,
+            # and their products two thirds of the time.
+            self._chunk_rows, self._piece_rows = PRODUCT_CHUNKS * chunk_rows, max(1, chunk_rows // PIECES)
 
     @torch.no_grad()
     def score(self, batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
@@ -77,24 +88,62 @@ class Head:
         columns["weight"] = self._device(weight_P)
         columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs)[batch.pairs]
         grad_TD = torch.zeros_like(hidden_TD)
-        for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T)):
+        for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T), self._chunk_rows):
             grad_TD[chunk.rows] = self._differentiate(chunk, specs, columns, logprob_P)
         return logprob_P, grad_TD
 
     def _score(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, logprob_P: Tensor) -> None:
-        for chunk in self._chunks(batch, hidden_TD, rows_R):
-            logprob_P[chunk.pairs_p] = self._logprobs(chunk)
+        for chunk in self._chunks(batch, hidden_TD, rows_R, self._chunk_rows):
+            for piece, frozen_CV in self._pieces(chunk):
+                logprob_P[piece.pairs_p] = self._logprobs(piece, frozen_CV)
 
-    def _logprobs(self, chunk: Chunk) -> Tensor:
+    def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
         """[p]"""
-        return self._normalised(self._base.logits(chunk.hidden_CD, chunk.routing), chunk)[1]
+        raw_CV, _ = self._raw_logits(chunk, frozen_CV)
+        return self._normalised(self._base.finish_logits_(raw_CV), chunk)[1]
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
+        """The chunk, or its pieces, each with its part of x W^T in the scratch.
+
+        The scratch stays: page faults of its size take a tenth of a step with a large vocabulary.
+        """
+        if not chunk.pieces:
+            yield chunk, None
+            return
+        unembedding, num_rows = self._base.unembedding, len(chunk.hidden_CD)
+        if self._scratch is None or len(self._scratch) < num_rows:
+            self._scratch = chunk.hidden_CD.new_empty(num_rows, unembedding.out_features)
+        frozen_CV = torch.mm(chunk.hidden_CD, unembedding.weight.t(), out=self._scratch[:num_rows])
+        yield from zip(chunk.pieces, frozen_CV.split(self._piece_rows), strict=True)
 
     def _differentiate(
         self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
     ) -> Tensor:
         """[C, D]"""
         work = self._base.unembedding.work(chunk.routing)
-        raw_CV, inner = self._raw_logits(chunk.hidden_CD, work)
+        grad_CV, inner = chunk.hidden_CD, []
+        for piece, frozen_CV in self._pieces(chunk):
+            grad_CV, inner = self._gradient(piece, frozen_CV, specs, columns, logprob_P)
+            if frozen_CV is None:
+                grad_CV = grad_CV.to(chunk.hidden_CD.dtype)
+            else:
+                frozen_CV.copy_(grad_CV)
+        if chunk.pieces:
+            assert self._scratch is not None
+            grad_CV = self._scratch[: len(chunk.hidden_CD)]
+            inner = self._base.unembedding.delta.inner(chunk.hidden_CD, work)
+        return self._back(grad_CV, chunk.hidden_CD, work, inner)
+
+    def _gradient(
+        self,
+        chunk: Chunk,
+        frozen_CV: Tensor | None,
+        specs: Mapping[int, LossSpec],
+        columns: Mapping[str, Tensor],
+        logprob_P: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """[C, V] the gradient of the unembedding's output, and what `_back` needs of the adapters."""
+        raw_CV, inner = self._raw_logits(chunk, frozen_CV)
         logits_CV = self._base.finish_logits_(raw_CV)
         probs_CV, logprob_p = self._normalised(logits_CV, chunk)
         logprob_P[chunk.pairs_p] = logprob_p
@@ -103,12 +152,12 @@ class Head:
         grad_C = torch.zeros(len(probs_CV), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
         grad_CV = probs_CV.mul_(-grad_C[:, None])
         grad_CV.view(-1).index_add_(0, *self._at_targets(chunk, grad_p))
-        grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
-        return self._back(grad_CV, chunk.hidden_CD, work, inner)
+        return self._base.unfinish_gradient_(grad_CV, logits_CV), inner
 
-    def _raw_logits(self, hidden_CD: Tensor, work: Sequence[Run]) -> tuple[Tensor, list[Tensor]]:
+    def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """[C, V] float32, not finished, and what `_back` needs of the adapters."""
-        return self._base.unembedding.forward_rows(hidden_CD, work, torch.float32)
+        unembedding = self._base.unembedding
+        return unembedding.forward_rows(chunk.hidden_CD, unembedding.work(chunk.routing), torch.float32, frozen_CV)
 
     def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """[C, V] probabilities, in place of the logits unless these are capped, and [p] log probabilities."""
@@ -184,9 +233,9 @@ class Head:
         self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(chosen_P)), logprob_P)
         return logprob_P
 
-    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64) -> Iterator[Chunk]:
-        for first in range(0, len(rows_R), self._chunk_rows):
-            rows_C = rows_R[first : first + self._chunk_rows]
+    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, most: int) -> Iterator[Chunk]:
+        for first in range(0, len(rows_R), most):
+            rows_C = rows_R[first : first + most]
             member_T = np.zeros(len(hidden_TD), np.bool_)
             member_T[rows_C] = True
             pairs_p = np.flatnonzero(member_T[batch.row_P])
@@ -200,6 +249,7 @@ class Head:
                 self._device(local_p * self._base.vocab_size + batch.targets_P[pairs_p]),
                 self._device(local_p),
                 _runs(batch.pass_P[pairs_p]),
+                [*self._chunks(batch, hidden_TD, rows_C, self._piece_rows)] if len(rows_C) > self._piece_rows else [],
             )
 
     def _places(self, rising: I64) -> Tensor | slice:
