@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -238,7 +239,14 @@ def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch:
         assert_same(found[sample.request_id], alone(base, sample, versions))
 
 
-def test_in_bfloat16_slots_are_as_exact_as_blocks() -> None:
+@pytest.mark.parametrize("intel", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": Window(9)}, {"softcap": 3.0}, {"sinks_H": torch.linspace(-1, 1, HEADS)}]
+)
+def test_in_bfloat16_slots_are_as_exact_as_blocks(
+    options: dict[str, Any], intel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contiguous_kv, "SUITS_MKL", intel)
     shape = LayerShape(2, 64, 64, torch.bfloat16)
     cache = KVCache({0: shape}, 16, CPU)
     cache.resize(200)
@@ -252,11 +260,11 @@ def test_in_bfloat16_slots_are_as_exact_as_blocks() -> None:
         slots = torch.tensor([blocks[at // 16] * 16 + at % 16 for at in range(length - 1)])
         cache.write(0, slots, k[index, :-1], v[index, :-1])
         rows.append(Rows(length - 1, length, blocks, index))
-    expected = torch.stack([attention(q[i], k[i], v[i]) for i in range(num)])
+    expected = torch.stack([attention(q[i], k[i], v[i], **options) for i in range(num)])
     errors = []
     for contiguous in (None, ContiguousKV(cache, 2**30, CPU)):
         plan = PagedPlan(cache, rows, CPU, contiguous)
-        found = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3)
+        found = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3, **options)
         errors.append(float((found.double() - expected).norm() / expected.norm()))
     assert errors[1] < max(1.2 * errors[0], 4e-3), errors
     assert np.isfinite(errors).all()
