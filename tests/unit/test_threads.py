@@ -26,12 +26,20 @@ def two() -> Iterator[None]:
         (int(NARROW_FLOPS / 40), 2, 0, SMALL_FORWARD_FLOPS),
         (int(NARROW_FLOPS / 4), 1, AWAKE_SPINS, SMALL_FORWARD_FLOPS),
         (int(NARROW_FLOPS), 100_000, AWAKE_SPINS - 1, SMALL_FORWARD_FLOPS),
+        (int(NARROW_FLOPS), 1, "infinite", SMALL_FORWARD_FLOPS),
         (int(NARROW_FLOPS), 1, AWAKE_SPINS, 0.0),
     ],
-    ids=["narrow and shared by many", "narrow, with many tokens each", "narrow, of one", "wide", "wide, awake"],
+    ids=[
+        "narrow and shared by many",
+        "narrow, with many tokens each",
+        "narrow, of one",
+        "wide",
+        "wide, other",
+        "wide, awake",
+    ],
 )
 def test_small_forwards_get_one_thread_and_others_all(
-    num_parameters: int, num_adapters: int, spins: int, small_flops: float, monkeypatch: pytest.MonkeyPatch
+    num_parameters: int, num_adapters: int, spins: int | str, small_flops: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", str(spins))
     threads = Threads(num_parameters, torch.device("cpu"))

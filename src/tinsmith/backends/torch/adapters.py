@@ -346,7 +346,7 @@ def initialise(layout: Layout, seed: int, device: torch.device) -> Tensor:
 
 class Gradients:
     """The float32 gradients of an adapter's matrices in one flat buffer, undefined until first written: zeros before
-    them would be a pass over memory that costs a step of eight tenants a tenth of its time.
+    them would be a pass over memory that costs a step of eight tenants a fifteenth of its time.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:

@@ -121,18 +121,15 @@ class Head:
     ) -> Tensor:
         """[C, D]"""
         work = self._base.unembedding.work(chunk.routing)
-        grad_CV, inner = chunk.hidden_CD, []
+        if not chunk.pieces:
+            grad_CV, inner = self._gradient(chunk, None, specs, columns, logprob_P)
+            return self._back(grad_CV.to(chunk.hidden_CD.dtype), chunk.hidden_CD, work, inner)
         for piece, frozen_CV in self._pieces(chunk):
-            grad_CV, inner = self._gradient(piece, frozen_CV, specs, columns, logprob_P)
-            if frozen_CV is None:
-                grad_CV = grad_CV.to(chunk.hidden_CD.dtype)
-            else:
-                frozen_CV.copy_(grad_CV)
-        if chunk.pieces:
-            assert self._scratch is not None
-            grad_CV = self._scratch[: len(chunk.hidden_CD)]
-            inner = self._base.unembedding.delta.inner(chunk.hidden_CD, work)
-        return self._back(grad_CV, chunk.hidden_CD, work, inner)
+            assert frozen_CV is not None
+            frozen_CV.copy_(self._gradient(piece, frozen_CV, specs, columns, logprob_P)[0])
+        assert self._scratch is not None  # where the pieces' gradients are now
+        inner = self._base.unembedding.delta.inner(chunk.hidden_CD, work)
+        return self._back(self._scratch[: len(chunk.hidden_CD)], chunk.hidden_CD, work, inner)
 
     def _gradient(
         self,

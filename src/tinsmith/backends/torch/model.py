@@ -64,7 +64,9 @@ log = structlog.get_logger()
 
 
 AWAKE_SPINS = 10_000
-"""Threads stay awake between the kernels of a step if they spin so often."""
+"""Threads stay awake between the kernels of a step if they spin so often. Other forms of the variable, such as
+'infinite', count as asleep, which only costs time.
+"""
 
 SMALL_FORWARD_FLOPS = 1e9
 """Below this (2 x parameters x tokens) one thread is faster; measured with nano and a 50 M parameter model."""
@@ -98,7 +100,7 @@ class Threads:
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
         spins = os.environ.get("GOMP_SPINCOUNT", "0")  # noqa: TID251 (OpenMP's own variable)
-        self._awake = int(spins) >= AWAKE_SPINS
+        self._awake = spins.isdecimal() and int(spins) >= AWAKE_SPINS
 
     def pin(self) -> None:
         """Always use all threads: another number of threads would add in another order."""
