@@ -119,6 +119,8 @@ class ShardedBase(BaseModel):
     module_names: list[str]
     """Those of the whole model."""
 
+    can_capture = False  # its layers' weights, and the other ranks, come in time for each call
+
     @property
     def num_bytes(self) -> int:
         if self._ranks is not None and not self._ranks.degrees.sharded:

@@ -268,6 +268,8 @@ class TorchBackend:
                 raise
         self._is_asleep, self._home = False, device
         self._move(moved)
+        if self._sampler is not None:
+            self._sampler.note_moved_weights()
 
     def _return_memory(self) -> None:
         """Return unused memory to the driver, from which the other process allocates."""

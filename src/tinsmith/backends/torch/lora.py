@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from tinsmith.backends.torch.adapters import (
     Adapter,
     DeltaMatrices,
+    Layout,
     LinearB,
     LinearPart,
     StackedA,
@@ -232,6 +233,29 @@ class Routing:
         )
 
 
+BLOCK_ROWS = 16
+"""Rows of a `DeviceRouting`'s block: the fewest of a tensor core's product."""
+
+
+class DeviceRouting(Routing):
+    """Adapters of rows by a table on the device, which says at each run of a CUDA graph what the rows are:
+    `blocks_B4` of `lora_kernels.add_deltas_`. All adapters have one layout; None: no row has one.
+    """
+
+    __slots__ = ("_blocks_B4", "_layout")
+
+    def __init__(self, num_rows: int, layout: Layout | None, blocks_B4: Tensor) -> None:
+        super().__init__([Segment(0, num_rows, None)])
+        self._layout, self._blocks_B4 = layout, blocks_B4
+
+    def add_deltas_(self, delta: LoRADelta, y_nO: Tensor, x_nI: Tensor) -> None:
+        if self._layout is None or (tables := delta.device_tables(self._layout, x_nI.device)) is None:
+            return
+        from tinsmith.backends.torch.lora_kernels import add_deltas_
+
+        add_deltas_(y_nO, x_nI, self._blocks_B4, *tables, self._layout.rank)
+
+
 def _runs(segments: Iterable[Segment]) -> list[Run]:
     """Join neighbours of similar length, and equal layout and scale."""
     runs: list[Run] = []
@@ -263,6 +287,26 @@ class LoRADelta:
         ends = accumulate((target.out_features for target in targets), initial=0)
         self._columns = [slice(*span) for span in pairwise(ends)]
         self._stack_cache: OrderedDict[tuple[int, ...], Stacks | Joined | None] = OrderedDict()
+        self._device_tables: dict[int, tuple[Layout, tuple[Tensor, Tensor] | None]] = {}
+
+    def device_tables(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """`places_P4` and `tiles_C2` of `lora_kernels.add_deltas_`; None if the layout has none of these linears."""
+        if id(layout) not in self._device_tables:
+            self._device_tables[id(layout)] = layout, self._make_device_tables(layout, device)
+        return self._device_tables[id(layout)][1]
+
+    def _make_device_tables(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        from tinsmith.backends.torch.lora_kernels import tiles_of
+
+        named = zip(self._names, self._columns, strict=True)
+        found = [(*layout.places[name], columns) for name, columns in named if name in layout.places]
+        if not found:
+            return None
+        outputs = [columns.stop - columns.start for *_, columns in found]
+        places = [(a.start, b.start, columns.start, out) for (a, b, columns), out in zip(found, outputs, strict=True)]
+        tables = places, tiles_of(outputs, layout.rank)
+        places_P4, tiles_C2 = (upload(np.array(table, np.int64), device) for table in tables)
+        return places_P4, tiles_C2
 
     def work(self, routing: Routing) -> list[Run]:
         """The runs whose adapters have any of these linears; short segments stay batched where that is faster."""

@@ -224,6 +224,16 @@ class BaseModel:
         return self._fused is not None
 
     @property
+    def decoder(self) -> Decoder | None:
+        """The fused layers."""
+        return self._fused
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph can hold the layers of a decode step."""
+        return self._fused is not None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the frozen weights, including a packed copy for decoding if there is or will be one."""
         stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

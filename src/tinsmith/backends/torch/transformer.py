@@ -24,13 +24,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad, rms_norm, silu
+from torch.nn.functional import linear, pad, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed, Routing
+from tinsmith.backends.torch.lora import (
+    DeviceRouting,
+    LoRADelta,
+    LoRAProduct,
+    MultiLoRALinear,
+    Recomputed,
+    Routing,
+)
 from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MOST_PACKED
@@ -76,11 +83,15 @@ class FusedLinear(LoRAProduct):
         """[T, O]: the linears' outputs, concatenated; in `dtype`, to which the adapters' deltas are added. Rows after
         the routing's belong to the base model. The linears read what `before` makes of x.
         """
-        work = self.delta.work(routing)
         if torch.is_grad_enabled():
-            return self.with_gradient(x_TI, work, before)
+            return self.with_gradient(x_TI, self.delta.work(routing), before)
         if before is not None:
             x_TI = before.forward(x_TI)
+        if isinstance(routing, DeviceRouting):
+            y_TO = linear(x_TI, self.weight, self.bias)
+            routing.add_deltas_(self.delta, y_TO, x_TI)
+            return y_TO
+        work = self.delta.work(routing)
         if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
             return self.forward_rows(x_TI, work, dtype)[0]
         if self._packed_OI is None:

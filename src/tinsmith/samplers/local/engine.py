@@ -35,6 +35,7 @@ from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.products import has_triton
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
@@ -42,6 +43,7 @@ from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV
+from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, probe_layers
 from tinsmith.samplers.local.memory import CacheBudget
@@ -166,6 +168,8 @@ class LocalSampler:
             self._cache_budget = CacheBudget(
                 memory, self._batcher, self._cache, self._contiguous, state_size, states, fixed=on_cuda
             )
+        uses_graphs = on_cuda and has_triton(base.device) and base.can_capture
+        self._graphs = DecodeGraphs(base, self._cache) if uses_graphs and not self._keeps_states else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._routings: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], Routing | None] = OrderedDict()
@@ -301,6 +305,11 @@ class LocalSampler:
         pool = self._batcher.pool
         return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
 
+    def note_moved_weights(self) -> None:
+        """The base model's memory is elsewhere from now on."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def collect(self) -> None:
         """Drop the bookkeeping of versions that were replaced or removed; their owner may call this after either."""
         for version_id, weights in list(self._weights.items()):
@@ -414,7 +423,13 @@ class LocalSampler:
         spans = sorted(spans, key=lambda span: (min(num_rows[numbers[id(span)]], MANY_ROWS), numbers[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence, _seen(span)) for span in spans]
-        tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
+        tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
+        tokens_T = self._uploaded(tokens, spans)
+        hidden_TD = None if self._graphs is None else self._graphs.hidden(tokens_T, rows, adapters)
+        if hidden_TD is not None:
+            for span in spans:
+                self._batcher.advance(span)
+            return [(span, 1) for span in spans], hidden_TD
         sizes = [span.stop - span.start for span in spans]
         recurrence = None
         if self._keeps_states:
@@ -423,7 +438,6 @@ class LocalSampler:
             recurrence = Recurrence(pieces, self._base.device)
         plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
         routing = self._routing(adapters, sizes)
-        tokens_T = self._uploaded(tokens_T, spans)
         counts = [span.num_wanted for span in spans]
         ends = accumulate(sizes)
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]

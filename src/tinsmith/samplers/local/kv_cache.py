@@ -139,6 +139,10 @@ class KVCache:
     def shape(self, layer: int) -> LayerShape:
         return self._shapes[layer]
 
+    def store(self, layer: int) -> Tensor:
+        """[blocks, S, G, D]: a layer's keys and values, side by side."""
+        return self._layers[layer]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """k and v of all blocks, [blocks, S, G, D] each: views."""
         store, key_dim = self._layers[layer], self._shapes[layer].key_dim
