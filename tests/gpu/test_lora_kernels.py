@@ -44,25 +44,15 @@ def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, 
     x_nI = torch.from_numpy(rng.standard_normal((len(adapters), inputs), np.float32)).to(DEVICE, dtype)
     y_nO = torch.from_numpy(rng.standard_normal((len(adapters), sum(outputs)), np.float32)).to(DEVICE, dtype)
     expected = y_nO.double()
-    delta.reference_(expected, x_nI.double(), Routing.of([wide(each) for each in adapters], [1] * len(adapters)))
+    wide = {id(each): Adapter(each.spec, layout, each.compute_P.double(), torch.float64) for each in known}
+    routing = Routing.of([wide.get(id(each)) for each in adapters], [1] * len(adapters))
+    delta.reference_(expected, x_nI.double(), routing)
     blocks = np.zeros((9, 4), np.int64)
     found = blocks_of(adapters)
     blocks[: len(found)] = found
     DeviceRouting(len(adapters), layout, torch.from_numpy(blocks).to(DEVICE)).add_deltas_(delta, y_nO, x_nI)
     error = float((y_nO.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype == torch.float32 else 5e-3)
-
-
-_WIDE: dict[int, Adapter] = {}
-
-
-def wide(own: Adapter | None) -> Adapter | None:
-    """In float64, of the rounded weights."""
-    if own is None:
-        return None
-    if id(own) not in _WIDE:
-        _WIDE[id(own)] = Adapter(own.spec, own.layout, own.compute_P.double(), torch.float64)
-    return _WIDE[id(own)]
 
 
 def test_rows_that_are_not_finite_stay_alone() -> None:
