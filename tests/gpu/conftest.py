@@ -26,6 +26,12 @@ def device_is_there() -> None:
         pytest.exit(f"TEST_DEVICE is {DEVICE!r}, and torch {torch.__version__} finds no CUDA device", 1)
 
 
+@pytest.fixture(autouse=True)
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samplers, and those of tests that run at the same time, must fit."""
+    monkeypatch.setattr("tinsmith.samplers.local.kv_cache.CUDA_SHARE", 0.01)
+
+
 OUTCOMES: Counter[str] = Counter()
 
 

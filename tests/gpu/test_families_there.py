@@ -36,6 +36,6 @@ def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> No
     (expected, expected_P, answers), (ours, ours_P, theirs) = found
     for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3)
-    assert relative(ours_P, expected_P.double()) < 1e-2  # an optimizer's first steps divide by tiny moments
+    assert relative(ours_P, expected_P.double()) < 3e-2  # an optimizer's first steps divide by tiny moments
     for name, answer in answers.items():
         assert_same(theirs[name], answer, atol=2e-3)

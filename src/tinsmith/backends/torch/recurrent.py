@@ -16,7 +16,10 @@ Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import TypeAlias, cast
 
 import torch
@@ -36,9 +39,25 @@ def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMix
     mixers = []
     for module in decoder.modules():
         if is_mixer(module):
+            _keep_host_functions(sys.modules[type(module).__module__])
             mixers.append(SequenceMixer(module, context))
             module.forward = mixers[-1].planned
     return mixers
+
+
+def _keep_host_functions(modeling: ModuleType) -> None:
+    """Let functions that transformers takes from fla or mamba-ssm, where these are installed, compute tensors on a CPU
+    in plain torch: the libraries' kernels are for GPUs, and would fail.
+    """
+    for name, chosen in list(vars(modeling).items()):
+        plain = getattr(chosen, "__wrapped__", None)
+        if isinstance(chosen, FunctionType) and plain is not None and chosen.__module__ == modeling.__name__:
+            setattr(modeling, name, partial(_by_device, chosen, plain))
+
+
+def _by_device(chosen: Callable[..., object], plain: Callable[..., object], *args: object, **kwargs: object) -> object:
+    first = args[0] if args else next(iter(kwargs.values()))
+    return (plain if isinstance(first, Tensor) and first.is_cpu else chosen)(*args, **kwargs)
 
 
 class SequenceMixer:
