@@ -3,8 +3,8 @@
 A program reads the keys of one key head for all query heads that share it, so that each key is read once. Where there
 are too few sequences for the GPU, several programs share a sequence, each with a run of its keys, and a second kernel
 joins their results. How many share is chosen from the number of sequences; how the keys are divided, from lengths that
-only the device reads. So a launch depends on shapes alone, never waits, and can be captured in a CUDA graph. Sums are in
-float32 and in a fixed order.
+only the device reads. So a launch depends on shapes alone, never waits, and can be captured in a CUDA graph. Sums are
+in float32 and in a fixed order.
 
 A program reads its own sequence's visible keys and nothing else: no other sequence, no position that is not written.
 
@@ -14,6 +14,9 @@ installations for CPUs lack Triton. `attention.decode` is the reference.
 Letters: n sequences, H query heads, G key heads, R = H / G, P blocks, S slots of a block, E a key and its value, C
 blocks of a table.
 """
+
+# What launches a kernel is typed as the kernel itself.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ TILE_BYTES = 32768
 """Of the 16-bit keys and values that a program loads while it computes with those before: four programs fit a
 processor. Tiles of float32 have a quarter of the keys, since its products keep their operands in registers."""
 
+LAUNCH = {"num_warps": 4, "num_stages": 3}
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -51,9 +56,10 @@ def paged_attention(
     key_dim: int,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """[n, H, D]. Row i is the last of the `keys_n[i]` tokens of its sequence, whose blocks are `table_nC[i]`. A row with
-    0 keys is padding, and its result is 0. The table and the numbers of keys are int32.
+    """[n, H, D]. Row i is the last of the `keys_n[i]` tokens of its sequence, whose blocks are `table_nC[i]`. A row
+    with 0 keys is padding, and its result is 0. The table and the numbers of keys are int32.
     """
+    q_nHD = q_nHD if q_nHD.stride(2) == 1 else q_nHD.contiguous()
     num, num_heads, _ = q_nHD.shape
     _, block_size, num_groups, both_dims = store_PSGE.shape
     value_dim = both_dims - key_dim
@@ -65,31 +71,31 @@ def paged_attention(
         num * num_heads * splits * (value_dim + 1) if splits > 1 else 0, dtype=torch.float32, device=q_nHD.device
     )
     tile = tile_of(both_dims, store_PSGE.element_size())
-    division = {"WINDOW": window.size, "CHUNKED": window.chunked, "TILE": tile, "SPAN": SPAN}
+    shared = {"WINDOW": window.size, "CHUNKED": window.chunked, "TILE": tile, "SPAN": SPAN, **LAUNCH}
     _attend[num_groups, num, splits](
         q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
         q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
         R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
         SOFTCAP=options.get("softcap") or 0.0, R_PAD=padded(num_heads // num_groups), KEY_PAD=padded(key_dim),
-        VALUE_PAD=padded(value_dim), **division, num_warps=4, num_stages=3,
+        VALUE_PAD=padded(value_dim), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[num_heads, num](
             parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
-            **division, num_warps=4,
+            **shared,
         )  # fmt: skip
     return out_nHD
 
 
 def padded(size: int) -> int:
     """A size of a matrix product."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def tile_of(both_dims: int, itemsize: int) -> int:
     """Keys that a program reads at once."""
     fitting = 2 * TILE_BYTES // (both_dims * itemsize**2)
-    return min(SPAN, max(16, triton.next_power_of_2(fitting + 1) // 2))
+    return min(SPAN, max(16, 1 << fitting.bit_length() >> 1))
 
 
 @triton.jit
@@ -104,7 +110,11 @@ def _divided(keys, splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, TILE: tl
     return first, length, tl.maximum(tl.cdiv(tl.cdiv(length, splits), TILE) * TILE, SPAN)
 
 
-@triton.jit(do_not_specialize=["scale", "table_stride"])
+# What changes from step to step selects no other variant of the kernel, which would be compiled while samples wait.
+@triton.jit(
+    do_not_specialize=["scale", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "keys_ptr", "sinks_ptr"],
+)
 def _attend(  # noqa: PLR0913 - one launch
     q_ptr, store_ptr, table_ptr, keys_ptr, sinks_ptr, out_ptr, parts_ptr, scale,
     q_stride, q_head_stride, block_stride, slot_stride, head_stride, table_stride,
@@ -130,8 +140,8 @@ def _attend(  # noqa: PLR0913 - one launch
 
     top_R = tl.full([R_PAD], float("-inf"), tl.float32)
     sum_R = tl.zeros([R_PAD], tl.float32)
-    if sinks_ptr is not None:  # a key without a value, in the first program's share
-        if split == 0:
+    if sinks_ptr is not None:  # noqa: SIM102 - Triton decides only the outer one at compile time
+        if split == 0:  # a sink is one more key, without a value, in the first program's share
             top_R = tl.load(sinks_ptr + head, mask=r < R, other=0.0).to(tl.float32) * LOG2E
             sum_R += 1.0
     out_RE = tl.zeros([R_PAD, VALUE_PAD], tl.float32)
@@ -170,7 +180,7 @@ def _attend(  # noqa: PLR0913 - one launch
         tl.store(weights_ptr + cell, top_R + tl.log2(sum_R), mask=r < R)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["keys_ptr"])
 def _join(  # noqa: PLR0913 - one launch
     parts_ptr, keys_ptr, out_ptr, splits,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
