@@ -37,7 +37,7 @@ from tinsmith.backends.torch.attention import register
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention
 from tinsmith.backends.torch.vision import Features, Vision
-from tinsmith.samplers.local import engine, paged_attention
+from tinsmith.samplers.local import paged_attention
 from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
@@ -231,6 +231,17 @@ def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  
     return Features(first, tuple(others))
 
 
+def _attend_pages(
+    q_nHD: Tensor, store_PSGE: Tensor, table_nC: Tensor, keys_n: Tensor, *, key_dim: int, **options: object
+) -> Tensor:
+    """What the kernel takes and gives. A kernel cannot be launched with fake tensors."""
+    assert {x.device for x in (q_nHD, store_PSGE, table_nC, keys_n)} == {DEVICE}
+    assert table_nC.dtype == keys_n.dtype == torch.int32 and q_nHD.dtype == store_PSGE.dtype
+    assert len(q_nHD) == len(table_nC) == len(keys_n) and q_nHD.shape[2] == key_dim < store_PSGE.shape[3]
+    assert "scale" in options and q_nHD.shape[1] % store_PSGE.shape[2] == 0
+    return q_nHD.new_empty(*q_nHD.shape[:2], store_PSGE.shape[3] - key_dim)
+
+
 @contextmanager
 def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
     """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
@@ -242,8 +253,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
             (moe, "has_grouped_products", grouped),
-            (paged_attention, "reads_pages", pages),
-            (engine, "check_pages", None),
+            (paged_attention, "page_kernel", _attend_pages if pages else None),
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))

@@ -68,29 +68,18 @@ def test_determinism_is_refused_by_name(qwen: ModelShape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "is_installed", "pages", "grouped"),
-    [
-        ((9, 0), True, True, True),
-        ((9, 0), False, False, True),
-        ((8, 0), True, False, False),
-        ((10, 0), True, False, True),
-        ((12, 0), True, False, False),
-    ],
+    ("capability", "grouped"), [((9, 0), True), ((8, 0), False), ((10, 0), True), ((12, 0), False)]
 )
-def test_kernels_are_chosen_by_capability(
-    capability: tuple[int, int], is_installed: bool, pages: bool, grouped: bool
-) -> None:
-    spec = mock.Mock() if is_installed else None
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability),
-        mock.patch.object(paged_attention, "find_spec", lambda name: spec),
-        mock.patch.object(paged_attention, "activate_flash_attention_impl") as activated,
-    ):
-        assert paged_attention.reads_pages.__wrapped__(DEVICE) == pages
-        assert activated.call_args_list == ([mock.call("FA3")] if pages else [])
+def test_grouped_products_are_chosen_by_capability(capability: tuple[int, int], grouped: bool) -> None:
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
         assert moe.has_grouped_products.__wrapped__(DEVICE) == grouped
-    assert not paged_attention.reads_pages.__wrapped__(torch.device("cpu"))
     assert not moe.has_grouped_products.__wrapped__(torch.device("cpu"))
+
+
+def test_keys_are_gathered_where_triton_is_not_installed() -> None:
+    with mock.patch.object(paged_attention, "find_spec", lambda name: None):
+        assert paged_attention.page_kernel.__wrapped__(DEVICE) is None
+    assert paged_attention.page_kernel(torch.device("cpu")) is None
 
 
 @pytest.fixture

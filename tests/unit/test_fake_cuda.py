@@ -358,19 +358,12 @@ def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: 
     assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
-DECODE = {
-    "qwen3": "FlashAttention 3 on pages in 2 of 2 layers",
-    "gemma2": "SDPA on gathered keys",  # capped scores
-    "gpt_oss": "SDPA on gathered keys",  # sinks
-    "qwen3_5": "FlashAttention 3 on pages in 1 of 1 layers",
-}
-
-
-def test_the_line_names_what_samples_from_each_model(shape: ModelShape) -> None:
-    arch = shape.name.removeprefix("tiny/")
-    for pages, expected in ((True, DECODE[arch]), (False, "SDPA on gathered keys")):
-        with fake_cuda(pages=pages):
-            assert FakeCudaBackend(shape).kernels()["decode"] == expected
+@pytest.mark.parametrize(
+    ("pages", "expected"), [(True, "Triton on pages; SDPA for prompts"), (False, "SDPA on gathered keys")]
+)
+def test_the_line_names_what_samples(qwen: ModelShape, pages: bool, expected: str) -> None:
+    with fake_cuda(pages=pages):
+        assert FakeCudaBackend(qwen).kernels()["decode"] == expected
 
 
 def test_experts_whose_sizes_do_not_fit_are_named_as_a_loop(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,11 +15,9 @@ from support import tiny_models
 from support.local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
-from tinsmith.backends.torch.attention import PackedCausal, Window
+from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.errors import SettingsError
-from tinsmith.samplers.local import paged_attention
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
@@ -136,66 +133,6 @@ def _reference(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) ->
     scores_HTT = torch.einsum("thd,shd->hts", q_THD.double(), k_THD) * 0.4
     hidden_TT = torch.ones(len(q_THD), len(q_THD), dtype=torch.bool).triu(1)
     return torch.einsum("hts,shd->thd", scores_HTT.masked_fill(hidden_TT, -torch.inf).softmax(-1), v_THD)
-
-
-def varlen(  # noqa: PLR0913 - torch's own signature
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: None,
-    max_q: int, max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """torch's documented `varlen_attn` with pages, in float64: the last rows of a sequence see the keys up to their
-    own, and at most `window_size[0]` before it.
-    """
-    assert enable_gqa and window_size[1] == 0 and cu_seq_k is None
-    assert {x.dtype for x in (cu_seq_q, seqused_k, block_table)} == {torch.int32}
-    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(seqused_k.max()))
-    found = []
-    for number, used in enumerate(seqused_k.tolist()):
-        first, stop = cu_seq_q[number : number + 2].tolist()
-        repeat = query.shape[1] // key.shape[2]
-        k, v = (
-            x[block_table[number].long()].flatten(0, 1)[:used].double().repeat_interleave(repeat, 1)
-            for x in (key, value)
-        )
-        place_L, place_K = torch.arange(used - (stop - first), used)[:, None], torch.arange(used)
-        hidden_LK = place_K > place_L
-        if window_size[0] >= 0:
-            hidden_LK |= place_K < place_L - window_size[0]
-        scores = torch.einsum("lhd,khd->hlk", query[first:stop].double(), k) * scale
-        found.append(torch.einsum("hlk,khd->lhd", scores.masked_fill(hidden_LK, -torch.inf).softmax(-1), v))
-    return torch.cat(found).to(query.dtype)
-
-
-@examples(30)
-@given(
-    spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), min_size=1, max_size=5),
-    window=st.none() | st.integers(1, 20).map(Window),
-    seed=st.integers(0, 99),
-)
-def test_pages_are_attended_to_as_gathered_keys_are(
-    spans: list[tuple[int, int]], window: Window | None, seed: int
-) -> None:
-    shape = LayerShape(2, 8, 8, torch.bfloat16)
-    numbers = np.random.default_rng(seed).permutation(np.arange(1, 100)).tolist()
-    cache = KVCache({0: shape}, 4, torch.device("cpu"))
-    cache.resize(100)
-    generator = torch.Generator().manual_seed(seed)
-    cache._stores[shape].copy_(torch.randn(cache._stores[shape].shape, generator=generator))
-    rows = [Rows(start, start + size, [numbers.pop() for _ in range(-(-(start + size) // 4))]) for start, size in spans]
-    num = sum(size for _, size in spans)
-    q, k, v = (torch.randn(num, heads, 8, generator=generator).bfloat16() for heads in (HEADS, 2, 2))
-    with pytest.MonkeyPatch.context() as patch:
-        gathered = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4, window=window)
-        patch.setattr(paged_attention, "reads_pages", lambda device: True)
-        patch.setattr(paged_attention, "varlen_attn", varlen)
-        plan = PagedPlan(cache, rows, torch.device("cpu"))
-        found = plan.attend(0, q, k, v, scale=0.4, window=window)
-        assert "_groups" not in vars(plan), "keys were gathered"
-        torch.testing.assert_close(found, gathered, atol=0.03, rtol=0.03)
-        paged_attention.check_pages([shape], 4, torch.device("cpu"))
-        patch.setattr(paged_attention, "varlen_attn", lambda *args, **options: 1.2 * varlen(*args, **options))
-        with pytest.raises(SettingsError, match="remove flash_attn_interface"):
-            paged_attention.check_pages([shape], 4, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("lengths", [[12, 12, 12], [12, 9, 12]])

@@ -162,14 +162,14 @@ class TorchBackend:
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""
-        from tinsmith.samplers.local.paged_attention import described, reads_pages
+        from tinsmith.samplers.local.paged_attention import described
 
         base = self._base
         found = {
             "device": f"{base.device}, {base.dtype}, no TF32",
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
-            "attention": "SDPA with FlashAttention 3" if reads_pages(base.device) else "SDPA",
-            "decode": described(base),
+            "attention": "SDPA",
+            "decode": described(base.device),
             "lora": "batched products of short segments of one layout, else a product for each segment",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }

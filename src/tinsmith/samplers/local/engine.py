@@ -47,7 +47,7 @@ from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, probe_layers
 from tinsmith.samplers.local.memory import CacheBudget
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows, check_pages
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
@@ -140,9 +140,7 @@ class LocalSampler:
         on_cuda = base.device.type == "cuda"
         self._base = base
         self._versions = versions
-        shapes = layer_shapes(base)
-        self._cache = KVCache(shapes, options.block_size, base.device)
-        check_pages(shapes.values(), options.block_size, base.device)
+        self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
         memory = memory or MemoryManager()
         token_bytes, state_size = self._sizes(self._cache.token_bytes, state_bytes(probe_layers(base)))
         token_bytes = max(token_bytes, 1)

@@ -139,14 +139,9 @@ class KVCache:
     def shape(self, layer: int) -> LayerShape:
         return self._shapes[layer]
 
-    def store(self, layer: int) -> Tensor:
-        """[blocks, S, G, D]: a layer's keys and values, side by side."""
+    def pages(self, layer: int) -> Tensor:
+        """All blocks, [blocks, S, G, D]; D holds the key, then the value."""
         return self._layers[layer]
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """k and v of all blocks, [blocks, S, G, D] each: views."""
-        store, key_dim = self._layers[layer], self._shapes[layer].key_dim
-        return store[..., :key_dim], store[..., key_dim:]
 
     def gather(self, shape: LayerShape, blocks_nC: Tensor) -> Tensor:
         """Keys and values of all layers of one shape, [layers, n, K, G, D]; D holds the key, then the value."""

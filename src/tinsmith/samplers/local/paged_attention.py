@@ -3,10 +3,9 @@
 `PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into the cache
 and then attends in one of three ways:
 
-- CUDA of compute capability 9.0 with `flash_attn_interface` (FlashAttention 3), bfloat16: `varlen_attn` reads pages
-  directly, for decoding rows and prompts in one call. Layers with capped scores, sinks or chunks use the third way.
-- CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`); all other rows use the third way.
-- Everywhere else: keys and values are gathered, and SDPA attends to them in as few calls as the step allows: decoding
+- CUDA, where Triton is installed: one call for all decoding rows reads their pages (`paged_kernel`).
+- CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`).
+- All other rows: keys and values are gathered, and SDPA attends to them in as few calls as the step allows: decoding
   rows of similar context length together, fresh prompts of similar length together without reading the cache, and
   chunks that continue a prompt together. This is the reference for the other two.
 
@@ -19,7 +18,7 @@ padded, C blocks of a table, H query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -29,8 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl
-from torch.nn.attention.varlen import varlen_attn
 
 from tinsmith.backends.torch.attention import (
     AttentionOptions,
@@ -38,14 +35,11 @@ from tinsmith.backends.torch.attention import (
     Window,
     decode,
     prefill,
-    suits_flash,
     visible,
 )
 from tinsmith.backends.torch.host import upload, upload_all
-from tinsmith.backends.torch.model import BaseModel
-from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
-from tinsmith.samplers.local.kv_cache import KVCache, LayerShape, probe_layers
+from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.states import Recurrence
 
 I64 = npt.NDArray[np.int64]
@@ -56,78 +50,20 @@ ALL = slice(None)
 
 
 @cache
-def reads_pages(device: torch.device) -> bool:
-    """Whether the device has a kernel that reads pages. Activates FlashAttention 3: version 2 has no page tables."""
-    if device.type != "cuda" or find_spec("flash_attn_interface") is None:
-        return False
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    activate_flash_attention_impl("FA3")
-    return True
+def page_kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """`paged_kernel.paged_attention`; None where it cannot run."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from tinsmith.samplers.local.paged_kernel import paged_attention
+
+    return paged_attention
 
 
-def fits_pages(shape: LayerShape) -> bool:
-    """Whether that kernel supports keys and values of this shape."""
-    return suits_flash(shape.dtype, shape.key_dim, shape.value_dim) and shape.key_dim % 8 == 0
-
-
-def described(base: BaseModel) -> str:
-    """Names the attention kernels that sample from a model, for the log."""
-    gathered = "SDPA on gathered keys"
-    if base.device.type == "cpu":
-        return f"SDPA on contiguous keys, else {gathered.removeprefix('SDPA ')}"
-    if not reads_pages(base.device):
-        return gathered
-    calls = [layer[-1] for layer in probe_layers(base).calls.values()]
-    paged = sum(fits_pages(LayerShape(*call[:4])) and _is_plain(call.options) for call in calls)
-    rest = "" if paged == len(calls) else f", {gathered} in the others"
-    return f"{PAGES} in {paged} of {len(calls)} layers{rest}" if paged else gathered
-
-
-def _is_plain(options: AttentionOptions) -> bool:
-    window = options.get("window")
-    is_chunked = window is not None and window.chunked
-    return options.get("softcap") is None and options.get("sinks_H") is None and not is_chunked
-
-
-def check_pages(shapes: Iterable[LayerShape], block_size: int, device: torch.device) -> None:
-    """Compare the kernel that reads pages with the reference. Raises SettingsError if they differ."""
-    if not reads_pages(device):
-        return
-    for shape in {shape for shape in shapes if fits_pages(shape)}:
-        kv_cache = KVCache({0: shape}, block_size, device)
-        kv_cache.resize(6)
-        plan = PagedPlan(kv_cache, [Rows(0, block_size + 3, [4, 2]), Rows(0, 5, [5]), Rows(0, 1, [1])], device)
-        rng, size = np.random.default_rng(0), (3, block_size + 9, shape.num_heads, shape.key_dim)
-        queries, keys, values = upload(rng.standard_normal(size, np.float32), device).to(shape.dtype)
-        given = queries, keys, values
-        found, expected = plan.attend(0, *given, scale=0.1), plan.attend_gathered(0, *given, scale=0.1)
-        error = float((found - expected).norm() / expected.norm())
-        if not error < 0.02:
-            raise SettingsError(f"{PAGES} differs from SDPA by {error:.3g} on {device}; remove flash_attn_interface")
-
-
-PAGES = "FlashAttention 3 on pages"
-
-
-class PageTable(NamedTuple):
-    """Where the rows and the pages of a step's sequences are, int32."""
-
-    rows_N1: Tensor  # the first row of each sequence, then the number of rows
-    keys_N: Tensor  # keys of each sequence, including those of this step
-    pages_NC: Tensor
-    max_rows: int
-    max_keys: int
-
-    def attend(self, q_THD: Tensor, k_PSGD: Tensor, v_PSGD: Tensor, scale: float, window: Window | None) -> Tensor:
-        """[T, H, D]: row i of a sequence's last rows sees the keys up to its own."""
-        out_THD = varlen_attn(
-            q_THD, k_PSGD, v_PSGD, self.rows_N1, None, self.max_rows, self.max_keys, scale=scale,
-            window_size=(-1 if window is None else window.size - 1, 0), enable_gqa=True, seqused_k=self.keys_N,
-            block_table=self.pages_NC,
-        )  # fmt: skip
-        assert isinstance(out_THD, Tensor)
-        return out_THD
+def described(device: torch.device) -> str:
+    """Names the attention kernels that sample on a device, for the log."""
+    if device.type == "cpu":
+        return "SDPA on contiguous keys, else on gathered keys"
+    return "SDPA on gathered keys" if page_kernel(device) is None else "Triton on pages; SDPA for prompts"
 
 
 class Rows(NamedTuple):
@@ -156,6 +92,14 @@ class _Group:
     masks: dict[Window | None, Tensor | None]
 
 
+class _Pages(NamedTuple):
+    """The decoding rows of a step that attend to their pages; the table and the numbers of keys are int32."""
+
+    rows: Tensor | slice
+    table_nC: Tensor
+    keys_n: Tensor
+
+
 class PagedPlan:
     """`positions_T` are the rows' positions; rows are in the order of `sequences`. The keys and values of the rows in
     `written` are written to the cache. `recurrence` covers the same rows for layers that keep a state.
@@ -175,8 +119,7 @@ class PagedPlan:
         self._recurrence = recurrence
         self._cache = cache
         self._device = device
-        # The kernel that reads pages is causal.
-        self._has_pages = reads_pages(device) and all(rows.seen is None for rows in sequences)
+        self._kernel = page_kernel(device)
         start_N = np.array([s.start for s in sequences], np.int64)
         size_N = np.array([s.stop for s in sequences], np.int64) - start_N
         first_N = np.cumsum(size_N) - size_N
@@ -193,9 +136,13 @@ class PagedPlan:
         self._spans = first_N, size_N, start_N, table_NC
         self._seen_N = [s.seen for s in sequences]
         self._contiguous: list[ContiguousStep] = []
-        kept_N = np.ones(len(sequences), np.bool_)
+        is_decoding_N = (size_N == 1) & (start_N > 0)
+        self._is_paged_N = np.zeros(len(sequences), np.bool_)
+        if self._kernel is not None:
+            self._is_paged_N = is_decoding_N & np.array([s.seen is None for s in sequences])
+        kept_N = ~self._is_paged_N
         if contiguous is not None:
-            decoding = np.flatnonzero((size_N == 1) & (start_N > 0)).tolist()
+            decoding = np.flatnonzero(is_decoding_N).tolist()
             members = [
                 DecodeRow(sequences[i].owner, int(first_N[i]), sequences[i].start, sequences[i].blocks)
                 for i in decoding
@@ -210,46 +157,52 @@ class PagedPlan:
         return [self._group(members, *self._spans) for members in _buckets(start_N, size_N, self._kept_N)]
 
     @cached_property
-    def _pages(self) -> PageTable:
-        first_N, size_N, start_N, table_NC = self._spans
-        keys_N = start_N + size_N
-        parts = np.append(first_N, size_N.sum()), keys_N, table_NC.ravel()
-        rows_N1, used_N, pages = upload_all([part.astype(np.int32) for part in parts], self._device)
-        return PageTable(rows_N1, used_N, pages.view(table_NC.shape), int(size_N.max()), int(keys_N.max()))
+    def _pages(self) -> _Pages | None:
+        if not self._is_paged_N.any():
+            return None
+        first_N, _, start_N, table_NC = self._spans
+        row_n, keys_n = first_N[self._is_paged_N], start_N[self._is_paged_N] + 1
+        table_nC = table_NC[self._is_paged_N, : -(-int(keys_n.max()) // self._cache.block_size)]
+        keys, table = upload_all([x.astype(np.int32).ravel() for x in (keys_n, table_nC)], self._device)
+        first, stop = int(row_n[0]), int(row_n[-1]) + 1
+        rows = slice(first, stop) if stop - first == len(row_n) else upload(row_n, self._device)
+        return _Pages(rows, table.view(table_nC.shape), keys)
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
-        if self._has_pages and _is_plain(options) and fits_pages(self._cache.shape(layer)):
-            return self._pages.attend(q_THD, *self._cache.pages(layer), options["scale"], options.get("window"))
-        return self.attend_gathered(layer, q_THD, k_TGD, v_TGD, **options)
-
-    def attend_gathered(
-        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        """The same by SDPA, after the step's keys and values were written to the cache."""
         out_THD = None
-        for contiguous in self._contiguous:
-            part = contiguous.attend(layer, q_THD, k_TGD, v_TGD, **options)
-            if contiguous.row_n is None:
+        for rows, part in self._parts(layer, q_THD, k_TGD, v_TGD, **options):
+            if rows is None:
                 return part
             if out_THD is None:
                 out_THD = part.new_empty(len(q_THD), *part.shape[1:])
-            out_THD.index_copy_(0, contiguous.row_n, part)
-        for group in self._groups:
-            part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
-            if len(part) == len(q_THD) and group.real is None:
-                return part
-            if out_THD is None:
-                out_THD = part.new_empty(len(q_THD), *part.shape[1:])
-            if group.real is None:
-                out_THD[group.rows_nL] = part
+            if isinstance(rows, slice):
+                out_THD[rows] = part
             else:
-                cells, rows = group.real
-                out_THD.index_copy_(0, rows, part.index_select(0, cells))
+                out_THD.index_copy_(0, rows, part)
         assert out_THD is not None
         return out_THD
+
+    def _parts(
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Iterator[tuple[Tensor | slice | None, Tensor]]:
+        """Rows of the step, None for all of them in order, and their results."""
+        for contiguous in self._contiguous:
+            yield contiguous.row_n, contiguous.attend(layer, q_THD, k_TGD, v_TGD, **options)
+        if self._kernel is not None and (pages := self._pages) is not None:
+            rows, is_all = pages.rows, len(pages.keys_n) == len(q_THD)
+            q_nHD = q_THD[rows] if isinstance(rows, slice) else q_THD.index_select(0, rows)
+            given = q_nHD, self._cache.pages(layer), pages.table_nC, pages.keys_n
+            yield None if is_all else rows, self._kernel(*given, key_dim=self._cache.shape(layer).key_dim, **options)
+        for group in self._groups:
+            part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
+            if group.real is None:
+                yield None if len(part) == len(q_THD) else group.rows_nL, part
+            else:
+                cells, rows = group.real
+                yield rows, part.index_select(0, cells)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         assert self._recurrence is not None

@@ -1,0 +1,123 @@
+"""Decode attention in Triton against float64: in Triton's interpreter, and on the device that TEST_DEVICE names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.device import DEVICE, NAMED, ON_CUDA
+
+if not (NAMED and ON_CUDA):
+    from support import interpreted  # noqa: F401 - before the kernels
+
+from tinsmith.backends.torch.attention import AttentionOptions, Window, reference, visible
+from tinsmith.samplers.local import paged_attention, paged_kernel
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+
+WHERE = DEVICE if NAMED else "cpu"
+LENGTHS = [1, 15, 0, 16, 17, 500]
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def paged(
+    lengths: list[int], dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, pages, a table and numbers of keys. Whatever no row sees is NaN, except for the null block."""
+    num_heads, num_groups, key_dim, value_dim, block_size = sizes
+    rng = np.random.default_rng(0)
+    used = [-(-length // block_size) for length in lengths]
+    numbers = rng.permutation(np.arange(1, sum(used) + 9)).tolist()
+    store = torch.full((sum(used) + 9, block_size, num_groups, key_dim + value_dim), torch.nan)
+    store[0] = 0
+    table = np.zeros((len(lengths), max(used) + 2), np.int32)
+    for row, length in enumerate(lengths):
+        for place in range(used[row]):
+            block = table[row, place] = numbers.pop()
+            written = store[block, : length - place * block_size]
+            written.copy_(torch.from_numpy(rng.standard_normal(written.shape)))
+    q = torch.from_numpy(rng.standard_normal((len(lengths), num_heads, key_dim)))
+    keys = torch.tensor(lengths, dtype=torch.int32)
+    return q.to(WHERE, dtype), store.to(WHERE, dtype), torch.from_numpy(table).to(WHERE), keys.to(WHERE)
+
+
+def expected(
+    q_nHD: Tensor, store_PSGE: Tensor, table_nC: Tensor, lengths: list[int], **options: object
+) -> list[Tensor]:
+    """In float64, each row alone."""
+    found = []
+    sinks = options.get("sinks_H")
+    given = AttentionOptions(**{**options, "sinks_H": None if sinks is None else sinks.double().cpu()})  # pyright: ignore
+    for q_HD, blocks_C, length in zip(q_nHD.cpu().double(), table_nC.cpu().long(), lengths, strict=True):
+        rows_GKE = store_PSGE.cpu()[blocks_C].flatten(0, 1)[:length].double().transpose(0, 1)
+        mask = visible(torch.tensor([[length - 1]]), length, given.get("window"), torch.float64)
+        k, v = rows_GKE[None, ..., : q_HD.shape[1]], rows_GKE[None, ..., q_HD.shape[1] :]
+        found.append(reference(q_HD[None, :, None], k, v, mask, **given)[0, :, 0])
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("programs", [1, 80], ids=["whole", "divided"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((4, 2, 16, 16, 16), {}),
+        ((6, 2, 8, 6, 4), {"window": Window(300)}),
+        ((6, 1, 20, 20, 4), {"window": Window(7)}),
+        ((6, 2, 16, 8, 4), {"window": Window(280, chunked=True), "softcap": 3.0}),
+        ((3, 3, 8, 24, 16), {"softcap": 5.0, "sinks_H": torch.tensor([0.5, -1.0, 4.0])}),
+    ],
+)  # fmt: skip
+def test_each_row_attends_to_its_own_keys(
+    dtype: torch.dtype,
+    programs: int,
+    sizes: tuple[int, int, int, int, int],
+    options: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_kernel, "PROGRAMS", programs)
+    q, store, table, keys = paged(LENGTHS, dtype, sizes)
+    if isinstance(sinks := options.get("sinks_H"), Tensor):
+        options = {**options, "sinks_H": sinks.to(WHERE, dtype)}
+    found = paged_kernel.paged_attention(q, store, table, keys, key_dim=sizes[2], scale=0.3, **options).cpu()  # pyright: ignore
+    assert found.dtype == dtype and found.shape == (len(LENGTHS), sizes[0], sizes[3])
+    assert not found[2].any(), "padding"
+    for row, own in enumerate(expected(q, store, table, LENGTHS, scale=0.3, **options)):
+        if LENGTHS[row]:
+            torch.testing.assert_close(found[row].double(), own, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_a_row_of_nans_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_kernel, "PROGRAMS", 48)
+    lengths = [300, 20, 500, 1]
+    q, store, table, keys = paged(lengths, torch.float32, (4, 2, 16, 16, 16))
+    clean = paged_kernel.paged_attention(q, store, table, keys, key_dim=16, scale=0.3)
+    for at, (row, number) in enumerate([(0, torch.nan), (2, torch.inf)]):
+        q[row, at] = torch.nan
+        store[table[row, 3].long(), :, :, 16:] = number
+    found = paged_kernel.paged_attention(q, store, table, keys, key_dim=16, scale=0.3)
+    assert not found[[0, 2]].isfinite().any()
+    assert torch.equal(found[[1, 3]], clean[[1, 3]])
+
+
+def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, device = LayerShape(2, 16, 8, torch.float32), torch.empty(0, device=WHERE).device
+    cache = KVCache({0: shape}, 4, device)
+    cache.resize(200)
+    cache._stores[shape].copy_(torch.randn(cache._stores[shape].shape))
+    numbers = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
+    spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63)]
+    every = [Rows(start, stop, [numbers.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
+    every[5] = every[5]._replace(seen=np.array([2]))
+    for rows in (every, every[1:2], every[3:4] + every[6:], every[:1]):
+        num = sum(row.stop - row.start for row in rows)
+        q, k, v = (torch.randn(num, heads, dim, device=device) for heads, dim in ((6, 16), (2, 16), (2, 8)))
+        results = []
+        for kernel in (None, paged_kernel.paged_attention):
+            monkeypatch.setattr(paged_attention, "page_kernel", lambda device, kernel=kernel: kernel)
+            plan = PagedPlan(cache, rows, device)
+            results.append(plan.attend(0, q, k, v, scale=0.4, window=Window(20)))
+        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
