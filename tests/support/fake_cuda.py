@@ -32,12 +32,12 @@ from transformers.initialization import no_init_weights
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.torch import TorchBackend, lora, moe, trainer, vision
+from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, moe, trainer, vision
 from tinsmith.backends.torch.attention import register
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention
 from tinsmith.backends.torch.vision import Features, Vision
-from tinsmith.samplers.local import paged_attention
+from tinsmith.samplers.local import engine, paged_attention
 from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
@@ -252,11 +252,13 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "memory_allocated", 0),
             (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
+            (layer_kernels, "_launch", None),
             (moe, "has_grouped_products", grouped),
+            (engine, "DecodeGraphs", None),
             (paged_attention, "page_kernel", _attend_pages if pages else None),
             (trainer, "measure", {}),  # computed on the host, from values
         ):
-            stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value: value))
+            stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))

@@ -6,7 +6,6 @@ Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can b
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -44,11 +43,6 @@ MKL_NUMBERS = 1 << 17
 
 # The overload itself: resolving it takes 3 us per call, and a decode step has a hundred calls.
 _linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
-
-
-def has_triton(device: torch.device) -> bool:
-    """Whether the device runs our Triton kernels. CUDA builds of torch bring Triton with them."""
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def set_precision() -> None:

@@ -4,7 +4,7 @@ Llama, Mistral, Qwen2 and Qwen3 have the same layers except for biases, norms of
 linears that read the same rows are one product, and norms and rotations process all heads together. Gradients are
 autograd's; a linear is one node with the norm or gated activation before it, which backward computes again. The modules
 remain the reference: layers that differ in any way are refused (`of` returns None), and the base model compares both at
-load.
+load. On CUDA devices `layer_kernels` computes what lies between the products.
 
 For rows without gradients, a small model's weights are packed for oneDNN where a CPU has it. That is a second copy,
 made when the first such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the
@@ -18,13 +18,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad, rms_norm, silu
+from torch.nn.functional import linear, pad, silu
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
@@ -104,6 +105,13 @@ class FusedLinear(LoRAProduct):
         return y_TO
 
 
+def _kernels() -> ModuleType:
+    """Only where a CUDA tensor was met: other builds of torch have no triton."""
+    from tinsmith.backends.torch import layer_kernels
+
+    return layer_kernels
+
+
 class _RMSNormFunction(torch.autograd.Function):
     """A norm as one node: torch's own takes a dozen kernels each way on a CPU when gradients are required."""
 
@@ -134,14 +142,15 @@ class _Norm:
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            own = rms_norm(x, x.shape[-1:], self.weight if self.weight.dim() == 1 else None, self.eps)
-            return own if self.weight.dim() == 1 else own * self.weight
+            return _kernels().rms_norm(x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
         own = x * rstd if wide is x else wide.mul_(rstd)
         return own.mul_(self._wide).to(x.dtype)
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return _kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         scaled = (grad * self._wide).mul_(rstd)
         along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd)
@@ -158,10 +167,14 @@ class _SwiGLU:
     """silu(gate) * up"""
 
     def forward(self, gate_up: Tensor) -> Tensor:
+        if gate_up.is_cuda:
+            return _kernels().swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        if gate_up.is_cuda:
+            return _kernels().swiglu_gradient(grad, gate_up)
         (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)
         torch.mul(grad, silu(gate), out=grad_up)
@@ -218,18 +231,25 @@ class _Layer:
         return x_TD + self.down(gate_up, routing, before=_SWIGLU)
 
     def _attend(self, x_TD: Tensor, call: _Call) -> Tensor:
-        heads, keys, num_rows = self.num_heads, self.num_keys, call.num_rows
+        num_rows = call.num_rows
         qkv = self.qkv(x_TD, call.routing, before=self.before_attention)
-        qkv = qkv.view(len(x_TD), heads + 2 * keys, self.head_dim)
+        qkv = qkv.view(len(x_TD), self.num_heads + 2 * self.num_keys, self.head_dim)
+        queries, keys, values = (_first(x, num_rows) for x in self._turned(qkv, call))
+        out_TO = call.plan.attend(self.index, queries, keys, values, **self.attention).flatten(1)
+        return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
+
+    def _turned(self, qkv: Tensor, call: _Call) -> Sequence[Tensor]:
+        """Queries and keys, rotated after their norms, and values."""
+        heads, keys, norm = self.num_heads, self.num_keys, self.head_norm
+        if qkv.is_cuda:
+            kernels, (weight, eps) = _kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return kernels.turn(qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps))
         turned, values = qkv.split_with_sizes([heads + keys, keys], 1)
-        if self.head_norm is not None:
-            turned = self.head_norm(turned)
+        if norm is not None:
+            turned = norm(turned)
         # x cos + (-x2, x1) sin, with the halves exchanged and the sign folded into the sine.
         turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
-        queries, turned_keys = _first(turned, num_rows).split_with_sizes([heads, keys], 1)
-        attended = call.plan.attend(self.index, queries, turned_keys, _first(values, num_rows), **self.attention)
-        out_TO = attended.flatten(1)
-        return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
+        return *turned.split_with_sizes([heads, keys], 1), values
 
 
 class Decoder:

@@ -75,11 +75,9 @@ class _Plan:
     ) -> Tensor:
         from tinsmith.samplers.local.paged_kernel import paged_attention, write_rows
 
-        store_PSGE = self._cache.store(layer)
+        store_PSGE = self._cache.pages(layer)
         write_rows(store_PSGE, self._slots_n, k_TGD, v_TGD)
-        return paged_attention(
-            q_THD, store_PSGE, self._table_nC, self._keys_n, key_dim=k_TGD.shape[-1], **options
-        )
+        return paged_attention(q_THD, store_PSGE, self._table_nC, self._keys_n, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         raise NotImplementedError("layers with a state run without graphs")
@@ -89,7 +87,7 @@ class DecodeGraphs:
     def __init__(self, base: BaseModel, cache: KVCache) -> None:
         self._base, self._cache = base, cache
         self._steps: dict[_Key, _Step] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: tuple[int, int] | None = None
         self._works = True
 
     def clear(self) -> None:
@@ -166,6 +164,7 @@ class DecodeGraphs:
         return decoder.hidden(step.tokens_n, positions_n, plan, DeviceRouting(num, step.layout, blocks.view(-1, 4)))
 
     def _capture(self, key: _Key, step: _Step) -> bool:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._base.device)
         stream = torch.cuda.Stream(self._base.device)
         stream.wait_stream(current)

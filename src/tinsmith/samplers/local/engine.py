@@ -35,7 +35,6 @@ from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.products import has_triton
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
@@ -166,8 +165,8 @@ class LocalSampler:
             self._cache_budget = CacheBudget(
                 memory, self._batcher, self._cache, self._contiguous, state_size, states, fixed=on_cuda
             )
-        uses_graphs = on_cuda and has_triton(base.device) and base.can_capture
-        self._graphs = DecodeGraphs(base, self._cache) if uses_graphs and not self._keeps_states else None
+        uses_graphs = on_cuda and base.can_capture and not (self._deterministic or self._keeps_states)
+        self._graphs = DecodeGraphs(base, self._cache) if uses_graphs else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._routings: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], Routing | None] = OrderedDict()

@@ -1,4 +1,5 @@
-"""Attention of one row for each sequence to its pages of keys and values, in Triton: decoding on a GPU.
+"""Attention of one row for each sequence to its pages of keys and values, in Triton: decoding on a GPU. And the writing
+of such rows' keys and values.
 
 A program reads the keys of one key head for all query heads that share it, so that each key is read once. Where there
 are too few sequences for the GPU, several programs share a sequence, each with a run of its keys, and a second kernel
@@ -87,6 +88,19 @@ def paged_attention(
     return out_nHD
 
 
+def write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tensor) -> None:
+    """Write rows to their slots, numbered through all blocks; a slot of -1 is padding, of which nothing is written."""
+    num, num_groups, key_dim = k_nGD.shape
+    value_dim = v_nGD.shape[2]
+    if not k_nGD.stride(2) == v_nGD.stride(2) == 1:
+        k_nGD, v_nGD = k_nGD.contiguous(), v_nGD.contiguous()
+    _write[(num,)](
+        store_PSGE, slots_n, k_nGD, v_nGD, *k_nGD.stride()[:2], *v_nGD.stride()[:2], *store_PSGE.stride()[1:3],
+        G=num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, G_PAD=1 << (num_groups - 1).bit_length(),
+        DIM_PAD=1 << (max(key_dim, value_dim) - 1).bit_length(), num_warps=4,
+    )  # fmt: skip
+
+
 def padded(size: int) -> int:
     """A size of a matrix product."""
     return max(16, 1 << (size - 1).bit_length())
@@ -96,6 +110,22 @@ def tile_of(both_dims: int, itemsize: int) -> int:
     """Keys that a program reads at once."""
     fitting = 2 * TILE_BYTES // (both_dims * itemsize**2)
     return min(SPAN, max(16, 1 << fitting.bit_length() >> 1))
+
+
+@triton.jit
+def _write(  # noqa: PLR0913 - one launch
+    store_ptr, slots_ptr, k_ptr, v_ptr, k_stride, k_head_stride, v_stride, v_head_stride, slot_stride, head_stride,
+    G: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, G_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    g, d = tl.arange(0, G_PAD)[:, None], tl.arange(0, DIM_PAD)[None, :]
+    to_ptr = store_ptr + slot * slot_stride + g * head_stride + d
+    is_key, is_value = (g < G) & (d < KEY_DIM), (g < G) & (d < VALUE_DIM)
+    tl.store(to_ptr, tl.load(k_ptr + row * k_stride + g * k_head_stride + d, is_key, 0.0), is_key)
+    tl.store(to_ptr + KEY_DIM, tl.load(v_ptr + row * v_stride + g * v_head_stride + d, is_value, 0.0), is_value)
 
 
 @triton.jit
