@@ -1,0 +1,129 @@
+"""Decode steps as on a GPU, in Triton's interpreter: the layers, the pages and the adapters of a CUDA graph's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpu.device import DEVICE, NAMED, ON_CUDA, adapter_on
+
+THERE = NAMED and ON_CUDA
+if not THERE:
+    from support import interpreted  # noqa: F401 - before the kernels
+
+from support import tiny_models
+from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local import decode_graphs
+from tinsmith.samplers.local.decode_graphs import DecodeGraphs, blocks_of
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import ModelShape, SamplingParams
+
+WHERE = DEVICE if NAMED else "cpu"
+PARAMS = SamplingParams(max_tokens=9, temperature=1.0, stop_eos=False, seed=3)
+
+
+class Uncaptured(DecodeGraphs):
+    """Runs what a graph would run."""
+
+    steps = 0
+
+    def hidden(self, *args: object):  # noqa: ANN201
+        found = super().hidden(*args)  # pyright: ignore[reportArgumentType]
+        self.steps += found is not None
+        return found
+
+    def _capture(self, key: object, step: object) -> bool:
+        step.graph = self  # pyright: ignore
+        self._last = key, step
+        step.hidden_nD = self._through(key, step)  # pyright: ignore
+        return True
+
+    def replay(self) -> None:
+        key, step = self._last
+        step.hidden_nD.copy_(self._through(key, step))  # pyright: ignore
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[LocalSampler, LocalSampler]:
+    base = BaseModel.load(shape, device=WHERE, dtype="float32")
+    versions = {str(number): adapter_on(base, number, rank=rank) for number, rank in enumerate(ranks)}
+    plain, ours = (LocalSampler(base, versions, options=SamplerOptions(block_size=block_size)) for _ in range(2))
+    plain._graphs = None
+    if not THERE:
+        ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache)
+        ours._cache_budget._contiguous = None
+    return plain, ours
+
+
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (3,)])
+def test_rows_of_several_adapters_are_what_they_are_without_graphs(
+    shape: ModelShape, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_graphs, "MIN_WIDTH", 4)  # longer tables come with longer sequences
+    plain, ours = samplers(shape, ranks, 4)
+    versions = [None, *map(str, range(len(ranks)))]
+    samples = [
+        make_sample(f"s{i}", make_prompt(n, i), PARAMS, version_id=versions[i % len(versions)], num_samples=1 + i % 2)
+        for i, n in enumerate((2, 9, 14, 30, 5, 1))
+    ]
+    expected, found = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+    if not THERE:
+        assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps > 5
+    for store in ours._cache._stores.values():
+        assert not store[:, 0].any(), "padding rows write nothing"
+
+
+def test_adapters_of_two_layouts_and_prompts_run_without_graphs(shape: ModelShape) -> None:
+    plain, ours = samplers(shape, (4, 6), 4)
+    samples = [make_sample(str(i), make_prompt(9, i), PARAMS, version_id=str(i)) for i in range(2)]
+    expected, found = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+    if not THERE:
+        assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps == 0
+
+
+def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
+    plain, ours = samplers(shape, (4,), 4)
+    sample = make_sample("s", make_prompt(9), PARAMS, version_id="0")
+    expected = run(plain, sample)["s"]
+    ours.submit(sample)
+    for _ in range(4):
+        ours.step()
+    ours.note_moved_weights()
+    assert_same(finish(ours)["s"], expected, atol=3e-4)
+
+
+def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
+    base = BaseModel.load(shape, device="cpu", dtype="float32")
+    a, b = (adapter_on(base, seed) for seed in (1, 2))
+    rows: list[Adapter | None] = [None, None, *[a] * 17, b]
+    scale = int(np.float32(a.scale).view(np.int32))
+    at_a, at_b = a.compute_P.data_ptr(), b.compute_P.data_ptr()
+    assert blocks_of(rows) == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
+
+
+def test_a_graph_that_cannot_be_captured_is_given_up(shape: ModelShape, tmp_path: Path) -> None:
+    plain, ours = samplers(shape, (4,), 4)
+    if THERE:
+        pytest.skip("captures")
+
+    def fails(key: object, step: object) -> bool:
+        assert ours._graphs is not None
+        ours._graphs._works = False
+        return False
+
+    ours._graphs._capture = fails  # pyright: ignore
+    sample = make_sample("s", make_prompt(9), PARAMS, version_id="0")
+    assert_same(run(ours, sample)["s"], run(plain, sample)["s"], atol=3e-4)
