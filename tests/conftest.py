@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not (os.environ.get("TEST_DEVICE") or "cuda").startswith("cuda"):
+if not os.environ.get("TEST_DEVICE", "").startswith("cuda"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run on a CPU
 
 import pytest
