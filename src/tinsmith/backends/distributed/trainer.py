@@ -254,6 +254,10 @@ class _ShardedHead(_RankedHead):
     exponentials and its targets' logits, never whole rows.
     """
 
+    def __init__(self, base: BaseModel, chunk_rows: int, ranks: Ranks) -> None:
+        super().__init__(base, chunk_rows, ranks)
+        self._has_kernels = False  # they read whole rows
+
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
         raw_CW, _ = self._raw_logits(chunk, frozen_CV)
         return self._log_sums(self._base.finish_logits_(raw_CW), chunk)[1]
