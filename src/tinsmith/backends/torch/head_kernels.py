@@ -2,16 +2,17 @@
 gradient.
 
 Owns the kernels and their tiles. A row's results depend on its own logits alone, bit by bit: sections have a fixed
-length, sums a fixed order, and nothing is added atomically. Logits are finished (scaled and capped) as they are read,
-as `BaseModel.finish_logits_` does, and stay unchanged. The host never waits, and launches can be captured in a CUDA
-graph. Knows no model and no loss. Imported only where a tensor is on CUDA: CPU installations have no Triton.
+length, sums a fixed order, and nothing is added atomically. A kernel is compiled once for a model: no sizes or
+addresses of a micro-batch lead to another variant. Logits are finished (scaled and capped) as they are read, as
+`BaseModel.finish_logits_` does, and stay unchanged. The host never waits, and launches can be captured in a CUDA graph.
+Knows no model and no loss. Imported only where a tensor is on CUDA: CPU installations have no Triton.
 
 Shapes: C rows, V vocabulary, S sections of a row, p pairs of (row, target).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +37,7 @@ SMALL_TANH = tl.constexpr(0.25)
 
 
 @triton.jit
-def _tanh(x):  # noqa: ANN001, ANN202 - Triton has its own types
+def _tanh(x):
     size = tl.abs(x)
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
@@ -46,7 +47,7 @@ def _tanh(x):  # noqa: ANN001, ANN202 - Triton has its own types
 
 
 @triton.jit
-def _finish(raw, MULTIPLIER: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN001, ANN202
+def _finish(raw, MULTIPLIER: tl.constexpr, SOFTCAP: tl.constexpr):
     logits = raw * MULTIPLIER
     if SOFTCAP != 0:
         logits = _tanh(logits * (1 / SOFTCAP)) * SOFTCAP
@@ -54,7 +55,7 @@ def _finish(raw, MULTIPLIER: tl.constexpr, SOFTCAP: tl.constexpr):  # noqa: ANN0
 
 
 @triton.jit
-def _log_sum(x, AXIS: tl.constexpr):  # noqa: ANN001, ANN202
+def _log_sum(x, AXIS: tl.constexpr):
     """log sum exp, which is -inf if all are."""
     most = tl.max(x, AXIS)
     most = tl.where(most == float("-inf"), 0.0, most)
@@ -63,11 +64,11 @@ def _log_sum(x, AXIS: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _sum_kernel(  # noqa: ANN202
-    raw_CV,  # noqa: ANN001
-    sums_CS,  # noqa: ANN001
-    V,  # noqa: ANN001
-    S,  # noqa: ANN001
+def _sum_kernel(
+    raw_CV,
+    sums_CS,
+    V,
+    S,
     MULTIPLIER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SECTION: tl.constexpr,
@@ -81,15 +82,15 @@ def _sum_kernel(  # noqa: ANN202
     tl.store(sums_CS + program, _log_sum(logits, 0))
 
 
-@triton.jit
-def _logprob_kernel(  # noqa: ANN202
-    raw_CV,  # noqa: ANN001
-    sums_CS,  # noqa: ANN001
-    cells_p,  # noqa: ANN001
-    logprob_p,  # noqa: ANN001
-    V,  # noqa: ANN001
-    S,  # noqa: ANN001
-    num_pairs,  # noqa: ANN001
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["cells_p"])
+def _logprob_kernel(  # noqa: PLR0913 - one parameter per argument of a launch
+    raw_CV,
+    sums_CS,
+    V,
+    S,
+    cells_p,
+    logprob_p,
+    num_pairs,
     MULTIPLIER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SECTIONS: tl.constexpr,
@@ -97,24 +98,25 @@ def _logprob_kernel(  # noqa: ANN202
 ):
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     section = tl.arange(0, SECTIONS)
-    cell = tl.load(cells_p + pair, pair < num_pairs, other=0)
+    given = tl.load(cells_p + pair, pair < num_pairs, other=-1)
+    cell = tl.maximum(given, 0)
     places = sums_CS + (cell // V * S)[:, None] + section[None, :]
     sums = tl.load(places, (section < S)[None, :], other=float("-inf"))
     logits = _finish(tl.load(raw_CV + cell), MULTIPLIER, SOFTCAP)
-    tl.store(logprob_p + pair, logits - _log_sum(sums, 1), pair < num_pairs)
+    tl.store(logprob_p + pair, tl.where(given < 0, 0.0, logits - _log_sum(sums, 1)), pair < num_pairs)
 
 
-@triton.jit
-def _gradient_kernel(  # noqa: ANN202
-    raw_CV,  # noqa: ANN001
-    sums_CS,  # noqa: ANN001
-    cells_p,  # noqa: ANN001
-    starts_C,  # noqa: ANN001
-    grad_p,  # noqa: ANN001
-    grad_CV,  # noqa: ANN001
-    V,  # noqa: ANN001
-    S,  # noqa: ANN001
-    num_tiles,  # noqa: ANN001
+@triton.jit(do_not_specialize_on_alignment=["cells_p", "starts_C"])
+def _gradient_kernel(  # noqa: PLR0913 - one parameter per argument of a launch
+    raw_CV,
+    sums_CS,
+    V,
+    S,
+    cells_p,
+    starts_C,
+    grad_p,
+    grad_CV,
+    num_tiles,
     MULTIPLIER: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SECTIONS: tl.constexpr,
@@ -147,7 +149,10 @@ def _gradient_kernel(  # noqa: ANN202
 
 
 class Softmax(NamedTuple):
-    """Raw float32 logits with the log sums of each row's sections."""
+    """Raw float32 logits, and the log sums of each row's sections. The logits may be a part of the vocabulary: with the
+    sums of all parts, log probabilities and gradients are those of whole rows, and a pair whose target is in another
+    part has cell -1.
+    """
 
     raw_CV: Tensor
     sums_CS: Tensor
@@ -158,21 +163,15 @@ class Softmax(NamedTuple):
     def of(cls, raw_CV: Tensor, multiplier: float, softcap: float | None) -> Softmax:
         assert raw_CV.is_contiguous() and raw_CV.dtype == torch.float32
         num_rows, vocab = raw_CV.shape
-        sums_CS = raw_CV.new_empty(num_rows, triton.cdiv(vocab, SECTION))
-        own = cls(raw_CV, sums_CS, multiplier, softcap or 0.0)
-        if sums_CS.numel():
-            _sum_kernel[(sums_CS.numel(),)](
-                raw_CV, sums_CS, vocab, sums_CS.shape[1], own.multiplier, own.softcap, SECTION, num_warps=WARPS
-            )
+        own = cls(raw_CV, raw_CV.new_empty(num_rows, -(-vocab // SECTION)), multiplier, softcap or 0.0)
+        _launch(_sum_kernel, own.sums_CS.numel(), *own._given, own.multiplier, own.softcap, SECTION)
         return own
 
     def logprobs(self, cells_p: Tensor) -> Tensor:
-        """[p] Of each pair, whose cell is its index into the flattened logits."""
+        """[p] Of each pair, whose cell is its index into the flattened logits; 0 for cell -1."""
         logprob_p = self.raw_CV.new_empty(len(cells_p))
-        if len(cells_p):
-            _logprob_kernel[(triton.cdiv(len(cells_p), PAIRS),)](
-                self.raw_CV, self.sums_CS, cells_p, logprob_p, *self._sizes, len(cells_p), *self._constants, PAIRS
-            )
+        sizes = len(cells_p), *self._constants, PAIRS
+        _launch(_logprob_kernel, -(-len(cells_p) // PAIRS), *self._given, cells_p, logprob_p, *sizes)
         return logprob_p
 
     def gradient(self, cells_p: Tensor, starts_C: Tensor, grad_p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,27 +179,22 @@ class Softmax(NamedTuple):
         `starts_C[c]` to `starts_C[c + 1]`; it has one number more than there are rows.
         """
         grad_CV = torch.empty_like(self.raw_CV, dtype=dtype)
-        num_tiles = triton.cdiv(grad_CV.shape[1], TILE)
-        if grad_CV.numel():
-            _gradient_kernel[(len(grad_CV) * num_tiles,)](
-                self.raw_CV,
-                self.sums_CS,
-                cells_p,
-                starts_C,
-                grad_p,
-                grad_CV,
-                *self._sizes,
-                num_tiles,
-                *self._constants,
-                TILE,
-                num_warps=WARPS,
-            )
+        num_rows, vocab = grad_CV.shape
+        num_tiles = -(-vocab // TILE)
+        given = *self._given, cells_p, starts_C, grad_p, grad_CV, num_tiles, *self._constants, TILE
+        _launch(_gradient_kernel, num_rows * num_tiles, *given)
         return grad_CV
 
     @property
-    def _sizes(self) -> tuple[int, int]:
-        return self.raw_CV.shape[1], self.sums_CS.shape[1]
+    def _given(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.raw_CV, self.sums_CS, self.raw_CV.shape[1], self.sums_CS.shape[1]
 
     @property
     def _constants(self) -> tuple[float, float, int]:
-        return self.multiplier, self.softcap, triton.next_power_of_2(self.sums_CS.shape[1])
+        return self.multiplier, self.softcap, 1 << (self.sums_CS.shape[1] - 1).bit_length()
+
+
+def _launch(kernel: Any, num_programs: int, raw_CV: Tensor, *given: Tensor | float) -> None:  # noqa: ANN401
+    if num_programs:
+        with torch.cuda.device_of(raw_CV):  # Triton launches on the current device
+            kernel[(num_programs,)](raw_CV, *given, num_warps=WARPS)

@@ -113,7 +113,7 @@ class Head:
         """[p]"""
         raw_CV, _ = self._raw_logits(chunk, frozen_CV)
         if self._has_kernels:
-            return self._softmax(raw_CV).logprobs(chunk.cells_p)
+            return self._read(raw_CV, chunk)[2]
         return self._normalised(self._base.finish_logits_(raw_CV), chunk)[1]
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
@@ -156,10 +156,10 @@ class Head:
         """[C, V] the gradient of the unembedding's output, and what `_back` needs of the adapters."""
         raw_CV, inner = self._raw_logits(chunk, frozen_CV)
         if self._has_kernels:
-            softmax = self._softmax(raw_CV)
-            logprob_P[chunk.pairs_p] = logprob_p = softmax.logprobs(chunk.cells_p)
+            softmax, cells_p, logprob_p = self._read(raw_CV, chunk)
+            logprob_P[chunk.pairs_p] = logprob_p
             grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
-            return softmax.gradient(chunk.cells_p, chunk.starts_C, grad_p, chunk.hidden_CD.dtype), inner
+            return softmax.gradient(cells_p, chunk.starts_C, grad_p, chunk.hidden_CD.dtype), inner
         logits_CV = self._base.finish_logits_(raw_CV)
         probs_CV, logprob_p = self._normalised(logits_CV, chunk)
         logprob_P[chunk.pairs_p] = logprob_p
@@ -174,6 +174,11 @@ class Head:
         """[C, V] float32, not finished, and what `_back` needs of the adapters."""
         unembedding = self._base.unembedding
         return unembedding.forward_rows(chunk.hidden_CD, unembedding.work(chunk.routing), torch.float32, frozen_CV)
+
+    def _read(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
+        """The rows' softmax, each pair's cell in it, and [p] log probabilities."""
+        softmax = self._softmax(raw_CV)
+        return softmax, chunk.cells_p, softmax.logprobs(chunk.cells_p)
 
     def _softmax(self, raw_CV: Tensor) -> Softmax:
         return head_kernels().Softmax.of(raw_CV, self._base.multiplier, self._base.softcap)
