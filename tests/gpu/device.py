@@ -8,6 +8,9 @@ import os
 
 import torch
 
+if os.environ.get("TEST_DEVICE", "cuda").startswith("cpu"):
+    os.environ["TRITON_INTERPRET"] = "1"  # before the next lines import Triton
+
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel

@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -32,7 +33,7 @@ from transformers.initialization import no_init_weights
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, moe, trainer, vision
+from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, vision
 from tinsmith.backends.torch.attention import register
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention
@@ -223,6 +224,25 @@ def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Softmax(NamedTuple):
+    """In place of Triton's kernels, which need memory: what they give."""
+
+    raw_CV: Tensor
+
+    @classmethod
+    def of(cls, raw_CV: Tensor, multiplier: float, softcap: float | None) -> _Softmax:
+        assert raw_CV.dtype == torch.float32 and raw_CV.is_contiguous()
+        return cls(raw_CV)
+
+    def logprobs(self, cells_p: Tensor) -> Tensor:
+        return self.raw_CV.view(-1)[cells_p]
+
+    def gradient(self, cells_p: Tensor, starts_C: Tensor, grad_p: Tensor, dtype: torch.dtype) -> Tensor:
+        assert len(starts_C) == len(self.raw_CV) + 1 and cells_p.shape == grad_p.shape
+        assert {each.device for each in (cells_p, starts_C, grad_p)} == {self.raw_CV.device}
+        return torch.empty_like(self.raw_CV, dtype=dtype)
+
+
 def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  # noqa: ANN401
     """What the tower gives. It reads its grid on the device, once for each image."""
     width, num_rows = tower.module.config.out_hidden_size, len(pixels.patches) // tower._processor.merge_size**2
@@ -254,6 +274,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "get_device_capability", (9, 0)),
             (layer_kernels, "_launch", None),
             (moe, "has_grouped_products", grouped),
+            (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),
             (engine, "DecodeGraphs", None),
             (paged_attention, "page_kernel", _attend_pages if pages else None),
             (trainer, "measure", {}),  # computed on the host, from values

@@ -27,14 +27,14 @@ MICRO_BATCH = {False: 1024, True: 8192}
 MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches of a step for each stage of a pipeline, where its sequences allow: P stages wait (P-1)/(3P-1) of it."""
 
-LOGITS = {False: 2**22, True: 2**26}
+LOGITS = {False: 2**22, True: 2**30}
 """Logits that exist at once, on a CPU and with CUDA."""
 
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, {False: 1024, True: 2048}
 """Bounds for the rows whose logits exist at once."""
 
-LOGIT_COPIES = 3
-"""Logits, their logarithms and their gradient."""
+LOGIT_COPIES = {False: 3.0, True: 1.5}
+"""Logits, their logarithms and their gradient; with CUDA no logarithms, and the gradient in bfloat16."""
 
 KEPT_PER_LINEAR = 2.0
 """Numbers that modules keep per input and output of a linear, including what backward needs while it runs."""
@@ -97,8 +97,8 @@ class Activations:
 
 
 def logits_bytes(vocab: int, *, cuda: bool, tensor: int = 1) -> float:
-    rows = min(max(LOGITS[cuda] // vocab, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
-    return 4.0 * LOGIT_COPIES * rows * (vocab / tensor if vocab % tensor == 0 else vocab)
+    rows = min(max(LOGITS[cuda] // vocab, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS[cuda])
+    return 4.0 * LOGIT_COPIES[cuda] * rows * (vocab / tensor if vocab % tensor == 0 else vocab)
 
 
 def activations(

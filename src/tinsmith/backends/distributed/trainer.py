@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE
 from tinsmith.types import F32
+
+if TYPE_CHECKING:
+    from tinsmith.backends.torch.head_kernels import Softmax
 
 EMPTY = MicroBatch(())
 DONE = object()
@@ -255,12 +258,20 @@ class _ShardedHead(_RankedHead):
     """
 
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
+        if self._has_kernels:
+            return super()._logprobs(chunk, frozen_CV)
         raw_CW, _ = self._raw_logits(chunk, frozen_CV)
         return self._log_sums(self._base.finish_logits_(raw_CW), chunk)[1]
 
     def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         work = self._unembedding.work(chunk.routing)
         return self._unembedding.forward_part(chunk.hidden_CD, work, torch.float32, frozen_CV)
+
+    def _read(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
+        own = self._softmax(raw_CV)
+        softmax = own._replace(sums_CS=self._ranks.gather_tensor(own.sums_CS))
+        cells_p = torch.where(*self._own_cells(chunk), -1)
+        return softmax, cells_p, self._ranks.sum_tensor(softmax.logprobs(cells_p))
 
     def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         log_sum_C, logprob_p = self._log_sums(logits_CV, chunk)

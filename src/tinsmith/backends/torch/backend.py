@@ -63,11 +63,13 @@ MAX_TOKENS = {False: 1024, True: 8192}
 for decoding.
 """
 
-CHUNK_NUMBERS = {False: 2**22, True: 2**26}
+CHUNK_NUMBERS = {False: 2**22, True: 2**30}
 """Float32 logits that exist at once, without and with CUDA. A CPU reads them several times, from its cache."""
 
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, 1024
-"""Smaller chunks make inefficient products, larger ones gain nothing."""
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, {False: 1024, True: 2048}
+"""Smaller chunks make inefficient products, larger ones gain nothing. A GPU reads the unembedding twice for each, and
+the gradient of 2,048 hidden states of 1,024 is one tile for each multiprocessor of a large one.
+"""
 
 LEAST_RANK, LEAST_TOKENS = 8, 256
 """The activations that a memory budget must leave space for, in training or in sampling."""
@@ -118,8 +120,9 @@ class TorchBackend:
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
-            fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
-            logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+            cuda = self._base.device.type == "cuda"
+            fitting = CHUNK_NUMBERS[cuda] // self._base.vocab_size
+            logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS[cuda])
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device

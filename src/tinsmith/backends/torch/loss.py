@@ -6,14 +6,20 @@ differentiated. The unembedding's adapters are applied and trained here. `measur
 log probabilities that the client gets, with the formulas of the gradient, and sums in float64. Every metric key has one
 ':', whose right side tells the SDK how to combine chunks.
 
+On CUDA `head_kernels` reads a chunk's logits once for the log probabilities and once for their gradient, which it
+writes in the model's dtype. What the host computes of a call's rows is uploaded at once, before its first product.
+
 Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from functools import cache
+from importlib import import_module
+from itertools import islice, pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +27,15 @@ from torch import Tensor
 
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.host import read, upload, upload_all
 from tinsmith.backends.torch.lora import Routing, Run
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.losses import Loss
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import F32, I64
+
+if TYPE_CHECKING:
+    from tinsmith.backends.torch.head_kernels import Softmax
 
 CACHED_NUMBERS = 2**18
 """Float32 numbers that stay in the cache of a CPU's core."""
@@ -44,8 +53,9 @@ class LossSpec(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows. `pieces`: the same rows in
-    smaller chunks, if not all float32 logits may exist at once.
+    """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows. Row c's pairs are those from
+    `starts_C[c]` to `starts_C[c + 1]`. `pieces`: the same rows in smaller chunks, if not all float32 logits may exist
+    at once.
     """
 
     hidden_CD: Tensor
@@ -54,6 +64,7 @@ class Chunk(NamedTuple):
     pairs_p: Tensor | slice
     cells_p: Tensor
     local_p: Tensor
+    starts_C: Tensor
     runs: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
     pieces: list[Chunk]
 
@@ -61,6 +72,7 @@ class Chunk(NamedTuple):
 class Head:
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._base = base
+        self._has_kernels = base.device.type == "cuda"
         self._chunk_rows = self._piece_rows = chunk_rows
         self._scratch: Tensor | None = None
         if base.device.type == "cpu" and base.dtype == torch.bfloat16:
@@ -84,8 +96,8 @@ class Head:
         weight_P = self._weights(batch, hidden_TD, specs)[batch.pairs]
         active_T = batch.rows_with(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
-        columns = {name: self._device(batch.column_P(name)) for name in COLUMNS}
-        columns["weight"] = self._device(weight_P)
+        given = {name: batch.column_P(name) for name in COLUMNS} | {"weight": weight_P}
+        columns = dict(zip(given, upload_all([*given.values()], self._base.device), strict=True))
         columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs)[batch.pairs]
         grad_TD = torch.zeros_like(hidden_TD)
         for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T), self._chunk_rows):
@@ -100,6 +112,8 @@ class Head:
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
         """[p]"""
         raw_CV, _ = self._raw_logits(chunk, frozen_CV)
+        if self._has_kernels:
+            return self._read(raw_CV, chunk)[2]
         return self._normalised(self._base.finish_logits_(raw_CV), chunk)[1]
 
     def _pieces(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
@@ -141,6 +155,11 @@ class Head:
     ) -> tuple[Tensor, list[Tensor]]:
         """[C, V] the gradient of the unembedding's output, and what `_back` needs of the adapters."""
         raw_CV, inner = self._raw_logits(chunk, frozen_CV)
+        if self._has_kernels:
+            softmax, cells_p, logprob_p = self._read(raw_CV, chunk)
+            logprob_P[chunk.pairs_p] = logprob_p
+            grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
+            return softmax.gradient(cells_p, chunk.starts_C, grad_p, chunk.hidden_CD.dtype), inner
         logits_CV = self._base.finish_logits_(raw_CV)
         probs_CV, logprob_p = self._normalised(logits_CV, chunk)
         logprob_P[chunk.pairs_p] = logprob_p
@@ -155,6 +174,14 @@ class Head:
         """[C, V] float32, not finished, and what `_back` needs of the adapters."""
         unembedding = self._base.unembedding
         return unembedding.forward_rows(chunk.hidden_CD, unembedding.work(chunk.routing), torch.float32, frozen_CV)
+
+    def _read(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
+        """The rows' softmax, each pair's cell in it, and [p] log probabilities."""
+        softmax = self._softmax(raw_CV)
+        return softmax, chunk.cells_p, softmax.logprobs(chunk.cells_p)
+
+    def _softmax(self, raw_CV: Tensor) -> Softmax:
+        return head_kernels().Softmax.of(raw_CV, self._base.multiplier, self._base.softcap)
 
     def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """[C, V] probabilities, in place of the logits unless these are capped, and [p] log probabilities."""
@@ -231,32 +258,49 @@ class Head:
         return logprob_P
 
     def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, most: int) -> Iterator[Chunk]:
-        for first in range(0, len(rows_R), most):
-            rows_C = rows_R[first : first + most]
-            member_T = np.zeros(len(hidden_TD), np.bool_)
-            member_T[rows_C] = True
-            pairs_p = np.flatnonzero(member_T[batch.row_P])
-            local_p = np.searchsorted(rows_C, batch.row_P[pairs_p])
-            rows = self._places(rows_C)
+        groups = [rows_R[first : first + most] for first in range(0, len(rows_R), most)]
+        indices = [_indices(batch, rows_C, self._base.vocab_size) for rows_C in groups]
+        there = iter(upload_all([array for each in indices for array in each], self._base.device) if indices else ())
+        for rows_C, (_, pairs_p, *_) in zip(groups, indices, strict=True):
+            rows, pairs, cells_p, local_p, starts_C = islice(there, 5)
+            rows = _adjacent(rows_C) or rows
             yield Chunk(
                 hidden_TD[rows],
                 rows,
                 _routing_of_rows(batch.routing, rows_C),
-                self._places(pairs_p),
-                self._device(local_p * self._base.vocab_size + batch.targets_P[pairs_p]),
-                self._device(local_p),
+                _adjacent(pairs_p) or pairs,
+                cells_p,
+                local_p,
+                starts_C,
                 _runs(batch.pass_P[pairs_p]),
                 [*self._chunks(batch, hidden_TD, rows_C, self._piece_rows)] if len(rows_C) > self._piece_rows else [],
             )
 
-    def _places(self, rising: I64) -> Tensor | slice:
-        """A slice if the indices are adjacent, which selects without a copy."""
-        if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
-            return slice(int(rising[0]), int(rising[-1]) + 1)
-        return self._device(rising)
-
     def _device(self, array: np.ndarray) -> Tensor:
         return upload(array, self._base.device)
+
+
+@cache
+def head_kernels() -> ModuleType:
+    """Imported on CUDA only: CPU installations have no Triton."""
+    return import_module("tinsmith.backends.torch.head_kernels")
+
+
+def _indices(batch: MicroBatch, rows_C: I64, vocab_size: int) -> list[I64]:
+    """A chunk's rows and pairs, and `cells_p`, `local_p` and `starts_C` of `Chunk`."""
+    member_T = np.zeros(len(batch.tokens_T), np.bool_)
+    member_T[rows_C] = True
+    pairs_p = np.flatnonzero(member_T[batch.row_P])
+    local_p = np.searchsorted(rows_C, batch.row_P[pairs_p])
+    starts_C = np.searchsorted(local_p, np.arange(len(rows_C) + 1))
+    return [rows_C, pairs_p, local_p * vocab_size + batch.targets_P[pairs_p], local_p, starts_C]
+
+
+def _adjacent(rising: I64) -> slice | None:
+    """A slice if the indices are adjacent, which selects without a copy."""
+    if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
+        return slice(int(rising[0]), int(rising[-1]) + 1)
+    return None
 
 
 def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:

@@ -217,9 +217,8 @@ class StepMemory:
         self._sampled_rows = rows or sampled_rows(base)
         self._recompute = base.recompute
         self._memory = memory
-        self.activations = replace(
-            activations_of(base), logits_bytes=4.0 * plan_memory.LOGIT_COPIES * chunk_rows * base.vocab_size
-        )
+        copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]
+        self.activations = replace(activations_of(base), logits_bytes=4.0 * copies * chunk_rows * base.vocab_size)
         self._tower_numbers = tower_numbers(base.model.config) if base.vision else 0.0
         vision = base.shape.vision
         self._most_image_tokens = min(vision.most_tokens, base.max_context_length) if vision else 0

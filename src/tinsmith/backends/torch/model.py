@@ -162,8 +162,8 @@ class BaseModel:
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
         text_config = model.config.get_text_config()
         self.softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
-        self._multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
-        self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
+        self.multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
+        self.multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
 
     @classmethod
     def load(
@@ -324,8 +324,8 @@ class BaseModel:
 
     def finish_logits_(self, raw_TV: Tensor) -> Tensor:
         """Scale and cap the unembedding's output in place, as some families do."""
-        if self._multiplier != 1.0:
-            raw_TV.mul_(self._multiplier)
+        if self.multiplier != 1.0:
+            raw_TV.mul_(self.multiplier)
         if self.softcap is not None:
             raw_TV.div_(self.softcap).tanh_().mul_(self.softcap)
         return raw_TV
@@ -334,7 +334,7 @@ class BaseModel:
         """The gradient of the unembedding's output from that of the finished logits, in place."""
         if self.softcap is not None:
             grad_TV.mul_(1.0 - (logits_TV / self.softcap).square_())
-        return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
+        return grad_TV if self.multiplier == 1.0 else grad_TV.mul_(self.multiplier)
 
     @contextmanager
     def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
