@@ -136,11 +136,9 @@ def _attend(  # noqa: PLR0913 - one launch
     end = tl.minimum(begin + share, keys)
     r, d, e = tl.arange(0, R_PAD), tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     head = group * R + r
-    q_RD = tl.load(
-        q_ptr + row * q_stride + head[:, None] * q_head_stride + d[None, :],
-        mask=(r < R)[:, None] & (d < KEY_DIM)[None, :],
-        other=0.0,
-    ).to(store_ptr.dtype.element_ty)
+    is_q_RD = (r < R)[:, None] & (d < KEY_DIM)[None, :]
+    q_RD = tl.load(q_ptr + row * q_stride + head[:, None] * q_head_stride + d[None, :], mask=is_q_RD, other=0.0)
+    q_RD = q_RD.to(store_ptr.dtype.element_ty)
 
     top_R = tl.full([R_PAD], float("-inf"), tl.float32)
     sum_R = tl.zeros([R_PAD], tl.float32)
@@ -154,12 +152,10 @@ def _attend(  # noqa: PLR0913 - one launch
         is_key_K = at_K < end
         block_K = tl.load(table_ptr + row * table_stride + at_K // S, mask=is_key_K, other=0).to(tl.int64)
         key_ptr_K = store_ptr + group * head_stride + block_K * block_stride + at_K % S * slot_stride
-        k_DK = tl.load(
-            key_ptr_K[None, :] + d[:, None], mask=is_key_K[None, :] & (d < KEY_DIM)[:, None], other=0.0
-        )  # masked keys are not read: a product with 0 does not remove a NaN
-        v_KE = tl.load(
-            key_ptr_K[:, None] + KEY_DIM + e[None, :], mask=is_key_K[:, None] & (e < VALUE_DIM)[None, :], other=0.0
-        )
+        # Masked keys and values are not read, and are 0: the weight 0 would not remove a NaN.
+        is_k_DK, is_v_KE = is_key_K[None, :] & (d < KEY_DIM)[:, None], is_key_K[:, None] & (e < VALUE_DIM)[None, :]
+        k_DK = tl.load(key_ptr_K[None, :] + d[:, None], mask=is_k_DK, other=0.0)
+        v_KE = tl.load(key_ptr_K[:, None] + KEY_DIM + e[None, :], mask=is_v_KE, other=0.0)
         scores_RK = tl.dot(q_RD, k_DK, input_precision="ieee") * scale
         if SOFTCAP > 0:  # c * tanh(s / c)
             scores_RK = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores_RK * (2 * LOG2E / SOFTCAP)) + 1)
