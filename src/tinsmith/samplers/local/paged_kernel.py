@@ -74,18 +74,19 @@ def paged_attention(
     r_pad = padded(num_heads // num_groups)
     tile = tile_of(both_dims, store_PSGE.element_size(), r_pad)
     shared = {"WINDOW": window.size, "CHUNKED": window.chunked, "TILE": tile, "SPAN": SPAN, **LAUNCH}
-    _attend[num_groups, num, splits](
-        q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
-        q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
-        R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
-        SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=padded(key_dim),
-        VALUE_PAD=padded(value_dim), **shared,
-    )  # fmt: skip
-    if splits > 1:
-        _join[num_heads, num](
-            parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
-            **shared,
+    with torch.cuda.device_of(q_nHD):  # Triton launches on this thread's current device
+        _attend[num_groups, num, splits](
+            q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
+            q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
+            R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
+            SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=padded(key_dim),
+            VALUE_PAD=padded(value_dim), **shared,
         )  # fmt: skip
+        if splits > 1:
+            _join[num_heads, num](
+                parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
+                **shared,
+            )  # fmt: skip
     return out_nHD
 
 
