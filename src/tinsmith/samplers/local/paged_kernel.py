@@ -75,18 +75,19 @@ def paged_attention(
     r_pad = padded(num_heads // num_groups)
     tile = tile_of(both_dims, store_PSGE.element_size(), r_pad)
     shared = {"WINDOW": window.size, "CHUNKED": window.chunked, "TILE": tile, "SPAN": SPAN, **LAUNCH}
-    _attend[num_groups, num, splits](
-        q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
-        q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
-        R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
-        SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=padded(key_dim),
-        VALUE_PAD=padded(value_dim), **shared,
-    )  # fmt: skip
-    if splits > 1:
-        _join[num_heads, num](
-            parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
-            **shared,
+    with torch.cuda.device_of(q_nHD):  # Triton launches on this thread's current device
+        _attend[num_groups, num, splits](
+            q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
+            q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
+            R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
+            SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=padded(key_dim),
+            VALUE_PAD=padded(value_dim), **shared,
         )  # fmt: skip
+        if splits > 1:
+            _join[num_heads, num](
+                parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
+                **shared,
+            )  # fmt: skip
     return out_nHD
 
 
@@ -166,11 +167,9 @@ def _attend(  # noqa: PLR0913 - one launch
     end = tl.minimum(begin + share, keys)
     r, d, e = tl.arange(0, R_PAD), tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     head = group * R + r
-    q_RD = tl.load(
-        q_ptr + row * q_stride + head[:, None] * q_head_stride + d[None, :],
-        mask=(r < R)[:, None] & (d < KEY_DIM)[None, :],
-        other=0.0,
-    ).to(store_ptr.dtype.element_ty)
+    is_q_RD = (r < R)[:, None] & (d < KEY_DIM)[None, :]
+    q_RD = tl.load(q_ptr + row * q_stride + head[:, None] * q_head_stride + d[None, :], mask=is_q_RD, other=0.0)
+    q_RD = q_RD.to(store_ptr.dtype.element_ty)
 
     top_R = tl.full([R_PAD], float("-inf"), tl.float32)
     sum_R = tl.zeros([R_PAD], tl.float32)
@@ -184,12 +183,10 @@ def _attend(  # noqa: PLR0913 - one launch
         is_key_K = at_K < end
         block_K = tl.load(table_ptr + row * table_stride + at_K // S, mask=is_key_K, other=0).to(tl.int64)
         key_ptr_K = store_ptr + group * head_stride + block_K * block_stride + at_K % S * slot_stride
-        k_DK = tl.load(
-            key_ptr_K[None, :] + d[:, None], mask=is_key_K[None, :] & (d < KEY_DIM)[:, None], other=0.0
-        )  # masked keys are not read: a product with 0 does not remove a NaN
-        v_KE = tl.load(
-            key_ptr_K[:, None] + KEY_DIM + e[None, :], mask=is_key_K[:, None] & (e < VALUE_DIM)[None, :], other=0.0
-        )
+        # Masked keys and values are not read, and are 0: the weight 0 would not remove a NaN.
+        is_k_DK, is_v_KE = is_key_K[None, :] & (d < KEY_DIM)[:, None], is_key_K[:, None] & (e < VALUE_DIM)[None, :]
+        k_DK = tl.load(key_ptr_K[None, :] + d[:, None], mask=is_k_DK, other=0.0)
+        v_KE = tl.load(key_ptr_K[:, None] + KEY_DIM + e[None, :], mask=is_v_KE, other=0.0)
         scores_RK = tl.dot(q_RD, k_DK, input_precision="ieee") * scale
         if SOFTCAP > 0:  # c * tanh(s / c)
             scores_RK = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores_RK * (2 * LOG2E / SOFTCAP)) + 1)
