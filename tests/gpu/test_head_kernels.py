@@ -13,6 +13,7 @@ from gpu.device import DEVICE, ON_CUDA, create
 from support import tiny_models
 from support.float64_reference import Reference
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.products import add_product_
 from tinsmith.types import LoraSpec
 from unit.test_torch_backend import fb, mixed_passes, relative, run, sft
 
@@ -124,6 +125,17 @@ def test_parts_of_a_vocabulary_are_as_the_whole() -> None:
         given = drawn.starts_C.to(DEVICE), drawn.grad_p.to(DEVICE)
         ours.append(softmax.gradient(cells_p, *given, torch.float32).cpu())
     torch.testing.assert_close((ours_p, torch.cat(ours, 1)), (logprob_p, grad_CV), atol=5e-6, rtol=0)
+
+
+def test_an_adapters_logits_are_added_in_float32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((40, 8), (8, 300)))
+    out = torch.randn(40, 300, generator=generator)
+    found = out.to(DEVICE, copy=True)
+    add_product_(found, a.to(DEVICE), b.to(DEVICE), 0.5)
+    expected = out.double() + 0.5 * (a.double() @ b.double())
+    # A CPU rounds the product once.
+    assert relative(found.cpu(), expected) < (1e-6 if ON_CUDA else 2e-3)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="a CPU has no graphs")

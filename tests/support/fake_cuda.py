@@ -228,11 +228,12 @@ class _Softmax(NamedTuple):
     """In place of Triton's kernels, which need memory: what they give."""
 
     raw_CV: Tensor
+    sums_CS: Tensor
 
     @classmethod
     def of(cls, raw_CV: Tensor, multiplier: float, softcap: float | None) -> _Softmax:
         assert raw_CV.dtype == torch.float32 and raw_CV.is_contiguous()
-        return cls(raw_CV)
+        return cls(raw_CV, raw_CV.new_empty(len(raw_CV), 1))
 
     def logprobs(self, cells_p: Tensor) -> Tensor:
         return self.raw_CV.view(-1)[cells_p]
