@@ -9,7 +9,6 @@ import torch
 from gpu.device import DEVICE, ON_CUDA
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.lora import BLOCK_ROWS, DeviceRouting, LoRADelta, Routing
-from tinsmith.samplers.local.decode_graphs import blocks_of
 from tinsmith.types import LoraSpec
 
 pytest.importorskip("triton")
@@ -47,10 +46,7 @@ def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, 
     wide = {id(each): Adapter(each.spec, layout, each.compute_P.double(), torch.float64) for each in known}
     routing = Routing.of([wide.get(id(each)) for each in adapters], [1] * len(adapters))
     delta.reference_(expected, x_nI.double(), routing)
-    blocks = np.zeros((9, 4), np.int64)
-    found = blocks_of(adapters)
-    blocks[: len(found)] = found
-    DeviceRouting(len(adapters), layout, torch.from_numpy(blocks).to(DEVICE)).add_deltas_(delta, y_nO, x_nI)
+    DeviceRouting.of(adapters, [1] * len(adapters)).add_deltas_(delta, y_nO, x_nI)
     error = float((y_nO.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype == torch.float32 else 5e-3)
 
@@ -62,7 +58,6 @@ def test_rows_that_are_not_finite_stay_alone() -> None:
     x_nI = torch.ones(20, 256, dtype=DTYPES[-1], device=DEVICE)
     x_nI[3] = float("nan")
     y_nO = torch.zeros(20, 64, dtype=DTYPES[-1], device=DEVICE)
-    blocks = torch.from_numpy(np.array(blocks_of([known] * 20), np.int64)).to(DEVICE)
-    DeviceRouting(20, layout, blocks).add_deltas_(delta, y_nO, x_nI)
+    DeviceRouting.of([known], [20]).add_deltas_(delta, y_nO, x_nI)
     is_finite = y_nO.isfinite().all(1)
     assert not is_finite[3] and int(is_finite.sum()) == 19

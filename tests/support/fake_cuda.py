@@ -38,7 +38,7 @@ from tinsmith.backends.torch.attention import register
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention
 from tinsmith.backends.torch.vision import Features, Vision
-from tinsmith.samplers.local import engine, paged_attention
+from tinsmith.samplers.local import engine, kv_cache, paged_attention
 from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
@@ -263,9 +263,16 @@ def _attend_pages(
     return q_nHD.new_empty(*q_nHD.shape[:2], store_PSGE.shape[3] - key_dim)
 
 
+def _write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tensor) -> None:
+    assert {x.device for x in (store_PSGE, slots_n, k_nGD, v_nGD)} == {DEVICE}
+    assert slots_n.dtype == torch.int64 and k_nGD.dtype == v_nGD.dtype == store_PSGE.dtype
+    assert len(slots_n) == len(k_nGD) == len(v_nGD) and k_nGD.shape[2] + v_nGD.shape[2] == store_PSGE.shape[3]
+
+
 @contextmanager
 def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
     """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
+    kernels = SimpleNamespace(paged_attention=_attend_pages, write_rows=_write_rows) if pages else None
     with ExitStack() as stack:
         for holder, name, value in (
             (torch.cuda, "mem_get_info", (FREE_BYTES, FREE_BYTES)),
@@ -277,7 +284,8 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (moe, "has_grouped_products", grouped),
             (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),
             (engine, "DecodeGraphs", None),
-            (paged_attention, "page_kernel", _attend_pages if pages else None),
+            (kv_cache, "page_kernels", kernels),
+            (paged_attention, "page_kernels", kernels),
             (trainer, "measure", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))

@@ -22,7 +22,7 @@ from tinsmith.backends.torch.trainer import DeterministicTrainer
 from tinsmith.cli import doctor
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import SettingsError
-from tinsmith.samplers.local import paged_attention
+from tinsmith.samplers.local import kv_cache
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, ModelShape, OptimStep, Pass, PassResult, SamplingParams
 from unit.test_fake_cuda import data, opened
@@ -77,9 +77,9 @@ def test_grouped_products_are_chosen_by_capability(capability: tuple[int, int], 
 
 
 def test_keys_are_gathered_where_triton_is_not_installed() -> None:
-    with mock.patch.object(paged_attention, "find_spec", lambda name: None):
-        assert paged_attention.page_kernel.__wrapped__(DEVICE) is None
-    assert paged_attention.page_kernel(torch.device("cpu")) is None
+    with mock.patch.object(kv_cache, "find_spec", lambda name: None):
+        assert kv_cache.page_kernels.__wrapped__(DEVICE) is None
+    assert kv_cache.page_kernels(torch.device("cpu")) is None
 
 
 @pytest.fixture

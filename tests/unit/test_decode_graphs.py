@@ -10,19 +10,19 @@ import pytest
 
 from gpu.device import DEVICE, NAMED, ON_CUDA, adapter_on
 
-THERE = NAMED and ON_CUDA
-if not THERE:
+if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
 from support import tiny_models
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
-from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.lora import Routing, blocks_of
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
-from tinsmith.samplers.local.decode_graphs import DecodeGraphs, blocks_of
+from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import ModelShape, SamplingParams
 
+THERE = NAMED and ON_CUDA
 WHERE = DEVICE if NAMED else "cpu"
 PARAMS = SamplingParams(max_tokens=5, temperature=1.0, stop_eos=False, seed=3)
 
@@ -32,7 +32,7 @@ class Uncaptured(DecodeGraphs):
 
     steps = 0
 
-    def hidden(self, *args: object):  # noqa: ANN201
+    def hidden(self, *args: object):
         found = super().hidden(*args)  # pyright: ignore[reportArgumentType]
         self.steps += found is not None
         return found
@@ -67,6 +67,7 @@ def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[
     plain._graphs = None
     if not THERE:
         ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache)
+        ours._cache.kernels = paged_kernel
         ours._cache_budget._contiguous = None
     return plain, ours
 
@@ -115,10 +116,11 @@ def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
 def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
     base = BaseModel.load(shape, device="cpu", dtype="float32")
     a, b = (adapter_on(base, seed) for seed in (1, 2))
-    rows: list[Adapter | None] = [None, None, *[a] * 17, b]
+    routing = Routing.of([None, a, b], [2, 17, 1])
     scale = int(np.float32(a.scale).view(np.int32))
     at_a, at_b = a.compute_P.data_ptr(), b.compute_P.data_ptr()
-    assert blocks_of(rows) == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
+    found = [block for segment in routing.segments for block in blocks_of(segment)]
+    assert found == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
 
 
 def test_a_graph_that_cannot_be_captured_is_given_up(shape: ModelShape, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
 from tinsmith.backends.torch.attention import AttentionOptions, Window, reference, visible
-from tinsmith.samplers.local import paged_attention, paged_kernel
+from tinsmith.samplers.local import paged_kernel
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 
@@ -109,21 +109,21 @@ def test_a_row_of_nans_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyP
     assert torch.equal(found[[1, 3]], clean[[1, 3]])
 
 
-def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
     shape, device = LayerShape(2, 16, 8, torch.float32), torch.empty(0, device=WHERE).device
     cache = KVCache({0: shape}, 4, device)
     cache.resize(200)
     cache._stores[shape].copy_(torch.randn(cache._stores[shape].shape))
     numbers = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
-    spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63)]
+    spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63), (5, 30)]
     every = [Rows(start, stop, [numbers.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
     every[5] = every[5]._replace(seen=np.array([2]))
-    for rows in (every, every[1:2], every[3:4] + every[6:], every[:1]):
+    for rows in (every, every[1:2], every[3:4] + every[6:7], every[2:4], every[:1]):
         num = sum(row.stop - row.start for row in rows)
         q, k, v = (torch.randn(num, heads, dim, device=device) for heads, dim in ((6, 16), (2, 16), (2, 8)))
         results = []
-        for kernel in (None, paged_kernel.paged_attention):
-            monkeypatch.setattr(paged_attention, "page_kernel", lambda device, kernel=kernel: kernel)
+        for kernels in (None, paged_kernel):
+            cache.kernels = kernels
             plan = PagedPlan(cache, rows, device)
             results.append(plan.attend(0, q, k, v, scale=0.4, window=Window(20)))
         torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)

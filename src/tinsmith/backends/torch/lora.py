@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -83,6 +83,10 @@ class Segment(NamedTuple):
     start: int
     stop: int
     adapter: Adapter | None
+
+    @property
+    def layout(self) -> Layout | None:
+        return None if self.adapter is None else self.adapter.layout
 
 
 class Run:
@@ -195,7 +199,7 @@ class Routing:
         return self._runs
 
     @classmethod
-    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int], *, repeats: bool = False) -> Routing:
+    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int], *, repeats: bool = False) -> Self:
         """Rows of consecutive sequences; neighbours with the same adapter become one segment."""
         segments: list[Segment] = []
         end = 0
@@ -212,7 +216,7 @@ class Routing:
         bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
         counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
         kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
-        return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
+        return self.of((adapter for adapter, _ in kept), (count for _, count in kept))
 
     def for_sequences(self, starts: tuple[int, ...], length: int) -> Routing:
         """The routing of concatenated sequences of `length` rows each, which begin at these rows."""
@@ -234,26 +238,57 @@ class Routing:
 
 
 BLOCK_ROWS = 16
-"""Rows of a `DeviceRouting`'s block: the fewest of a tensor core's product."""
+"""Rows of a `DeviceRouting`'s block: the fewest that a tensor core multiplies."""
 
 
 class DeviceRouting(Routing):
-    """Adapters of rows by a table on the device, which says at each run of a CUDA graph what the rows are:
-    `blocks_B4` of `lora_kernels.add_deltas_`. All adapters have one layout; None: no row has one.
+    """A routing of rows without gradients on a GPU: two launches for each linear, whatever the adapters.
+
+    `tables`, or else the segments: for each layout of adapters, its blocks of rows as `lora_kernels.add_deltas_` takes
+    them. A CUDA graph's are filled anew for each run.
     """
 
-    __slots__ = ("_blocks_B4", "_layout")
+    __slots__ = ("_tables",)
 
-    def __init__(self, num_rows: int, layout: Layout | None, blocks_B4: Tensor) -> None:
-        super().__init__([Segment(0, num_rows, None)])
-        self._layout, self._blocks_B4 = layout, blocks_B4
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        repeats: bool = False,
+        tables: Sequence[tuple[Layout, Tensor]] | None = None,
+    ) -> None:
+        super().__init__(segments, repeats=repeats)
+        self._tables = tables
 
-    def add_deltas_(self, delta: LoRADelta, y_nO: Tensor, x_nI: Tensor) -> None:
-        if self._layout is None or (tables := delta.device_tables(self._layout, x_nI.device)) is None:
-            return
-        from tinsmith.backends.torch.lora_kernels import add_deltas_
+    def add_deltas_(self, delta: LoRADelta, y_TO: Tensor, x_TI: Tensor) -> None:
+        """Add the adapters' deltas to y, which may have a wider dtype than x."""
+        if self._tables is None:
+            self._tables = self._uploaded(x_TI.device)
+        for layout, blocks_B4 in self._tables:
+            if (tables := delta.device_tables(layout, x_TI.device)) is not None:
+                from tinsmith.backends.torch.lora_kernels import add_deltas_
 
-        add_deltas_(y_nO, x_nI, self._blocks_B4, *tables, self._layout.rank)
+                add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank)
+
+    def _uploaded(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
+        layouts = {id(own.layout): own.layout for _, _, own in self.segments if own is not None}
+        blocks = [
+            [each for segment in self.segments if segment.layout is layout for each in blocks_of(segment)]
+            for layout in layouts.values()
+        ]
+        if not blocks:
+            return []
+        given = upload(np.array([each for own in blocks for each in own], np.int64), device)
+        return list(zip(layouts.values(), given.split([len(own) for own in blocks]), strict=True))
+
+
+def blocks_of(segment: Segment) -> list[tuple[int, int, int, int]]:
+    """Address, first row, number of rows and bits of the scale of each block of a segment's rows."""
+    start, stop, adapter = segment
+    if adapter is None:
+        return []
+    address, scale = adapter.compute_P.data_ptr(), int(np.float32(adapter.scale).view(np.int32))
+    return [(address, row, min(BLOCK_ROWS, stop - row), scale) for row in range(start, stop, BLOCK_ROWS)]
 
 
 def _runs(segments: Iterable[Segment]) -> list[Run]:
@@ -559,6 +594,15 @@ class LoRAProduct:
         if self.bias is not None:
             y_TO += self.bias
         return y_TO, self.delta.forward_(y_TO, x_TI, work)
+
+    def device_rows(self, x_TI: Tensor, routing: DeviceRouting, out_dtype: torch.dtype | None = None) -> Tensor:
+        """y [T, O] of rows without gradients on a GPU."""
+        if out_dtype in (None, x_TI.dtype):
+            y_TO = nn.functional.linear(x_TI, self.weight, self.bias)
+        else:
+            y_TO = self.forward_rows(x_TI, (), out_dtype)[0]
+        routing.add_deltas_(self.delta, y_TO, x_TI)
+        return y_TO
 
     def backward_rows(
         self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool

@@ -28,8 +28,8 @@ OUTPUTS = 128
 """Outputs of one program of the second kernel."""
 
 
-@triton.jit
-def _shrink_kernel(
+@triton.jit(do_not_specialize=["num_rows"])  # which would compile another variant while samples wait
+def _shrink_kernel(  # noqa: PLR0913 - one launch
     x_ptr, u_ptr, blocks_ptr, places_ptr, x_stride, num_rows, num_inputs,
     RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +55,8 @@ def _shrink_kernel(
     tl.store(u_ptr + u_row[:, None] * PADDED + rank[None], found, is_row[:, None])
 
 
-@triton.jit
-def _expand_kernel(
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_kernel(  # noqa: PLR0913 - one launch
     y_ptr, u_ptr, blocks_ptr, places_ptr, tiles_ptr, y_stride, num_rows, dtype_ptr,
     RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip

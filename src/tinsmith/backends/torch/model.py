@@ -45,7 +45,7 @@ from tinsmith.backends.torch.attention import (
     select_all_tokens,
 )
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
+from tinsmith.backends.torch.lora import DeviceRouting, ForwardContext, MultiLoRALinear, Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, choose_rows, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
@@ -314,6 +314,8 @@ class BaseModel:
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
         """[T, V] float32, without a gradient. The routing covers exactly these rows."""
         assert routing.num_rows == len(hidden_TD)
+        if isinstance(routing, DeviceRouting):
+            return self.finish_logits_(self.unembedding.device_rows(hidden_TD, routing, torch.float32))
         work = self.unembedding.work(routing)
         return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
@@ -89,9 +89,7 @@ class FusedLinear(LoRAProduct):
         if before is not None:
             x_TI = before.forward(x_TI)
         if isinstance(routing, DeviceRouting):
-            y_TO = linear(x_TI, self.weight, self.bias)
-            routing.add_deltas_(self.delta, y_TO, x_TI)
-            return y_TO
+            return self.device_rows(x_TI, routing, dtype)
         work = self.delta.work(routing)
         if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
             return self.forward_rows(x_TI, work, dtype)[0]

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import Adapter, Layout
+from tinsmith.backends.torch.adapters import Layout
 from tinsmith.backends.torch.attention import AttentionOptions, Mixer
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import BLOCK_ROWS, DeviceRouting
+from tinsmith.backends.torch.lora import BLOCK_ROWS, DeviceRouting, Segment, blocks_of
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import Rows
@@ -73,11 +72,10 @@ class _Plan:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        from tinsmith.samplers.local.paged_kernel import paged_attention, write_rows
-
-        store_PSGE = self._cache.pages(layer)
-        write_rows(store_PSGE, self._slots_n, k_TGD, v_TGD)
-        return paged_attention(q_THD, store_PSGE, self._table_nC, self._keys_n, key_dim=k_TGD.shape[-1], **options)
+        assert self._cache.kernels is not None
+        self._cache.write(layer, self._slots_n, k_TGD, v_TGD)
+        given = q_THD, self._cache.pages(layer), self._table_nC, self._keys_n
+        return self._cache.kernels.paged_attention(*given, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         raise NotImplementedError("layers with a state run without graphs")
@@ -87,29 +85,28 @@ class DecodeGraphs:
     def __init__(self, base: BaseModel, cache: KVCache) -> None:
         self._base, self._cache = base, cache
         self._steps: dict[_Key, _Step] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._works = True
 
     def clear(self) -> None:
         self._steps.clear()
 
-    def hidden(self, tokens_T: Tensor, rows: Sequence[Rows], adapters: Sequence[Adapter | None]) -> Tensor | None:
+    def hidden(self, tokens_T: Tensor, rows: Sequence[Rows], routing: DeviceRouting) -> Tensor | None:
         """[T, D]: final hidden states, to be used before the next call. None if these rows need another way."""
-        key = self._key(rows, adapters)
-        if key is None:
+        key, given = self._key(rows, routing), None
+        if key is not None:
+            given = self._given(key, rows, routing)
+        if key is None or given is None:
             return None
-        given = self._given(key, rows, adapters)
-        if given is None:
-            return None
-        step, is_new = self._steps.get(key), False
+        step, is_new, device = self._steps.get(key), False, self._base.device
         if step is None:
-            layout = next((adapter.layout for adapter in adapters if adapter is not None), None)
-            tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=self._base.device)
-            step = _Step(layout, tokens_n, upload(given, self._base.device))
-            self._steps[key], is_new = step, True
+            layout = next((segment.layout for segment in routing.segments if segment.layout), None)
+            tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
+            self._steps[key] = step = _Step(layout, tokens_n, upload(given, device))
+            is_new = True
         else:
-            step.given.copy_(upload(given, self._base.device))
-        step.tokens_n[: len(tokens_T)].copy_(tokens_T)
+            step.given.copy_(upload(given, device))
+        step.tokens_n[: len(rows)].copy_(tokens_T)
         if is_new:
             return self._through(key, step)[: len(rows)]
         if step.graph is None and not self._capture(key, step):
@@ -118,12 +115,12 @@ class DecodeGraphs:
         step.graph.replay()
         return step.hidden_nD[: len(rows)]
 
-    def _key(self, rows: Sequence[Rows], adapters: Sequence[Adapter | None]) -> _Key | None:
-        if not self._works or self._base.decoder is None or len(rows) > ROWS[-1]:
+    def _key(self, rows: Sequence[Rows], routing: DeviceRouting) -> _Key | None:
+        if not self._works or routing.num_rows != len(rows) or len(rows) > ROWS[-1]:
             return None
-        if any(row.stop - row.start != 1 or row.start == 0 or row.seen is not None for row in rows):
+        if any(row.start == 0 or row.seen is not None for row in rows):
             return None
-        layouts = {id(adapter.layout) for adapter in adapters if adapter is not None}
+        layouts = {id(segment.layout) for segment in routing.segments if segment.adapter is not None}
         if len(layouts) > 1:
             return None
         most, width = max(len(row.blocks) for row in rows), MIN_WIDTH
@@ -132,36 +129,38 @@ class DecodeGraphs:
         num_rows = next(number for number in ROWS if number >= len(rows))
         return _Key(num_rows, width, next(iter(layouts), 0))
 
-    def _given(self, key: _Key, rows: Sequence[Rows], adapters: Sequence[Adapter | None]) -> I64 | None:
+    def _given(self, key: _Key, rows: Sequence[Rows], routing: DeviceRouting) -> I64 | None:
         """Positions, slots, numbers of keys, blocks of rows and the block table of the rows, in this order. None if
         the rows have too many adapters.
         """
-        blocks = blocks_of(adapters)
-        if len(blocks) > _num_blocks(key.num_rows):
+        blocks, most = [block for segment in routing.segments for block in blocks_of(segment)], _num_blocks(key)
+        if len(blocks) > most:
             return None
         num, size = len(rows), self._cache.block_size
-        places_3n = np.zeros((3, key.num_rows), np.int64)
-        places_3n[1, num:] = -1
-        blocks_B4 = np.zeros((_num_blocks(key.num_rows), 4), np.int64)
-        blocks_B4[: len(blocks)] = np.array(blocks, np.int64).reshape(-1, 4)
-        table_nC = np.zeros((key.num_rows, key.width), np.int64)
+        found = np.zeros(3 * key.num_rows + 4 * most + key.num_rows * key.width, np.int64)
+        places, own_blocks, table = np.split(found, np.cumsum([3 * key.num_rows, 4 * most]))
+        places_3n, table_nC = places.reshape(3, -1), table.reshape(key.num_rows, -1)
+        if blocks:
+            own_blocks[: 4 * len(blocks)] = np.array(blocks, np.int64).ravel()
         for own_C, row in zip(table_nC, rows, strict=False):
             own_C[: len(row.blocks)] = row.blocks
         start_n = np.array([row.start for row in rows], np.int64)
+        places_3n[1, num:] = -1
         places_3n[0, :num] = start_n
         places_3n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
         places_3n[2, :num] = start_n + 1
-        return np.concatenate([places_3n.ravel(), blocks_B4.ravel(), table_nC.ravel()])
+        return found
 
     def _through(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
         num, decoder = key.num_rows, self._base.decoder
         assert decoder is not None
-        positions_n, slots_n, keys_n, blocks, table = step.given.split(
-            [num, num, num, 4 * _num_blocks(num), num * key.width]
-        )
+        sizes = [num, num, num, 4 * _num_blocks(key), num * key.width]
+        positions_n, slots_n, keys_n, blocks, table = step.given.split(sizes)
         plan = _Plan(self._cache, slots_n, keys_n.int(), table.int().view(num, -1))
-        return decoder.hidden(step.tokens_n, positions_n, plan, DeviceRouting(num, step.layout, blocks.view(-1, 4)))
+        tables = [] if step.layout is None else [(step.layout, blocks.view(-1, 4))]
+        routing = DeviceRouting([Segment(0, num, None)], tables=tables)
+        return decoder.hidden(step.tokens_n, positions_n, plan, routing)
 
     def _capture(self, key: _Key, step: _Step) -> bool:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -188,20 +187,6 @@ class DecodeGraphs:
         return True
 
 
-def _num_blocks(num_rows: int) -> int:
-    return min(num_rows, -(-num_rows // BLOCK_ROWS) + MORE_BLOCKS)
-
-
-def blocks_of(adapters: Sequence[Adapter | None]) -> list[tuple[int, int, int, int]]:
-    """Address, first row, number of rows and bits of the scale of each block of rows; see `lora_kernels`."""
-    blocks, first = [], 0
-    for adapter, group in groupby(adapters):
-        stop = first + len(list(group))
-        if adapter is not None:
-            scale = int(np.float32(adapter.scale).view(np.int32))
-            address = adapter.compute_P.data_ptr()
-            blocks += [
-                (address, start, min(BLOCK_ROWS, stop - start), scale) for start in range(first, stop, BLOCK_ROWS)
-            ]
-        first = stop
-    return blocks
+def _num_blocks(key: _Key) -> int:
+    """Blocks of rows that a key's buffer has room for."""
+    return min(key.num_rows, -(-key.num_rows // BLOCK_ROWS) + MORE_BLOCKS)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import Readback, upload, upload_all
-from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.lora import DeviceRouting, Routing, Segment
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
@@ -422,19 +422,21 @@ class LocalSampler:
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence, _seen(span)) for span in spans]
         tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
         tokens_T = self._uploaded(tokens, spans)
-        hidden_TD = None if self._graphs is None else self._graphs.hidden(tokens_T, rows, adapters)
-        if hidden_TD is not None:
-            for span in spans:
-                self._batcher.advance(span)
-            return [(span, 1) for span in spans], hidden_TD
         sizes = [span.stop - span.start for span in spans]
+        has_images = any(span.sequence.request.placed for span in spans)
+        routing = self._routing(adapters, sizes, on_device=not has_images)
+        if self._graphs is not None and isinstance(routing, DeviceRouting):
+            hidden_TD = self._graphs.hidden(tokens_T, rows, routing)
+            if hidden_TD is not None:
+                for span in spans:
+                    self._batcher.advance(span)
+                return [(span, 1) for span in spans], hidden_TD
         recurrence = None
         if self._keeps_states:
             firsts = accumulate(sizes, initial=0)
             pieces = [_piece_of(span, first) for span, first in zip(spans, firsts, strict=False)]
             recurrence = Recurrence(pieces, self._base.device)
         plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
-        routing = self._routing(adapters, sizes)
         counts = [span.num_wanted for span in spans]
         ends = accumulate(sizes)
         wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
@@ -451,8 +453,12 @@ class LocalSampler:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
 
-    def _routing(self, adapters: Seq[Adapter | None], sizes: Seq[int]) -> Routing:
-        """Decode steps repeat their rows: the second routing of these rows is kept, with what is stacked for it."""
+    def _routing(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> Routing:
+        """Decode steps repeat their rows: the second routing of these rows is kept, with what is stacked for it. A GPU
+        needs neither; `on_device` is False for rows of modules, which take no DeviceRouting.
+        """
+        if self._graphs is not None:
+            return DeviceRouting.of(adapters, sizes) if on_device else Routing.of(adapters, sizes)
         if self._deterministic:
             return Routing.of(adapters, sizes)
         key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
@@ -581,12 +587,14 @@ class LocalSampler:
             return
         if not spans:
             return
-        # Pad with copies of the last row, as in the layers: every new number of rows is another product to compile.
-        repeated = round_up(len(spans)) - len(spans)
-        rows = upload(np.array([row for _, row in [*spans, *[spans[-1]] * repeated]]), hidden_TD.device)
+        # Pad with copies of the last row, as in a CPU's layers: every new number of rows is another product to compile.
+        repeated = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
+        rows = [row for _, row in [*spans, *[spans[-1]] * repeated]]
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
         routing = self._routing([*adapters, *[None] * repeated], [1] * len(rows))
-        logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
+        if rows != [*range(len(hidden_TD))]:
+            hidden_TD = hidden_TD.index_select(0, upload(np.array(rows), hidden_TD.device))
+        logits_BV = self._base.next_logits(hidden_TD, routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
         if self._deterministic:

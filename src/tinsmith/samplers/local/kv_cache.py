@@ -24,6 +24,9 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +70,7 @@ class KVCache:
         self._stores: dict[LayerShape, Tensor] = {}  # [layers, blocks, S, G, D]
         self._layers: dict[int, Tensor] = {}  # [blocks, S, G, D]
         self.num_blocks = 0
+        self.kernels = page_kernels(device)
 
     @property
     def token_bytes(self) -> int:
@@ -126,7 +130,11 @@ class KVCache:
                 store.index_fill_(1, cleared, 0)
 
     def write(self, layer: int, slots_T: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        self._layers[layer].flatten(0, 1).index_copy_(0, slots_T, torch.cat((k_TGD, v_TGD), -1))
+        """A GPU's kernels write nothing for slots of -1."""
+        if self.kernels is not None:
+            self.kernels.write_rows(self._layers[layer], slots_T, k_TGD, v_TGD)
+        else:
+            self._layers[layer].flatten(0, 1).index_copy_(0, slots_T, torch.cat((k_TGD, v_TGD), -1))
 
     def read(self, layer: int, blocks_nC: Tensor) -> tuple[Tensor, Tensor]:
         """k and v, [n, G, K, D] each."""
@@ -148,6 +156,16 @@ class KVCache:
         store = self._stores[shape]
         rows = store.index_select(1, blocks_nC.flatten())
         return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
+
+
+@cache
+def page_kernels(device: torch.device) -> ModuleType | None:
+    """The module `paged_kernel`; None where it cannot run."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from tinsmith.samplers.local import paged_kernel
+
+    return paged_kernel
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,10 +18,9 @@ padded, C blocks of a table, H query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.util import find_spec
+from functools import cached_property
 from typing import NamedTuple, Unpack
 
 import numpy as np
@@ -39,7 +38,7 @@ from tinsmith.backends.torch.attention import (
 )
 from tinsmith.backends.torch.host import upload, upload_all
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
-from tinsmith.samplers.local.kv_cache import KVCache
+from tinsmith.samplers.local.kv_cache import KVCache, page_kernels
 from tinsmith.samplers.local.states import Recurrence
 
 I64 = npt.NDArray[np.int64]
@@ -49,21 +48,11 @@ MIN_WASTE = 64
 ALL = slice(None)
 
 
-@cache
-def page_kernel(device: torch.device) -> Callable[..., Tensor] | None:
-    """`paged_kernel.paged_attention`; None where it cannot run."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from tinsmith.samplers.local.paged_kernel import paged_attention
-
-    return paged_attention
-
-
 def described(device: torch.device) -> str:
     """Names the attention kernels that sample on a device, for the log."""
     if device.type == "cpu":
         return "SDPA on contiguous keys, else on gathered keys"
-    return "SDPA on gathered keys" if page_kernel(device) is None else "Triton on pages; SDPA for prompts"
+    return "SDPA on gathered keys" if page_kernels(device) is None else "Triton on pages; SDPA for prompts"
 
 
 class Rows(NamedTuple):
@@ -92,8 +81,14 @@ class _Group:
     masks: dict[Window | None, Tensor | None]
 
 
+PAGED_ROWS = 16
+"""On CUDA up to this many rows that continue a sequence attend each on its own, as decoding rows do: gathering keys
+takes a dozen launches a layer. More rows would read the same keys too often.
+"""
+
+
 class _Pages(NamedTuple):
-    """The decoding rows of a step that attend to their pages; the table and the numbers of keys are int32."""
+    """The rows of a step that attend to their pages; the table and the numbers of keys are int32."""
 
     rows: Tensor | slice
     table_nC: Tensor
@@ -119,7 +114,7 @@ class PagedPlan:
         self._recurrence = recurrence
         self._cache = cache
         self._device = device
-        self._kernel = page_kernel(device)
+        self._kernels = cache.kernels
         start_N = np.array([s.start for s in sequences], np.int64)
         size_N = np.array([s.stop for s in sequences], np.int64) - start_N
         first_N = np.cumsum(size_N) - size_N
@@ -138,8 +133,8 @@ class PagedPlan:
         self._contiguous: list[ContiguousStep] = []
         is_decoding_N = (size_N == 1) & (start_N > 0)
         self._is_paged_N = np.zeros(len(sequences), np.bool_)
-        if self._kernel is not None:
-            self._is_paged_N = is_decoding_N & np.array([s.seen is None for s in sequences])
+        if self._kernels is not None:
+            self._is_paged_N = (start_N > 0) & (size_N <= PAGED_ROWS) & np.array([s.seen is None for s in sequences])
         kept_N = ~self._is_paged_N
         if contiguous is not None:
             decoding = np.flatnonzero(is_decoding_N).tolist()
@@ -160,9 +155,12 @@ class PagedPlan:
     def _pages(self) -> _Pages | None:
         if not self._is_paged_N.any():
             return None
-        first_N, _, start_N, table_NC = self._spans
-        row_n, keys_n = first_N[self._is_paged_N], start_N[self._is_paged_N] + 1
-        table_nC = table_NC[self._is_paged_N, : -(-int(keys_n.max()) // self._cache.block_size)]
+        first_N, size_N, start_N, table_NC = self._spans
+        owner_n = np.repeat(np.flatnonzero(self._is_paged_N), size_N[self._is_paged_N])
+        own_N = np.cumsum(size_N * self._is_paged_N) - size_N * self._is_paged_N
+        place_n = np.arange(len(owner_n)) - own_N[owner_n]  # of the row in its sequence's rows
+        row_n, keys_n = first_N[owner_n] + place_n, start_N[owner_n] + place_n + 1
+        table_nC = table_NC[owner_n, : -(-int(keys_n.max()) // self._cache.block_size)]
         keys, table = upload_all([x.astype(np.int32).ravel() for x in (keys_n, table_nC)], self._device)
         first, stop = int(row_n[0]), int(row_n[-1]) + 1
         rows = slice(first, stop) if stop - first == len(row_n) else upload(row_n, self._device)
@@ -191,11 +189,12 @@ class PagedPlan:
         """Rows of the step, None for all of them in order, and their results."""
         for contiguous in self._contiguous:
             yield contiguous.row_n, contiguous.attend(layer, q_THD, k_TGD, v_TGD, **options)
-        if self._kernel is not None and (pages := self._pages) is not None:
+        if self._kernels is not None and (pages := self._pages) is not None:
             rows, is_all = pages.rows, len(pages.keys_n) == len(q_THD)
             q_nHD = q_THD[rows] if isinstance(rows, slice) else q_THD.index_select(0, rows)
             given = q_nHD, self._cache.pages(layer), pages.table_nC, pages.keys_n
-            yield None if is_all else rows, self._kernel(*given, key_dim=self._cache.shape(layer).key_dim, **options)
+            key_dim = self._cache.shape(layer).key_dim
+            yield None if is_all else rows, self._kernels.paged_attention(*given, key_dim=key_dim, **options)
         for group in self._groups:
             part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
             if group.real is None:

@@ -97,11 +97,12 @@ def write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tensor
     value_dim = v_nGD.shape[2]
     if not k_nGD.stride(2) == v_nGD.stride(2) == 1:
         k_nGD, v_nGD = k_nGD.contiguous(), v_nGD.contiguous()
-    _write[(num,)](
-        store_PSGE, slots_n, k_nGD, v_nGD, *k_nGD.stride()[:2], *v_nGD.stride()[:2], *store_PSGE.stride()[1:3],
-        G=num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, G_PAD=1 << (num_groups - 1).bit_length(),
-        DIM_PAD=1 << (max(key_dim, value_dim) - 1).bit_length(), num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(k_nGD):
+        _write[(num,)](
+            store_PSGE, slots_n, k_nGD, v_nGD, *k_nGD.stride()[:2], *v_nGD.stride()[:2], *store_PSGE.stride()[1:3],
+            G=num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, G_PAD=1 << (num_groups - 1).bit_length(),
+            DIM_PAD=1 << (max(key_dim, value_dim) - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
 
 
 def padded(size: int) -> int:
@@ -117,7 +118,7 @@ def tile_of(both_dims: int, itemsize: int, r_pad: int) -> int:
     return min(SPAN, max(16, 1 << fitting.bit_length() >> 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _write(  # noqa: PLR0913 - one launch
     store_ptr, slots_ptr, k_ptr, v_ptr, k_stride, k_head_stride, v_stride, v_head_stride, slot_stride, head_stride,
     G: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, G_PAD: tl.constexpr, DIM_PAD: tl.constexpr,
