@@ -10,9 +10,10 @@ fixed order: results are the same bits every time. Each row meets only its own a
 Shapes: n rows, B blocks, I inputs, O outputs, r rank, P parts (linears of a LoRADelta), S splits of a sum.
 """
 
-from __future__ import annotations
+# What launches a kernel is typed as the kernel itself.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
-from typing import Any, cast
+from __future__ import annotations
 
 import torch
 import triton
@@ -94,12 +95,12 @@ def add_deltas_(y_nO: Tensor, x_nI: Tensor, blocks_B4: Tensor, places_P4: Tensor
     in numbers, its first column of y, and O. `tiles_C2`: part and first output of each tile, see `tiles_of`.
     """
     num_rows, num_inputs = x_nI.shape
-    padded = max(16, triton.next_power_of_2(rank))
-    splits = min(MAX_SPLITS, triton.cdiv(num_inputs, SPLIT_INPUTS))
+    padded = _padded(rank)
+    splits = min(MAX_SPLITS, -(-num_inputs // SPLIT_INPUTS))
     inputs = 64 if padded > 64 else 128
-    split = triton.cdiv(triton.cdiv(num_inputs, splits), inputs) * inputs
+    split = -(-num_inputs // (splits * inputs)) * inputs
     u_PSnr = torch.empty(len(places_P4), splits, num_rows, padded, device=x_nI.device)
-    sizes: dict[str, Any] = {"RANK": rank, "PADDED": padded, "ROWS": BLOCK_ROWS}
+    sizes = {"RANK": rank, "PADDED": padded, "ROWS": BLOCK_ROWS}
     _shrink_kernel[len(blocks_B4), splits, len(places_P4)](
         x_nI, u_PSnr, blocks_B4, places_P4, x_nI.stride(0), num_rows, num_inputs, **sizes, INPUTS=inputs, SPLIT=split
     )
@@ -111,8 +112,13 @@ def add_deltas_(y_nO: Tensor, x_nI: Tensor, blocks_B4: Tensor, places_P4: Tensor
 
 def tiles_of(outputs: list[int], rank: int) -> list[tuple[int, int]]:
     """Part and first output of each tile of parts with so many outputs."""
-    step = _outputs(max(16, cast(int, triton.next_power_of_2(rank))))
+    step = _outputs(_padded(rank))
     return [(part, first) for part, count in enumerate(outputs) for first in range(0, count, step)]
+
+
+def _padded(rank: int) -> int:
+    """A size of a matrix product."""
+    return max(16, 1 << (rank - 1).bit_length())
 
 
 def _outputs(padded: int) -> int:
