@@ -119,7 +119,10 @@ class ShardedBase(BaseModel):
     module_names: list[str]
     """Those of the whole model."""
 
-    can_capture = False  # its layers' weights, and the other ranks, come in time for each call
+    @property
+    def can_capture(self) -> bool:
+        """Its layers' weights, and the other ranks, come in time for each call."""
+        return False
 
     @property
     def num_bytes(self) -> int:
