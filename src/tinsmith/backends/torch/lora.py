@@ -268,7 +268,7 @@ class DeviceRouting(Routing):
             if (tables := delta.device_tables(layout, x_TI.device)) is not None:
                 from tinsmith.backends.torch.lora_kernels import add_deltas_
 
-                add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank)
+                add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank, BLOCK_ROWS)
 
     def _uploaded(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
         layouts = {id(own.layout): own.layout for _, _, own in self.segments if own is not None}

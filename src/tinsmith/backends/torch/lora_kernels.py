@@ -1,6 +1,6 @@
 """Triton kernels for the low-rank products of decode steps: rows of many adapters in two launches for each linear.
 
-Rows of one adapter are adjacent. A step divides them into blocks of at most BLOCK_ROWS rows of one adapter, given as
+Rows of one adapter are adjacent. A step divides them into blocks of at most `block_rows` rows of one adapter, given as
 a table on the device, so that a CUDA graph of these launches serves every choice of adapters of one layout. Blocks
 without rows do nothing. A sum over inputs is divided among programs whose partial sums the second kernel adds in a
 fixed order: results are the same bits every time. Each row meets only its own adapter's matrices.
@@ -19,8 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from tinsmith.backends.torch.lora import BLOCK_ROWS
 
 SPLIT_INPUTS, MAX_SPLITS = 512, 16
 """Inputs that one program sums: a few rows must still occupy the whole chip."""
@@ -87,7 +85,9 @@ def _expand_kernel(  # noqa: PLR0913 - one launch
     tl.store(y, (tl.load(y, mask, 0.0).to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask)
 
 
-def add_deltas_(y_nO: Tensor, x_nI: Tensor, blocks_B4: Tensor, places_P4: Tensor, tiles_C2: Tensor, rank: int) -> None:
+def add_deltas_(
+    y_nO: Tensor, x_nI: Tensor, blocks_B4: Tensor, places_P4: Tensor, tiles_C2: Tensor, rank: int, block_rows: int
+) -> None:
     """Add the deltas of one LoRADelta's parts to y.
 
     `blocks_B4` (int64): the address of the adapter's matrices in x's dtype, the first row, the number of rows, and the
@@ -100,7 +100,7 @@ def add_deltas_(y_nO: Tensor, x_nI: Tensor, blocks_B4: Tensor, places_P4: Tensor
     inputs = 64 if padded > 64 else 128
     split = -(-num_inputs // (splits * inputs)) * inputs
     u_PSnr = torch.empty(len(places_P4), splits, num_rows, padded, device=x_nI.device)
-    sizes = {"RANK": rank, "PADDED": padded, "ROWS": BLOCK_ROWS}
+    sizes = {"RANK": rank, "PADDED": padded, "ROWS": block_rows}
     _shrink_kernel[len(blocks_B4), splits, len(places_P4)](
         x_nI, u_PSnr, blocks_B4, places_P4, x_nI.stride(0), num_rows, num_inputs, **sizes, INPUTS=inputs, SPLIT=split
     )
