@@ -157,7 +157,7 @@ class MultiLoRAExperts(nn.Module):
 
     def __init__(self, name: str, experts: nn.Module, context: ForwardContext) -> None:
         super().__init__()
-        if experts.has_post_expert_norm:
+        if getattr(experts, "has_post_expert_norm", False):
             raise SettingsError(
                 f"{type(experts).__name__} has a norm after each expert, which cannot carry adapters here"
             )

@@ -14,7 +14,8 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, __version__
+from transformers.cache_utils import Cache
 
 from tinsmith.backends.torch.attention import CHUNKED, Window
 from tinsmith.errors import SettingsError
@@ -68,6 +69,11 @@ def check_mixers(config: PreTrainedConfig, model: nn.Module) -> None:
     kinds = sorted({kind for kind in _kinds(text) if kind in STATEFUL})
     if sum(kind in STATEFUL for kind in _kinds(text)) > sum(map(is_mixer, model.modules())):
         raise SettingsError(f"{config.model_type!r} has layers of kind {', '.join(kinds)} whose state is not supported")
+    if any(map(is_mixer, model.modules())) and not hasattr(Cache, "get_conv_state"):
+        raise SettingsError(
+            f"{config.model_type!r} has layers with a state, which need transformers 5.21 or later; {__version__} is "
+            "installed"
+        )
 
 
 def check_layers(
