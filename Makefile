@@ -89,7 +89,7 @@ test-ranks: $(STAMP)
 # On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one. After
 # 7 minutes it begins no test, and has failed.
 test-gpu: $(STAMP)
-	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(PYTEST) --session-timeout 420 tests/gpu
+	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(PYTEST) $(PARALLEL) --session-timeout 420 tests/gpu
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
