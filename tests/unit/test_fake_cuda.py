@@ -359,7 +359,8 @@ def test_one_line_names_the_kernels_of_every_part(mixture: ModelShape, on_cuda: 
 
 
 @pytest.mark.parametrize(
-    ("pages", "expected"), [(True, "Triton on pages; SDPA for prompts"), (False, "SDPA on gathered keys")]
+    ("pages", "expected"),
+    [(True, "Triton on pages, in CUDA graphs; SDPA for prompts"), (False, "SDPA on gathered keys")],
 )
 def test_the_line_names_what_samples(qwen: ModelShape, pages: bool, expected: str) -> None:
     with fake_cuda(pages=pages):

@@ -172,8 +172,8 @@ class TorchBackend:
             "device": f"{base.device}, {base.dtype}, no TF32",
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA",
-            "decode": described(base.device),
-            "lora": "batched products of short segments of one layout, else a product for each segment",
+            "decode": described(base),
+            "lora": f"{'Triton, else ' if base.can_capture else ''}batched products of segments of one layout",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
         if base.experts:

@@ -231,7 +231,7 @@ class BaseModel:
     @property
     def can_capture(self) -> bool:
         """Whether a CUDA graph can hold the layers of a decode step."""
-        return self._fused is not None
+        return self.device.type == "cuda" and self._fused is not None
 
     @property
     def num_bytes(self) -> int:

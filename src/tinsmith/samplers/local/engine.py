@@ -165,7 +165,7 @@ class LocalSampler:
             self._cache_budget = CacheBudget(
                 memory, self._batcher, self._cache, self._contiguous, state_size, states, fixed=on_cuda
             )
-        uses_graphs = on_cuda and base.can_capture and not (self._deterministic or self._keeps_states)
+        uses_graphs = base.can_capture and not (self._deterministic or self._keeps_states)
         self._graphs = DecodeGraphs(base, self._cache) if uses_graphs else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []

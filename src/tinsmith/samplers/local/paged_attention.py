@@ -37,6 +37,7 @@ from tinsmith.backends.torch.attention import (
     visible,
 )
 from tinsmith.backends.torch.host import upload, upload_all
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
 from tinsmith.samplers.local.kv_cache import KVCache, page_kernels
 from tinsmith.samplers.local.states import Recurrence
@@ -48,11 +49,13 @@ MIN_WASTE = 64
 ALL = slice(None)
 
 
-def described(device: torch.device) -> str:
-    """Names the attention kernels that sample on a device, for the log."""
-    if device.type == "cpu":
+def described(base: BaseModel) -> str:
+    """Names the kernels that sample from a model, for the log."""
+    if base.device.type == "cpu":
         return "SDPA on contiguous keys, else on gathered keys"
-    return "SDPA on gathered keys" if page_kernels(device) is None else "Triton on pages; SDPA for prompts"
+    if page_kernels(base.device) is None:
+        return "SDPA on gathered keys"
+    return f"Triton on pages{', in CUDA graphs' if base.can_capture else ''}; SDPA for prompts"
 
 
 class Rows(NamedTuple):
