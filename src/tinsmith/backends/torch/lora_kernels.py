@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import BLOCK_ROWS
+from tinsmith.backends.torch.routing import BLOCK_ROWS
 
 SPLIT_INPUTS, MAX_SPLITS = 512, 16
 """Inputs that one program sums: a few rows must still occupy the whole chip."""

@@ -89,7 +89,7 @@ def column_products(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.mT, b)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     """out += scale * a @ b; `out` may have a wider dtype than the operands."""
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
@@ -109,8 +109,22 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_product_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
+    elif a.is_cuda and ADDS_TO_WIDER:
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif a.is_cuda:
+        out.add_(torch.bmm(a, b, out_dtype=out.dtype))
     else:
         out.add_(torch.bmm(a, b))
+
+
+def counts_launches(x: Tensor) -> bool:
+    """Whether a product takes less time than its launch, so that few operations matter more than which."""
+    return x.is_cuda
+
+
+def write_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale * a @ b, a matrix or stacked ones, in one operation. `out` may be columns of a wider matrix."""
+    (out.addmm_ if out.dim() == 2 else out.baddbmm_)(a, b, beta=0.0, alpha=scale)  # at 0 it is not read
 
 
 def has_onednn(weight: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.torch.adapters import Trained
+from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Trained
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
@@ -175,7 +175,7 @@ class Trainer:
         stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._memory_of(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches would not free memory for gradients
-            buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
+            buffers, stacks = self._open_gradients(adapters)
             try:
                 for number, (batch, train) in enumerate(batches):
                     if number:
@@ -186,7 +186,21 @@ class Trainer:
             finally:
                 for adapter in adapters.values():
                     adapter.close_gradients()
+            for keys, stack in stacks:
+                buffers |= zip(keys, stack.take_gradients(), strict=True)
             return buffers
+
+    def _open_gradients(
+        self, adapters: Mapping[int, Adapter]
+    ) -> tuple[dict[int, Tensor], list[tuple[list[int], AdapterStack]]]:
+        """Buffers of single adapters by id, and the adapters of a layout that a GPU takes together."""
+        groups: dict[int, list[int]] = {}
+        for key, adapter in adapters.items():
+            if self._base.device.type == "cuda" and type(adapter) is Adapter:
+                groups.setdefault(id(adapter.layout), []).append(key)
+        stacks = [(keys, AdapterStack([adapters[key] for key in keys])) for keys in groups.values() if len(keys) > 1]
+        alone = adapters.keys() - {key for keys, _ in stacks for key in keys}
+        return {key: adapters[key].open_gradients() for key in alone}, stacks
 
     def _memory_of(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
