@@ -50,8 +50,10 @@ _linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.defau
 
 def set_precision() -> None:
     """Make float32 products exact to float32 (no TF32) and sum bfloat16 products in float32 on every device, so that
-    results on a GPU equal those on a CPU except for the order of sums.
+    results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
+    `attention.OFTEN`.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

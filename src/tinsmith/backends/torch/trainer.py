@@ -57,11 +57,15 @@ class Trainer:
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
         self._base = base
         self._max_tokens = max_tokens
-        self._limit = max_tokens
+        self._limit = self._small = max_tokens
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
         self.memory: StepMemory | None = None
+
+    def use_larger(self, max_tokens: int) -> None:
+        """Micro-batches of so many tokens while their activations may be kept, else as before."""
+        self._max_tokens = self._limit = max_tokens
 
     def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
         refused: dict[int, UserError] = {}
@@ -139,7 +143,10 @@ class Trainer:
         return results
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        return pack(examples, self._limit)
+        limit = self._limit
+        if limit > self._small and not self._base.recompute.fits(limit, self._base.device):
+            limit = self._small
+        return pack(examples, limit)
 
     def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
