@@ -190,7 +190,7 @@ class TorchBackend:
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA",
             "decode": described(base.device),
-            "lora": "batched products of short segments of one layout, else a product for each segment",
+            "lora": "batched products of similar segments of one layout, else a product for each segment",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
         if base.experts:
