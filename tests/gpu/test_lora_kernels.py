@@ -8,7 +8,8 @@ import torch
 
 from gpu.device import DEVICE, ON_CUDA
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.lora import BLOCK_ROWS, DeviceRouting, LoRADelta, Routing
+from tinsmith.backends.torch.lora import DeviceRouting, LoRADelta
+from tinsmith.backends.torch.routing import BLOCK_ROWS, Routing
 from tinsmith.types import LoraSpec
 
 pytest.importorskip("triton")

@@ -67,8 +67,8 @@ are measured on the spot.
   `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
 - **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
-- **activations** of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, or one longer sequence), kept or
-  recomputed by layer. Stages keep those of several micro-batches.
+- **activations** of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, twice that of small models, or one
+  longer sequence), kept or recomputed by layer. Stages keep those of several micro-batches.
 - **KV cache** of one context; more sequences use what is left.
 - **the process**: 4 % of the device and 1.5 GiB (0.5 GiB on a CPU).
 

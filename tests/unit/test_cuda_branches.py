@@ -17,7 +17,9 @@ from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import backend as sharded
 from tinsmith.backends.distributed import ranks
-from tinsmith.backends.torch import memory, moe, profiling
+from tinsmith.backends.torch import attention, memory, moe, profiling
+from tinsmith.backends.torch.backend import LARGE_TOKENS, MAX_TOKENS
+from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE
 from tinsmith.backends.torch.trainer import DeterministicTrainer
 from tinsmith.cli import doctor
 from tinsmith.engine import __main__ as engine_main
@@ -151,3 +153,43 @@ def test_a_trace_covers_the_device(two_gpus: None, tmp_path: Path) -> None:
         with traces.optimizer():
             pass
     assert made.call_args.kwargs["activities"] == [profiling.ProfilerActivity.CPU, profiling.ProfilerActivity.CUDA]
+
+
+def test_micro_batches_are_larger_while_their_activations_are_kept(
+    qwen: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_cuda():
+        backend = opened(qwen)
+        trainer, each = backend._trainer, backend.base.recompute
+        sizes: list[int] = []
+        monkeypatch.setattr("tinsmith.backends.torch.trainer.pack", lambda _, limit: sizes.append(limit) or [])
+        enough = LARGE_TOKENS * each.bytes_per_token() / RECOMPUTE_SHARE
+        for free in (1.01 * enough, 0.99 * enough):
+            monkeypatch.setattr("tinsmith.backends.torch.recompute._free_bytes", lambda _, free=free: free)
+            trainer._pack(())
+            opened(qwen)._trainer._pack(())
+            opened(qwen, max_tokens_per_microbatch=LARGE_TOKENS)._trainer._pack(())
+    assert sizes == [LARGE_TOKENS] * 3 + [MAX_TOKENS[True]] * 2 + [LARGE_TOKENS]
+
+
+def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, own = [0], attention._cudnn
+    monkeypatch.setattr(attention, "_cudnn", lambda *given: taken.append(taken.pop() + 1) or own(*given))
+    monkeypatch.setattr(attention, "_counts", {})
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+
+    def step(length: int, *, train: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
+        taken[0], plan = 0, attention.PackedCausal([length, length], DEVICE)
+        q, k, v = (torch.empty(2 * length, heads, 64, dtype=dtype, device=DEVICE) for heads in (4, 2, 2))
+        with torch.set_grad_enabled(train):
+            given = [x.requires_grad_(train) for x in (q, k, v)]
+            outputs = [plan.attend(layer, *given, scale=0.1) for layer in range(3)]
+        assert {(out.shape, out.dtype) for out in outputs} == {(q.shape, dtype)}
+        return taken[0]
+
+    with fake_cuda():
+        assert [step(1024) for _ in range(attention.OFTEN + 2)] == [0] * attention.OFTEN + [3, 3]
+        assert [step(1024, train=False), step(1024, dtype=torch.float32)] == [0, 0]
+        assert not any(step(64) for _ in range(attention.OFTEN + 2))
+        assert not any(step(1025 + i) for i in range(attention.MAX_SHAPES + 1)) and len(attention._counts) <= 256
+        assert step(1024) == 0, "forgotten"

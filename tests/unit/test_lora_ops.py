@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.backends.torch import lora
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target
+from tinsmith.backends.torch import lora, routing
+from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout, Target
 from tinsmith.backends.torch.lora import BATCHED_NUMBERS, LoRADelta, Routing
 from tinsmith.types import LoraSpec
 
@@ -29,22 +31,25 @@ LARGE = (128, (BATCHED_NUMBERS // 32 + 64, 96))
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([(24, (16, 8, 8)), LARGE]),
+    st.booleans(),
     st.integers(0, 2**32 - 1),
 )
 def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
-    parts: list[tuple[int, int]], dtype: torch.dtype, sizes: tuple[int, tuple[int, ...]], seed: int
+    parts: list[tuple[int, int]], dtype: torch.dtype, sizes: tuple[int, tuple[int, ...]], fewest: bool, seed: int
 ) -> None:
-    """Ragged and equal lengths, two ranks, and every gradient added twice."""
+    """Ragged and equal lengths, two ranks, and every gradient added twice. `fewest`: as on CUDA."""
     owners = [make(sizes, rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
     delta = LoRADelta(owners[0].layout.targets)
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(length for length, _ in parts)
     x_TI, grad_TO = (torch.randn(num_rows, size, generator=generator).to(dtype) for size in (sizes[0], sum(sizes[1])))
-    gradients = [owner.open_gradients() for owner in owners]
+    stack = AdapterStack(owners[:3]) if fewest else None
+    gradients = [owner.open_gradients() for owner in owners[3 if fewest else 0 :]]
     y_TO, grad_TI = torch.zeros_like(grad_TO), torch.zeros_like(x_TI)
     for _ in range(2):
         work = delta.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
-        delta.backward_(grad_TI, grad_TO, x_TI, work, delta.forward_(y_TO, x_TI, work))
+        with mock.patch.object(lora, "counts_launches", lambda _: fewest):
+            delta.backward_(grad_TI, grad_TO, x_TI, work, delta.forward_(y_TO, x_TI, work))
     expected_TO, expected_TI = torch.zeros_like(y_TO).double(), torch.zeros_like(x_TI).double()
     expected_P = [torch.zeros(owner.layout.numel, dtype=torch.float64) for owner in owners]
     start = 0
@@ -62,6 +67,7 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
             own_b += 2 * owner.scale * grad.t() @ (x @ a.t())
     for owner in owners:
         owner.close_gradients()
+    gradients = gradients if stack is None else [*stack.take_gradients(), *gradients]
     found = [y_TO, grad_TI, *gradients]
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     for one, wanted in zip(found, [expected_TO, expected_TI, *expected_P], strict=True):
@@ -101,9 +107,9 @@ def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
 
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
-    bmm, add_products_ = torch.bmm, lora.add_products_
+    bmm, add_products_ = torch.bmm, routing.add_products_
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched.append(len(a)) or bmm(a, b))
-    monkeypatch.setattr(lora, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
+    monkeypatch.setattr(routing, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
         delta = LoRADelta(owners[0].layout.targets)

@@ -629,3 +629,23 @@ def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monke
         assert all(torch.equal(x, y) for x, y in zip(gradients[0], other, strict=True))
     with pytest.raises(SettingsError, match="recompute is 'maybe'"):
         TorchBackend(shape, device="cpu", recompute="maybe")
+
+
+def test_fused_layers_keep_what_the_plan_counts(shape: ModelShape) -> None:
+    """Storages that autograd saves in a step, without the model's own."""
+    backend = TorchBackend(shape, device="cpu", dtype="float32", recompute="off")
+    recompute, held = backend.base.recompute, []
+    own = {each.untyped_storage().data_ptr() for each in backend.base.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if (storage := x.untyped_storage()).data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+            held.append(x)  # or another takes its place
+        return x
+
+    backend.create_model("a", LoraSpec(4))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run(backend, fb("a", [sft(np.random.default_rng(0), 200)]))
+    counted = sum(kept.values()) < 200 * recompute.bytes_per_token() < 1.5 * sum(kept.values())
+    assert counted or not backend.base.has_fused_layers

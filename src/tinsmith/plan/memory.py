@@ -22,7 +22,9 @@ QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 """Bytes per number of a linear, including scales."""
 
 MICRO_BATCH = {False: 1024, True: 8192}
-"""Tokens of a micro-batch on a CPU and with CUDA; a longer sequence gets its own."""
+"""Tokens of a micro-batch on a CPU and with CUDA, which takes twice as many where their activations take little memory;
+a longer sequence gets its own.
+"""
 
 MICRO_BATCHES_PER_STAGE = 2
 """Micro-batches of a step for each stage of a pipeline, where its sequences allow: P stages wait (P-1)/(3P-1) of it."""
@@ -89,6 +91,11 @@ class Activations:
     inputs: float
     number_bytes: int
     logits_bytes: float
+
+    @property
+    def num_bytes_kept(self) -> float:
+        """Of a token, without recomputation and logits."""
+        return self.number_bytes * (self.kept + self.layer)
 
     def num_bytes(self, tokens: int, *, recompute: bool) -> int:
         held, working = (self.inputs, 2 * self.layer) if recompute else (self.kept, self.layer)

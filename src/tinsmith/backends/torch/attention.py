@@ -50,8 +50,17 @@ MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
-MAX_FLASH_DIM = 256
-"""The largest head of FlashAttention."""
+MAX_FLASH_DIM, MAX_CUDNN_DIM = 256, 128
+"""The largest heads of FlashAttention and of cuDNN's attention, whose backward takes no larger ones."""
+
+CUDNN_CAPABILITY = 9
+"""Hopper's, on which cuDNN was measured."""
+
+OFTEN, MAX_SHAPES, CUDNN_ROWS = 16, 256, 1024
+"""Training in 16 bits on CUDA, sequences of at least CUDNN_ROWS rows take cuDNN's kernel once their shape has come with
+more than OFTEN micro-batches, of the last MAX_SHAPES shapes. It takes 0.6 times as long as FlashAttention, but each new
+shape costs as much as some 300 calls gain, and most shapes never return.
+"""
 
 SHORT_ROWS, KEPT_ROWS, FEW_ROWS = 512, 256, 64
 """Training in bfloat16 on a CPU, sequences of at most SHORT_ROWS rows, and at least FEW_ROWS rows of them at once, take
@@ -175,6 +184,8 @@ class PackedCausal:
         if not np.array_equal(row_C, np.arange(len(cell_T))):
             self._row_C, self._cell_T = upload(row_C, device), upload(cell_T, device)
         self._masks: dict[tuple[int | tuple[int, ...], Window | None], Tensor] = {}
+        # The same for all layers and when they run again: checkpoints compare what is saved.
+        self._takes_cudnn: dict[tuple[int, ...], bool] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -185,10 +196,23 @@ class PackedCausal:
             q_nHLD, k_nGLD, v_nGLD = (x_nLHD.transpose(1, 2) for x_nLHD in qkv)
             if window is not None and group.length > (2 - window.chunked) * window.size and group.seen_nL is None:
                 out_nHLD = _in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
+            elif (mask := self._mask(group, window, q_THD)) is None and self._is_often(
+                q_nHLD, k_nGLD, v_nGLD, **options
+            ):
+                out_nHLD = _cudnn(q_nHLD, k_nGLD, v_nGLD, options["scale"])
             else:
-                out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, self._mask(group, window, q_THD), **options)
+                out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options)
             outputs.append(out_nHLD.transpose(1, 2))
         return self._unpadded(outputs)
+
+    def _is_often(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
+        if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_ROWS or not torch.is_grad_enabled():
+            return False
+        if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._takes_cudnn:
+            is_plain = options.get("softcap") is None and options.get("sinks_H") is None
+            suits = is_plain and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
+            self._takes_cudnn[shape] = suits and _came_often(shape)
+        return self._takes_cudnn[shape]
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         pairs = zip(self._groups, self._padded(x_TD), strict=True)
@@ -336,6 +360,29 @@ def prefill(
 def suits_flash(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether FlashAttention supports heads of these sizes. It takes no mask."""
     return dtype in (torch.bfloat16, torch.float16) and key_dim == value_dim <= MAX_FLASH_DIM
+
+
+def suits_cudnn(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether cuDNN's attention supports heads of these sizes, on a GPU on which it is faster."""
+    suits = suits_flash(dtype, key_dim, value_dim) and key_dim <= MAX_CUDNN_DIM and key_dim % 8 == 0
+    return suits and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability()[0] == CUDNN_CAPABILITY
+
+
+_counts: dict[tuple[int, ...], int] = {}
+
+
+def _came_often(shape: tuple[int, ...]) -> bool:
+    """Count a micro-batch with this shape."""
+    _counts[shape] = count = _counts.pop(shape, 0) + 1
+    if len(_counts) > MAX_SHAPES:
+        del _counts[next(iter(_counts))]
+    return count > OFTEN
+
+
+def _cudnn(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
+    """Causal attention. The operator itself: choosing it for SDPA takes the host longer than calling it."""
+    own = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    return own(q_nHLD, k_nGLD, v_nGLD, None, True, 0.0, True, False, scale=scale)[0]
 
 
 def _is_short(q_nHLD: Tensor) -> bool:

@@ -63,6 +63,11 @@ MAX_TOKENS = {False: 1024, True: 8192}
 for decoding.
 """
 
+LARGE_TOKENS = 16_384
+"""Tokens of a micro-batch with CUDA and fused layers, unless chosen, while their activations may be kept: small models
+wait for the host, which takes as long for a micro-batch of either size.
+"""
+
 CHUNK_NUMBERS = {False: 2**22, True: 2**30}
 """Float32 logits that exist at once, without and with CUDA. A CPU reads them several times, from its cache."""
 
@@ -114,7 +119,8 @@ class TorchBackend:
             use_expandable_segments()
         self._sampler_limits = int(kv_cache_bytes), int(sampler_sequences), int(sampler_step_tokens)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
-        if max_tokens_per_microbatch == "auto":
+        is_auto = max_tokens_per_microbatch == "auto"
+        if is_auto:
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
@@ -135,10 +141,21 @@ class TorchBackend:
         self._sampler: LocalSampler | None = None
         self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
         self._memory = self._open_memory(int(memory_budget), logits_chunk)
+        self._count_fused(is_auto=is_auto)
         self._log_kernels()
 
     def _log_kernels(self) -> None:
         log.info("kernels", base_model=self._base.shape.name, **self.kernels())
+
+    def _count_fused(self, *, is_auto: bool) -> None:
+        """Count what fused layers keep as the plan does, on one device only: ranks keep other numbers of rows."""
+        base, recompute, step = self._base, self._base.recompute, self._trainer.memory
+        if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
+            return
+        recompute.fused_bytes = step.activations.num_bytes_kept
+        free = is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode != "on"
+        if free and recompute.fits(LARGE_TOKENS, base.device):
+            self._trainer.use_larger(LARGE_TOKENS)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -173,7 +190,7 @@ class TorchBackend:
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA",
             "decode": described(base),
-            "lora": f"{'Triton, else ' if base.can_capture else ''}batched products of segments of one layout",
+            "lora": f"{'Triton, else ' if base.can_capture else ''}batched products of similar segments of one layout",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
         if base.experts:

@@ -16,12 +16,11 @@ a LoRADelta (r for each of its linears that the adapter has).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol, Self, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -45,21 +44,24 @@ from tinsmith.backends.torch.products import (
     add_products_,
     column_product,
     column_products,
+    counts_launches,
     gradient_dtype,
     has_onednn,
     linear_product,
     packed,
     product,
+    write_product_,
 )
+from tinsmith.backends.torch.routing import BLOCK_ROWS, Joined, Routing, Run, Segment, Stacks, blocks_of
 
 BATCHED_ROWS = 128
 """Neighbouring segments of at most this many rows are batched if their layouts are equal and their lengths similar;
 eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing.
 """
 
-MAX_PADDING = 0.25
-"""The most rows of padding in a batch of segments, as a share of its own rows, in bfloat16: without it, a training step
-of eight tenants with 24 to 64 rows takes 1.2 times as long, prompts of eight adapters 1.1 times. Not in float32.
+PADDED_NUMBERS = 1 << 21
+"""Inputs of a segment of an `AdapterStack` up to which a run with padding is batched: padding copies all rows, and
+products one by one take more launches.
 """
 
 BATCHED_NUMBERS = 1 << 15
@@ -75,170 +77,6 @@ JOINED_ROWS = 32
 """In sampling, up to this many rows of one adapter take its A's and B's as one matrix each, which are kept as stacks
 are: a decode step of m50 takes 1.1 times as long without.
 """
-
-
-class Segment(NamedTuple):
-    """Rows start..stop of a packed batch and their adapter; None is the base model."""
-
-    start: int
-    stop: int
-    adapter: Adapter | None
-
-    @property
-    def layout(self) -> Layout | None:
-        return None if self.adapter is None else self.adapter.layout
-
-
-class Run:
-    """Adjacent segments, from row `start` on, with adapters of one layout and scale. The longest has `length` rows, to
-    which the others are padded in batched products.
-
-    `stacks` caches the stacked matrices of each LoRADelta for the duration of the micro-batch.
-    """
-
-    __slots__ = ("_cells_T", "adapters", "length", "lengths", "stacks", "start", "stop")
-
-    def __init__(self, start: int, length: int, adapter: Adapter) -> None:
-        self.start = start
-        self.stop = start + length
-        self.length = length
-        self.lengths = [length]
-        self.adapters = [adapter]
-        self.stacks: dict[LoRADelta, Stacks | Joined] = {}
-        self._cells_T: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(adapter.compute_P.nbytes for adapter in self.adapters)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The versions of the adapters' weights."""
-        return tuple(adapter.version for adapter in self.adapters)
-
-    def takes(self, start: int, length: int, adapter: Adapter) -> bool:
-        """Whether a segment can join, without or with little padding."""
-        first = self.adapters[0]
-        if start != self.stop or adapter.layout is not first.layout or adapter.scale != first.scale:
-            return False
-        pads = adapter.compute_P.dtype == torch.bfloat16
-        num_rows, num_cells = self.stop - self.start + length, max(self.length, length) * (len(self.adapters) + 1)
-        return num_cells <= (1 + MAX_PADDING * pads) * num_rows
-
-    def add(self, length: int, adapter: Adapter) -> None:
-        self.stop += length
-        self.length = max(self.length, length)
-        self.lengths.append(length)
-        self.adapters.append(adapter)
-
-    def rows(self, x_TI: Tensor) -> Tensor:
-        """[S, n, I], with zeros for padding."""
-        own_TI = self.own(x_TI)
-        if self._is_padded:
-            padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
-            own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
-        return own_TI.view(len(self.adapters), self.length, -1)
-
-    def add_products_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
-        """Add the products' rows to these rows of `out`."""
-        own_TO = self.own(out_TO)
-        if self._is_padded:
-            own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
-        else:
-            add_products_(own_TO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
-
-    def split(self) -> list[Run]:
-        starts = accumulate(self.lengths, initial=self.start)
-        return [Run(*each) for each in zip(starts, self.lengths, self.adapters, strict=False)]
-
-    @property
-    def _num_cells(self) -> int:
-        return self.length * len(self.adapters)
-
-    @property
-    def _is_padded(self) -> bool:
-        return self._num_cells > self.stop - self.start
-
-    def own(self, x_TI: Tensor) -> Tensor:
-        return x_TI if self.stop - self.start == x_TI.shape[0] else x_TI[self.start : self.stop]
-
-    def _cells(self, device: torch.device) -> Tensor:
-        """The padded place of each row."""
-        if self._cells_T is None:
-            places = [np.arange(length) + i * self.length for i, length in enumerate(self.lengths)]
-            self._cells_T = upload(np.concatenate(places), device)
-        return self._cells_T
-
-
-class Routing:
-    """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
-
-    `runs` are the segments with an adapter, joined with similar neighbours. `work` caches the runs of each LoRADelta.
-    `repeats`: it is used for several steps of sampling, so that copies of an adapter in another form pay.
-    """
-
-    __slots__ = ("_by_sequence", "_runs", "num_rows", "repeats", "segments", "work")
-
-    def __init__(self, segments: Sequence[Segment], *, repeats: bool = False) -> None:
-        self.repeats = repeats
-        end = 0
-        for segment in segments:
-            if segment.start != end or segment.stop <= segment.start:
-                raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
-            end = segment.stop
-        self.segments = tuple(segments)
-        self._runs: list[Run] | None = None
-        self._by_sequence: dict[tuple[tuple[int, ...], int], Routing] = {}
-        self.work: dict[LoRADelta, list[Run]] = {}
-        self.num_rows = end
-
-    @property
-    def runs(self) -> list[Run]:
-        if self._runs is None:
-            self._runs = _runs(self.segments)
-        return self._runs
-
-    @classmethod
-    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int], *, repeats: bool = False) -> Self:
-        """Rows of consecutive sequences; neighbours with the same adapter become one segment."""
-        segments: list[Segment] = []
-        end = 0
-        for adapter, length in zip(adapters, lengths, strict=True):
-            if segments and segments[-1].adapter is adapter:
-                segments[-1] = Segment(segments[-1].start, end + length, adapter)
-            else:
-                segments.append(Segment(end, end + length, adapter))
-            end += length
-        return cls(segments, repeats=repeats)
-
-    def only(self, rows: Sequence[int]) -> Routing:
-        """The routing of these rows only, in ascending order, numbered from 0."""
-        bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
-        counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
-        kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
-        return self.of((adapter for adapter, _ in kept), (count for _, count in kept))
-
-    def for_sequences(self, starts: tuple[int, ...], length: int) -> Routing:
-        """The routing of concatenated sequences of `length` rows each, which begin at these rows."""
-        if (found := self._by_sequence.get((starts, length))) is None:
-            stops = [segment.stop for segment in self.segments]
-            adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
-            found = self._by_sequence[starts, length] = Routing.of(adapters, [length] * len(starts))
-        return found
-
-    def slice(self, start: int, stop: int) -> Routing:
-        """The routing of rows start..stop only, numbered from 0."""
-        return Routing(
-            [
-                Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.adapter)
-                for segment in self.segments
-                if segment.start < stop and segment.stop > start
-            ]
-        )
-
-
-BLOCK_ROWS = 16
-"""Rows of a `DeviceRouting`'s block: the fewest that a tensor core multiplies."""
 
 
 class DeviceRouting(Routing):
@@ -282,43 +120,12 @@ class DeviceRouting(Routing):
         return list(zip(layouts.values(), given.split([len(own) for own in blocks]), strict=True))
 
 
-def blocks_of(segment: Segment) -> list[tuple[int, int, int, int]]:
-    """Address, first row, number of rows and bits of the scale of each block of a segment's rows."""
-    start, stop, adapter = segment
-    if adapter is None:
-        return []
-    address, scale = adapter.compute_P.data_ptr(), int(np.float32(adapter.scale).view(np.int32))
-    return [(address, row, min(BLOCK_ROWS, stop - row), scale) for row in range(start, stop, BLOCK_ROWS)]
-
-
-def _runs(segments: Iterable[Segment]) -> list[Run]:
-    """Join neighbours of similar length, and equal layout and scale."""
-    runs: list[Run] = []
-    for start, stop, adapter in segments:
-        if adapter is None:
-            continue
-        if runs and runs[-1].takes(start, stop - start, adapter):
-            runs[-1].add(stop - start, adapter)
-        else:
-            runs.append(Run(start, stop - start, adapter))
-    return runs
-
-
-Stacks = tuple[list[tuple[StackedA, Tensor]], list[tuple[LinearB, Tensor]]]
-
-
-class Joined(NamedTuple):
-    """An adapter's matrices of a LoRADelta in oneDNN's layout: all A's, and all B's with zeros between them, scaled."""
-
-    a_RI: Tensor
-    b_OR: Tensor
-
-
 class LoRADelta:
     """The low-rank outputs of linears that read the same rows and whose outputs are concatenated."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._names = tuple(target.name for target in targets)
+        self._in_features = targets[0].in_features
         ends = accumulate((target.out_features for target in targets), initial=0)
         self._columns = [slice(*span) for span in pairwise(ends)]
         self._stack_cache: OrderedDict[tuple[int, ...], Stacks | Joined | None] = OrderedDict()
@@ -369,14 +176,22 @@ class LoRADelta:
 
     def inner(self, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
         """Each run's scale * x A^T, [n, R] or [S, n, R]."""
-        return [(self._single_inner if len(run.adapters) == 1 else self._batched_inner)(x_TI, run) for run in work]
+        return [self._inner(x_TI, run) for run in work]
+
+    def _inner(self, x_TI: Tensor, run: Run) -> Tensor:
+        if _writes(x_TI, run):
+            return _written_inner(x_TI, run, self._stacks(run))
+        return (self._single_inner if len(run.adapters) == 1 else self._batched_inner)(x_TI, run)
 
     def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
         """Add to y; returns `inner`, which backward needs."""
         inner = []
         for run in work:
-            own = self._single_forward_ if len(run.adapters) == 1 else self._batched_forward_
-            inner.append(own(y_TO, x_TI, run))
+            if _writes(x_TI, run):
+                inner.append(_written_forward_(y_TO, x_TI, run, self._stacks(run)))
+            else:
+                own = self._single_forward_ if len(run.adapters) == 1 else self._batched_forward_
+                inner.append(own(y_TO, x_TI, run))
         return inner
 
     def backward_(
@@ -389,8 +204,11 @@ class LoRADelta:
     ) -> None:
         """Add to the gradient of x, if given, and to the adapters' gradients where these exist."""
         for run, u in zip(work, inner, strict=True):
-            own = self._single_backward_ if len(run.adapters) == 1 else self._batched_backward_
-            own(grad_TI, grad_TO, x_TI, run, u)
+            if _writes(x_TI, run):
+                _written_backward_(grad_TI, grad_TO, x_TI, run, self._stacks(run), u)
+            else:
+                own = self._single_backward_ if len(run.adapters) == 1 else self._batched_backward_
+                own(grad_TI, grad_TO, x_TI, run, u)
 
     def _single_forward_(self, y_TO: Tensor, x_TI: Tensor, run: Run) -> Tensor:
         (adapter,) = run.adapters
@@ -458,10 +276,24 @@ class LoRADelta:
                 run.add_products_(grad_TI, grad_SnR[..., first.ranks], a_SRI)
 
     def _stacks(self, run: Run) -> Stacks:
-        """The A's and B's of a run's adapters, stacked; all adapters of a run have the same layout."""
+        """The A's and B's of a run's adapters, stacked, or its only adapter's; all have the same layout."""
         if (found := run.stacks.get(self)) is None:
-            found = run.stacks[self] = self._kept(run, self._stacked) if _is_sampling() else self._stacked(run)
+            if len(run.adapters) == 1 or run.stack is not None:
+                found = self._views(run)
+            else:
+                found = self._kept(run, self._stacked) if _is_sampling() else self._stacked(run)
+            run.stacks[self] = found
         return cast(Stacks, found)
+
+    def _views(self, run: Run) -> Stacks:
+        stacked_a, linears_b = self._matrices(run.adapters[0])
+        if (place := run.stack) is None:
+            return [(each, each.a_RI) for each in stacked_a], [(each, each.b_Or) for each in linears_b]
+        stack, rows = place
+        return (
+            [(each, stack.compute(rows, each.a_RI)) for each in stacked_a],
+            [(each, stack.compute(rows, each.b_Or)) for each in linears_b],
+        )
 
     def _kept(self, run: Run, make: Callable[[Run], Stacks | Joined]) -> Stacks | Joined:
         """From step to step: the last MAX_STACKS."""
@@ -502,6 +334,8 @@ class LoRADelta:
         return known or (repeats and is_small)
 
     def _is_batched(self, run: Run, *, repeats: bool) -> bool:
+        if run.stack is not None and not _is_sampling():
+            return not run.is_padded or run.length * self._in_features <= PADDED_NUMBERS
         if run.length > BATCHED_ROWS:
             return False
         if _is_sampling() and not self._is_worth_stacking(run, repeats=repeats):
@@ -548,6 +382,71 @@ def _stack(matrices: Sequence[Tensor]) -> Tensor:
 def _contiguous(x: Tensor) -> Tensor:
     """Batched products of matrices with gaps take four times as long in bfloat16, and no longer in float32."""
     return x.contiguous() if x.dtype == torch.bfloat16 else x
+
+
+def _writes(x: Tensor, run: Run) -> bool:
+    return counts_launches(x) if len(run.adapters) == 1 else run.stack is not None and not _is_sampling()
+
+
+def _written_inner(x_TI: Tensor, run: Run, stacks: Stacks) -> Tensor:
+    """The same of one adapter, or of a stack's, in the fewest operations, for devices on which a launch takes longer
+    than a product: each writes or adds where its result belongs.
+    """
+    x_SnI = run.rows(x_TI)
+    return _side_by_side([(x_SnI, a_SRI.mT) for _, a_SRI in stacks[0]], run.adapters[0].scale)
+
+
+def _written_forward_(y_TO: Tensor, x_TI: Tensor, run: Run, stacks: Stacks) -> Tensor:
+    u_SnR = _written_inner(x_TI, run, stacks)
+    parts = _cut(u_SnR, [own.ranks for own, _ in stacks[1]])
+    for part_Snr, (own, b_SOr) in zip(parts, stacks[1], strict=True):
+        run.add_products_(_cut(y_TO, [own.columns])[0], part_Snr, b_SOr.mT)
+    return u_SnR
+
+
+def _written_backward_(
+    grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, run: Run, stacks: Stacks, u_SnR: Tensor
+) -> None:
+    stacked_a, linears_b = stacks
+    grads_SnO = _cut(run.rows(grad_TO), [own.columns for own, _ in linears_b])
+    pairs = [(part_SnO, b_SOr) for part_SnO, (_, b_SOr) in zip(grads_SnO, linears_b, strict=True)]
+    grads_SnR = _cut(_side_by_side(pairs, run.adapters[0].scale), [own.ranks for own, _ in stacked_a])
+    if run.adapters[0].gradients is not None:
+        add_ = add_product_ if u_SnR.dim() == 2 else add_products_
+        parts = _cut(u_SnR, [own.ranks for own, _ in linears_b])
+        for part_Snr, grad_SnO, (own, b_SOr) in zip(parts, grads_SnO, linears_b, strict=True):
+            add_(_gradients(run, (own.name,), 1, b_SOr), grad_SnO.mT, part_Snr)
+        x_SnI = run.rows(x_TI)
+        for grad_SnR, (own, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
+            add_(_gradients(run, own.names, 0, a_SRI), grad_SnR.mT, x_SnI)
+    if grad_TI is not None:
+        for grad_SnR, (_, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
+            run.add_products_(grad_TI, grad_SnR, a_SRI)
+
+
+def _gradients(run: Run, names: Sequence[str], matrix: int, like: Tensor) -> Tensor:
+    """The buffer to add to, of one adapter or of all."""
+    adapter = run.adapters[0]
+    if (place := run.stack) is not None:
+        stack, rows = place
+        return stack.gradients(rows, adapter.layout.places[names[0]][matrix], like.shape[-2:])
+    assert adapter.gradients is not None
+    return adapter.gradients.to_add_to(names, matrix)
+
+
+def _cut(x: Tensor, columns: Sequence[slice]) -> Sequence[Tensor]:
+    if len(columns) == 1 and columns[0].start == 0 and columns[0].stop == x.shape[-1]:
+        return (x,)
+    return [x.narrow(-1, own.start, own.stop - own.start) for own in columns]
+
+
+def _side_by_side(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """scale * a @ b of each pair, in the columns of one matrix or stack."""
+    ends = list(accumulate((b.shape[-1] for _, b in pairs), initial=0))
+    out = pairs[0][0].new_empty(*pairs[0][0].shape[:-1], ends[-1])
+    for (a, b), own in zip(pairs, _cut(out, [slice(*span) for span in pairwise(ends)]), strict=True):
+        write_product_(own, a, b, scale)
+    return out
 
 
 def _concat(parts: Sequence[Tensor], scale: float) -> Tensor:

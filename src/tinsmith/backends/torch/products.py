@@ -50,8 +50,10 @@ _linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.defau
 
 def set_precision() -> None:
     """Make float32 products exact to float32 (no TF32) and sum bfloat16 products in float32 on every device, so that
-    results on a GPU equal those on a CPU except for the order of sums.
+    results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
+    `attention.OFTEN`.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -89,7 +91,7 @@ def column_products(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.mT, b)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     """out += scale * a @ b; `out` may have a wider dtype than the operands."""
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
@@ -109,8 +111,22 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_product_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
+    elif a.is_cuda and ADDS_TO_WIDER:
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif a.is_cuda:
+        out.add_(torch.bmm(a, b, out_dtype=out.dtype))
     else:
         out.add_(torch.bmm(a, b))
+
+
+def counts_launches(x: Tensor) -> bool:
+    """Whether a product takes less time than its launch, so that few operations matter more than which."""
+    return x.is_cuda
+
+
+def write_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale * a @ b, a matrix or stacked ones, in one operation. `out` may be columns of a wider matrix."""
+    (out.addmm_ if out.dim() == 2 else out.baddbmm_)(a, b, beta=0.0, alpha=scale)  # at 0 it is not read
 
 
 def has_onednn(weight: Tensor) -> bool:

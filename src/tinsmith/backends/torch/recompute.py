@@ -42,6 +42,8 @@ class Recompute:
         self.chosen: bool | None = None
         self._context = context
         self.active = False
+        self.fused_bytes = 0.0
+        """What fused layers keep for a token, and need in backward, by the plan's arithmetic; 0 if it is unknown."""
         self._linears_bytes = 0
         self._mixers_bytes = 0.0
         self._experts: list[MultiLoRAExperts] = []
@@ -67,10 +69,15 @@ class Recompute:
         if self.chosen is not None:
             self.active = self.chosen
             return
-        needed = num_tokens * self.bytes_per_token()
-        self.active = self.mode == "on" or (self.mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+        self.active = self.mode == "on" or (self.mode == "auto" and not self.fits(num_tokens, device))
+
+    def fits(self, num_tokens: int, device: torch.device) -> bool:
+        """Whether the activations of so many tokens may be kept."""
+        return num_tokens * self.bytes_per_token() <= RECOMPUTE_SHARE * _free_bytes(device)
 
     def bytes_per_token(self) -> float:
+        if self.fused_bytes:
+            return self.fused_bytes
         # The number of experts per row is known after the first rows.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
         return KEPT_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.torch.adapters import Trained
+from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Trained
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
@@ -57,11 +57,15 @@ class Trainer:
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
         self._base = base
         self._max_tokens = max_tokens
-        self._limit = max_tokens
+        self._limit = self._small = max_tokens
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
         self.memory: StepMemory | None = None
+
+    def use_larger(self, max_tokens: int) -> None:
+        """Micro-batches of so many tokens while their activations may be kept, else as before."""
+        self._max_tokens = self._limit = max_tokens
 
     def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
         refused: dict[int, UserError] = {}
@@ -139,7 +143,10 @@ class Trainer:
         return results
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        return pack(examples, self._limit)
+        limit = self._limit
+        if limit > self._small and not self._base.recompute.fits(limit, self._base.device):
+            limit = self._small
+        return pack(examples, limit)
 
     def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
@@ -175,7 +182,7 @@ class Trainer:
         stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._memory_of(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches would not free memory for gradients
-            buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
+            buffers, stacks = self._open_gradients(adapters)
             try:
                 for number, (batch, train) in enumerate(batches):
                     if number:
@@ -186,7 +193,21 @@ class Trainer:
             finally:
                 for adapter in adapters.values():
                     adapter.close_gradients()
+            for keys, stack in stacks:
+                buffers |= zip(keys, stack.take_gradients(), strict=True)
             return buffers
+
+    def _open_gradients(
+        self, adapters: Mapping[int, Adapter]
+    ) -> tuple[dict[int, Tensor], list[tuple[list[int], AdapterStack]]]:
+        """Buffers of single adapters by id, and the adapters of a layout that a GPU takes together."""
+        groups: dict[int, list[int]] = {}
+        for key, adapter in adapters.items():
+            if self._base.device.type == "cuda" and type(adapter) is Adapter:
+                groups.setdefault(id(adapter.layout), []).append(key)
+        stacks = [(keys, AdapterStack([adapters[key] for key in keys])) for keys in groups.values() if len(keys) > 1]
+        alone = adapters.keys() - {key for keys, _ in stacks for key in keys}
+        return {key: adapters[key].open_gradients() for key in alone}, stacks
 
     def _memory_of(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int

@@ -27,8 +27,9 @@ from torch import Tensor
 from tinsmith.backends.torch.adapters import Layout
 from tinsmith.backends.torch.attention import AttentionOptions, Mixer
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import BLOCK_ROWS, DeviceRouting, Segment, blocks_of
+from tinsmith.backends.torch.lora import DeviceRouting
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import BLOCK_ROWS, Segment, blocks_of
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import Rows
 from tinsmith.types import I64

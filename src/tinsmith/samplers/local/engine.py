@@ -32,10 +32,11 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import Readback, upload, upload_all
-from tinsmith.backends.torch.lora import DeviceRouting, Routing, Segment
+from tinsmith.backends.torch.lora import DeviceRouting
 from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
