@@ -370,7 +370,7 @@ def _written_inner(x_TI: Tensor, run: Run, stacks: Stacks) -> Tensor:
     """The same of one adapter, or of a stack's, in the fewest operations, for devices on which a launch takes longer
     than a product: each writes or adds where its result belongs.
     """
-    x_SnI = run.rows(x_TI)
+    x_SnI = run.rows(x_TI, repeats=True)
     return _side_by_side([(x_SnI, a_SRI.mT) for _, a_SRI in stacks[0]], run.adapters[0].scale)
 
 
@@ -394,7 +394,7 @@ def _written_backward_(
         parts = _cut(u_SnR, [own.ranks for own, _ in linears_b])
         for part_Snr, grad_SnO, (own, b_SOr) in zip(parts, grads_SnO, linears_b, strict=True):
             add_(_gradients(run, (own.name,), 1, b_SOr), grad_SnO.mT, part_Snr)
-        x_SnI = run.rows(x_TI)
+        x_SnI = run.rows(x_TI, repeats=True)
         for grad_SnR, (own, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
             add_(_gradients(run, own.names, 0, a_SRI), grad_SnR.mT, x_SnI)
     if grad_TI is not None:
