@@ -5,7 +5,7 @@ several that read the same rows and whose outputs are concatenated, such as quer
 matrix where an adapter's layout has them adjacent. A `LoRAProduct` is such a linear with its deltas, forward and
 backward; `MultiLoRALinear` replaces a module.
 
-Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: short
+Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: some
 segments of similar length are one batched product, whose batch entries are independent; all others are products of
 their own. Gradients of A and B are added directly to the adapter's float32 buffers during backward; adapters are no
 autograd leaves. Knows no loss, optimizer, file or tenant.
@@ -56,7 +56,8 @@ from tinsmith.backends.torch.routing import Joined, Routing, Run, Segment, Stack
 
 BATCHED_ROWS = 128
 """Neighbouring segments of at most this many rows are batched if their layouts are equal and their lengths similar;
-eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing.
+eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing on a CPU; those of
+an `AdapterStack` are batched at any length.
 """
 
 PADDED_NUMBERS = 1 << 21
