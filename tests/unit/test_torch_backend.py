@@ -13,7 +13,7 @@ from torch import Tensor
 from support import tiny_models
 from support.float64_reference import Reference, loss
 from tinsmith.backends import run_to_end
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, lora, trainer
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.errors import NonFiniteGradientError, SettingsError, UserError
@@ -649,3 +649,36 @@ def test_fused_layers_keep_what_the_plan_counts(shape: ModelShape) -> None:
         run(backend, fb("a", [sft(np.random.default_rng(0), 200)]))
     counted = sum(kept.values()) < 200 * recompute.bytes_per_token() < 1.5 * sum(kept.values())
     assert counted or not backend.base.has_fused_layers
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
+    shape: ModelShape, dtype: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal and, in bfloat16, similar lengths, micro-batches that divide a model's data, another rank, one that is not
+    finite, and models that accumulate.
+    """
+    rng = np.random.default_rng(23)
+    lengths = {"a": [24, 24], "b": [24], "c": [24, 22], "d": [22, 20], "e": [24], "f": [24]}
+    data = {name: [sft(rng, length) for length in own] for name, own in lengths.items()}
+    found: list[dict[str, Tensor]] = []
+    for together in (False, True):
+        for module in (lora, trainer):
+            monkeypatch.setattr(module, "counts_launches", lambda _, together=together: together)
+        backend = TorchBackend(shape, device="cpu", dtype=dtype, max_tokens_per_microbatch=64)
+        for name in lengths:
+            backend.create_model(name, LoraSpec(8 if name == "e" else 4, seed=ord(name)))
+            warm(backend, name, ord(name))
+        for value in backend._models["b"].adapter.weights.values():
+            value[1].fill_(float("nan"))
+        for own in backend._models.values():
+            own.adapter.refresh()
+        for _ in range(2):
+            run(backend, *(fb(name, own) for name, own in data.items()), fb("c", data["a"], forward_only=True))
+        found.append({n: own.gradient_P for n, own in backend._models.items() if own.gradient_P is not None})
+        assert all(own.adapter.stacked is own.adapter.gradients is None for own in backend._models.values())
+    assert found[0].keys() == found[1].keys() == lengths.keys()
+    assert not any(bool(own.pop("b").isfinite().all()) for own in found)
+    for name, gradient_P in found[1].items():
+        assert gradient_P.untyped_storage().nbytes() == gradient_P.nbytes, "it keeps no other's"
+        assert (gradient_P - found[0][name]).norm() <= bound * found[0][name].norm()

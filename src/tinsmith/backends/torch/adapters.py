@@ -410,8 +410,8 @@ class AdapterStack:
         self._gradient_SP = torch.zeros(self._compute_SP.shape, device=first.flat_P.device)
         self._start = int(first.compute_P.storage_offset())
         for place, (adapter, zeros_P) in enumerate(zip(adapters, self._gradient_SP.unbind(), strict=True)):
-            adapter.stacked = self, place
             adapter.open_gradients(zeros_P)
+            adapter.stacked = self, place
 
     def compute(self, rows: slice, matrix: Tensor) -> Tensor:
         """[S, ..]: a matrix of the first adapter, of each of these."""

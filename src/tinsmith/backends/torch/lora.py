@@ -5,7 +5,7 @@ several that read the same rows and whose outputs are concatenated, such as quer
 matrix where an adapter's layout has them adjacent. A `LoRAProduct` is such a linear with its deltas, forward and
 backward; `MultiLoRALinear` replaces a module.
 
-Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: short
+Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: some
 segments of similar length are one batched product, whose batch entries are independent; all others are products of
 their own. Gradients of A and B are added directly to the adapter's float32 buffers during backward; adapters are no
 autograd leaves. Knows no loss, optimizer, file or tenant.
@@ -56,7 +56,8 @@ from tinsmith.backends.torch.routing import BLOCK_ROWS, Joined, Routing, Run, Se
 
 BATCHED_ROWS = 128
 """Neighbouring segments of at most this many rows are batched if their layouts are equal and their lengths similar;
-eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing.
+eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing on a CPU; those of
+an `AdapterStack` are batched at any length.
 """
 
 PADDED_NUMBERS = 1 << 21
@@ -392,7 +393,7 @@ def _written_inner(x_TI: Tensor, run: Run, stacks: Stacks) -> Tensor:
     """The same of one adapter, or of a stack's, in the fewest operations, for devices on which a launch takes longer
     than a product: each writes or adds where its result belongs.
     """
-    x_SnI = run.rows(x_TI)
+    x_SnI = run.rows(x_TI, repeats=True)
     return _side_by_side([(x_SnI, a_SRI.mT) for _, a_SRI in stacks[0]], run.adapters[0].scale)
 
 
@@ -416,7 +417,7 @@ def _written_backward_(
         parts = _cut(u_SnR, [own.ranks for own, _ in linears_b])
         for part_Snr, grad_SnO, (own, b_SOr) in zip(parts, grads_SnO, linears_b, strict=True):
             add_(_gradients(run, (own.name,), 1, b_SOr), grad_SnO.mT, part_Snr)
-        x_SnI = run.rows(x_TI)
+        x_SnI = run.rows(x_TI, repeats=True)
         for grad_SnR, (own, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
             add_(_gradients(run, own.names, 0, a_SRI), grad_SnR.mT, x_SnI)
     if grad_TI is not None:

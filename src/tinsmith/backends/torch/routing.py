@@ -57,7 +57,7 @@ class Run:
     `stacks` caches the matrices of each LoRADelta for the duration of the micro-batch.
     """
 
-    __slots__ = ("_cells_T", "_rows", "adapters", "length", "lengths", "stacks", "start", "stop")
+    __slots__ = ("_cells_T", "_rows", "_rows_C", "adapters", "length", "lengths", "stacks", "start", "stop")
 
     def __init__(self, start: int, length: int, adapter: Adapter) -> None:
         self.start = start
@@ -67,6 +67,7 @@ class Run:
         self.adapters = [adapter]
         self.stacks: dict[object, Stacks | Joined] = {}  # by LoRADelta
         self._cells_T: Tensor | None = None
+        self._rows_C: Tensor | None = None
         self._rows: tuple[AdapterStack, slice] | None = None
 
     @property
@@ -103,12 +104,16 @@ class Run:
                 self._rows = stack, slice(start, start + len(places))
         return self._rows
 
-    def rows(self, x_TI: Tensor) -> Tensor:
-        """[S, n, I], with zeros for padding; [n, I] of a single segment."""
+    def rows(self, x_TI: Tensor, *, repeats: bool = False) -> Tensor:
+        """[S, n, I], with zeros for padding; [n, I] of a single segment. `repeats`: padding repeats a segment's last
+        row, which takes one operation; for products with zeros there.
+        """
         own_TI = self.own(x_TI)
         if len(self.adapters) == 1:
             return own_TI
-        if self.is_padded:
+        if self.is_padded and repeats:
+            own_TI = own_TI.index_select(0, self._sources(x_TI.device))
+        elif self.is_padded:
             padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
             own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
         return own_TI.view(len(self.adapters), self.length, -1)
@@ -144,6 +149,15 @@ class Run:
             places = [np.arange(length) + i * self.length for i, length in enumerate(self.lengths)]
             self._cells_T = upload(np.concatenate(places), device)
         return self._cells_T
+
+    def _sources(self, device: torch.device) -> Tensor:
+        """The row of each padded place."""
+        if self._rows_C is None:
+            starts = accumulate(self.lengths, initial=0)
+            places = np.arange(self.length)
+            rows = [start + np.minimum(places, own - 1) for start, own in zip(starts, self.lengths, strict=False)]
+            self._rows_C = upload(np.concatenate(rows), device)
+        return self._rows_C
 
 
 class Routing:

@@ -32,6 +32,7 @@ from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.loss import Head, LossSpec, measure
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.products import counts_launches
 from tinsmith.backends.torch.profiling import stage
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
@@ -182,8 +183,8 @@ class Trainer:
         stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._memory_of(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches would not free memory for gradients
-            buffers, stacks = self._open_gradients(adapters)
             try:
+                buffers, stacks = self._open_gradients(adapters)
                 for number, (batch, train) in enumerate(batches):
                     if number:
                         yield
@@ -203,7 +204,7 @@ class Trainer:
         """Buffers of single adapters by id, and the adapters of a layout that a GPU takes together."""
         groups: dict[int, list[int]] = {}
         for key, adapter in adapters.items():
-            if self._base.device.type == "cuda" and type(adapter) is Adapter:
+            if counts_launches(adapter.flat_P) and type(adapter) is Adapter:
                 groups.setdefault(id(adapter.layout), []).append(key)
         stacks = [(keys, AdapterStack([adapters[key] for key in keys])) for keys in groups.values() if len(keys) > 1]
         alone = adapters.keys() - {key for keys, _ in stacks for key in keys}
