@@ -181,9 +181,9 @@ class Adapter:
         self.stacked: tuple[AdapterStack, int] | None = None
         self.version = next(_versions)
 
-    def open_gradients(self, zeros_P: Tensor | None = None) -> Tensor:
+    def open_gradients(self) -> Tensor:
         """Let backward add to `gradients`; returns their new buffer [P], which `close_gradients` completes."""
-        self.gradients = Gradients(self.layout, self.flat_P.device, zeros_P)
+        self.gradients = Gradients(self.layout, self.flat_P.device)
         return self.gradients.flat_P
 
     def close_gradients(self) -> None:
