@@ -80,9 +80,9 @@ class FakeDevice(TorchFunctionMode):
             return torch.empty(args[0].shape, dtype=args[0].dtype)
         if func is torch.empty:
             given.pop("pin_memory", None)
-        if func is torch.baddbmm and given.pop("out_dtype", None) is not None:
-            # Its decomposition does not know this argument.
-            found = torch.bmm(*args[1:])
+        if func in (torch.addmm, torch.baddbmm) and given.pop("out_dtype", None) is not None:
+            # Their decompositions do not know this argument.
+            found = (torch.mm if func is torch.addmm else torch.bmm)(*args[1:])
             assert given["out"].shape == found.shape and given["out"].dtype == torch.float32
             return given["out"]
         if func is Tensor.cpu:
