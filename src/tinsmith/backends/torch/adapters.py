@@ -410,7 +410,7 @@ class AdapterStack:
         self._gradient_SP = torch.zeros(self._compute_SP.shape, device=first.flat_P.device)
         self._start = int(first.compute_P.storage_offset())
         for place, (adapter, zeros_P) in enumerate(zip(adapters, self._gradient_SP.unbind(), strict=True)):
-            adapter.open_gradients(zeros_P)
+            adapter.gradients = Gradients(adapter.layout, zeros_P.device, zeros_P)
             adapter.stacked = self, place
 
     def compute(self, rows: slice, matrix: Tensor) -> Tensor:
