@@ -18,7 +18,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import backend as sharded
 from tinsmith.backends.distributed import ranks
 from tinsmith.backends.torch import attention, memory, moe, profiling
-from tinsmith.backends.torch.backend import LARGE_TOKENS, MAX_TOKENS
+from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE
 from tinsmith.backends.torch.trainer import DeterministicTrainer
 from tinsmith.cli import doctor
@@ -155,7 +155,7 @@ def test_a_trace_covers_the_device(two_gpus: None, tmp_path: Path) -> None:
     assert made.call_args.kwargs["activities"] == [profiling.ProfilerActivity.CPU, profiling.ProfilerActivity.CUDA]
 
 
-def test_micro_batches_are_larger_while_their_activations_are_kept(
+def test_micro_batches_are_as_large_as_their_activations_may_be_kept(
     qwen: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_cuda():
@@ -163,13 +163,15 @@ def test_micro_batches_are_larger_while_their_activations_are_kept(
         trainer, each = backend._trainer, backend.base.recompute
         sizes: list[int] = []
         monkeypatch.setattr("tinsmith.backends.torch.trainer.pack", lambda _, limit: sizes.append(limit) or [])
-        enough = LARGE_TOKENS * each.bytes_per_token() / RECOMPUTE_SHARE
-        for free in (1.01 * enough, 0.99 * enough):
+        largest, usual, small = FITTING_TOKENS
+        for size, others in ((largest, 1.01), (largest, 0.99), (usual, 0.99), (small, 0.99)):
+            free = others * size * each.bytes_per_token() / RECOMPUTE_SHARE
             monkeypatch.setattr("tinsmith.backends.torch.recompute._free_bytes", lambda _, free=free: free)
             trainer._pack(())
             opened(qwen)._trainer._pack(())
-            opened(qwen, max_tokens_per_microbatch=LARGE_TOKENS)._trainer._pack(())
-    assert sizes == [LARGE_TOKENS] * 3 + [MAX_TOKENS[True]] * 2 + [LARGE_TOKENS]
+            opened(qwen, max_tokens_per_microbatch=largest)._trainer._pack(())
+    found = [sizes[first : first + 3] for first in range(0, len(sizes), 3)]
+    assert found == [[size, size, largest] for size in (largest, usual, small, usual)], "the last are recomputed"
 
 
 def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

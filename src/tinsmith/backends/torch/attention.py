@@ -56,10 +56,10 @@ MAX_FLASH_DIM, MAX_CUDNN_DIM = 256, 128
 CUDNN_CAPABILITY = 9
 """Hopper's, on which cuDNN was measured."""
 
-OFTEN, MAX_SHAPES, CUDNN_ROWS = 16, 256, 1024
+OFTEN, MAX_SHAPES, CUDNN_ROWS = 4, 256, 1024
 """Training in 16 bits on CUDA, sequences of at least CUDNN_ROWS rows take cuDNN's kernel once their shape has come with
 more than OFTEN micro-batches, of the last MAX_SHAPES shapes. It takes 0.6 times as long as FlashAttention, but each new
-shape costs as much as some 300 calls gain, and most shapes never return.
+shape costs as much as ten micro-batches gain, and most shapes never return.
 """
 
 SHORT_ROWS, KEPT_ROWS, FEW_ROWS = 512, 256, 64

@@ -63,9 +63,9 @@ MAX_TOKENS = {False: 1024, True: 8192}
 for decoding.
 """
 
-LARGE_TOKENS = 16_384
-"""Tokens of a micro-batch with CUDA and fused layers, unless chosen, while their activations may be kept: small models
-wait for the host, which takes as long for a micro-batch of either size.
+FITTING_TOKENS = (16_384, 8192, 4096)
+"""Tokens of a micro-batch with CUDA and fused layers, unless chosen: the first whose activations may be kept. Small
+models wait for the host, which takes as long for a micro-batch of any size; recomputing takes a third of a step.
 """
 
 CHUNK_NUMBERS = {False: 2**22, True: 2**30}
@@ -153,9 +153,9 @@ class TorchBackend:
         if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
             return
         recompute.fused_bytes = step.activations.num_bytes_kept
-        free = is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode != "on"
-        if free and recompute.fits(LARGE_TOKENS, base.device):
-            self._trainer.use_larger(LARGE_TOKENS)
+        if is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode == "auto":
+            largest, *others = FITTING_TOKENS
+            self._trainer.use_fitting([largest, *others] if recompute.fits(largest, base.device) else others)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)

@@ -58,15 +58,19 @@ class Trainer:
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
         self._base = base
         self._max_tokens = max_tokens
-        self._limit = self._small = max_tokens
+        self._limit = max_tokens
+        self._fitting: Sequence[int] = ()
+        self._recomputed = max_tokens
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
         self.memory: StepMemory | None = None
 
-    def use_larger(self, max_tokens: int) -> None:
-        """Micro-batches of so many tokens while their activations may be kept, else as before."""
-        self._max_tokens = self._limit = max_tokens
+    def use_fitting(self, sizes: Sequence[int]) -> None:
+        """Micro-batches of the first of these sizes, largest first, whose activations may be kept; where none may be,
+        of the usual size, with recomputation.
+        """
+        self._fitting, self._max_tokens, self._limit = sizes, sizes[0], sizes[0]
 
     def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
         refused: dict[int, UserError] = {}
@@ -144,9 +148,10 @@ class Trainer:
         return results
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        limit = self._limit
-        if limit > self._small and not self._base.recompute.fits(limit, self._base.device):
-            limit = self._small
+        recompute, device, limit = self._base.recompute, self._base.device, self._limit
+        if self._fitting:
+            sizes = [size for size in self._fitting if size <= limit]
+            limit = next((size for size in sizes if recompute.fits(size, device)), min(limit, self._recomputed))
         return pack(examples, limit)
 
     def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
