@@ -371,6 +371,8 @@ class Bench:
     budget: Budget
     runs: int
     quick: bool
+    save: Callable[[], None]
+    """Called after each row: a machine may go away."""
     figures: Figures = field(default_factory=dict)
 
     @property
@@ -382,6 +384,7 @@ class Bench:
             self.device.in_turns(contestants, self.runs, self.budget)
             self.figures[name] = {each.name: each.figures(self.device.peak) for each in contestants}
             print(f"{self.shape.name}: {name}", file=sys.stderr, flush=True)
+            self.save()
 
     def measure(self, vllm: str) -> Figures:
         backend = TorchBackend(self.shape, device=str(self.device.device), dtype="bfloat16")
@@ -506,10 +509,10 @@ def main() -> None:
             budget.give(weight, sum(others))
             # A model is made, loaded twice and checked before its first row.
             if budget.allows(f"all of {name}", 0.0 if given.quick else 20.0 * weight):
-                bench = Bench(read_shape(name, made(name)), device, budget, given.runs, given.quick)
+                shape = read_shape(name, made(name))
+                bench = Bench(shape, device, budget, given.runs, given.quick, lambda: write_json(given.json, found))
                 found[name] = bench.figures
                 bench.measure(given.vllm)
-                write_json(given.json, found)
     told = page(device.described(), found, budget.skipped)
     print(told)
     if given.write:
