@@ -26,11 +26,13 @@ import contextlib
 import gc
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,15 @@ class Contestant:
         }
 
 
+def driver() -> str:
+    """Of NVIDIA's devices, where its tool is installed."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
 class Device:
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -130,10 +141,9 @@ class Device:
         where = machine()
         if self.is_cuda:
             found = torch.cuda.get_device_properties(self.device)
-            where = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
-        return (
-            f"{where}; torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}."
-        )
+            where = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, driver {driver()}"
+        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {date.today()}"
+        return f"{where}; {versions}: `{' '.join(['gpu.py', *sys.argv[1:]])}`."
 
     def timed(self, run: Run) -> float:
         self.wait()

@@ -152,35 +152,46 @@ LORA_SHARE = "62 to 66 %"
 
 
 def table(figures: Figures) -> list[str]:
-    rows = ["| what | contestant | tokens/s | least to most | MFU | peak MiB |", "|---|---|---|---|---|---|"]
+    """A row for each measure, with its peers and their ratios in the last column."""
+    rows = ["| what | tokens/s | least to most | MFU | peak MiB | beside |", "|---|---|---|---|---|---|"]
     single = []
     for what, found in figures.items():
         if not isinstance(found, dict):
-            single.append(f"| {what} | | {found:.4g} | | | |")
+            single.append(f"- {what}: {found:.4g}")
             continue
-        for name, row in found.items():
-            if "failed" in row:
-                rows.append(f"| {what} | {name} | {row['failed']} | | | |")
-                continue
-            spread = f"{row['least']:,.0f} to {row['most']:,.0f}"
-            mfu = f"{row['mfu']:.0%}" if "mfu" in row else ""
-            rows.append(f"| {what} | {name} | {row['tokens_per_s']:,.0f} | {spread} | {mfu} | {row['peak_mib']:,.0f} |")
-    return [*rows, *single]
+        own, *peers = found.items()
+        row = own[1]
+        if "failed" in row:
+            rows.append(f"| {what} | {row['failed']} | | | | |")
+            continue
+        beside = ", ".join(_beside(row["tokens_per_s"], *peer) for peer in peers)
+        spread = f"{row['least']:,.0f}-{row['most']:,.0f}"
+        mfu = f"{row['mfu']:.0%}" if "mfu" in row else ""
+        rows.append(f"| {what} | {row['tokens_per_s']:,.0f} | {spread} | {mfu} | {row['peak_mib']:,.0f} | {beside} |")
+    if len(rows) == 2:
+        return single
+    return [*single, "", *rows] if single else rows
+
+
+def _beside(own: float, name: str, row: Mapping[str, Any]) -> str:
+    if "failed" in row:
+        return f"{name}: {row['failed']}"
+    return f"{name} {row['tokens_per_s']:,.0f} ({own / row['tokens_per_s']:.2f})"
 
 
 def anchors(models: Mapping[str, Figures]) -> list[str]:
     """Published figures beside the nearest rows."""
-    lines = ["| published | tokens/s | nearest row here | tokens/s | ratio |", "|---|---|---|---|---|"]
+    lines = ["| published | tokens/s | nearest row here | ratio |", "|---|---|---|---|"]
     for anchor in ANCHORS:
         own = models.get(anchor.model, {}).get(anchor.row, {}).get("Tinsmith", {})
         if rate := own.get("tokens_per_s"):
-            row = f"{anchor.model}, {anchor.row} | {rate:,.0f} | {rate / anchor.tokens_per_s:.2f}"
+            row = f"{anchor.model}, {anchor.row} | {rate / anchor.tokens_per_s:.2f}"
             lines.append(f"| {anchor.what} | {anchor.tokens_per_s:,.0f} | {row} |")
     for name, figures in models.items():
         base, adapted = (figures.get(sampling(64, number), {}).get("Tinsmith", {}) for number in (0, 1))
         if "tokens_per_s" in base and "tokens_per_s" in adapted:
             share = adapted["tokens_per_s"] / base["tokens_per_s"]
-            lines.append(f"| vLLM keeps {LORA_SHARE} with adapters | | {name}, 64 at once, 1 adapter | {share:.0%} | |")
+            lines.append(f"| vLLM keeps {LORA_SHARE} with adapters | | {name}, 64 at once | {share:.0%} |")
     return lines if len(lines) > 2 else []
 
 
@@ -193,7 +204,7 @@ def page(device: str, found: Mapping[str, Figures], skipped: Sequence[str]) -> s
     if lines := anchors(found):
         parts += ["", "## Beside published figures", "", "Of other machines and other software.", "", *lines]
     if skipped:
-        parts += ["", "Not run, since the time was up:", "", *(f"- {row}" for row in skipped)]
+        parts += ["", f"{len(skipped)} rows did not run: the time was up."]
     return "\n".join(parts) + "\n"
 
 

@@ -146,7 +146,9 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 35_000
+    # The page of figures that a machine with a GPU writes is as long as what it measured.
+    written = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/benchmarks/gpu.md"}
+    assert sum(len(path.read_text().split()) for path in written) <= 35_000
 
 
 def test_links_between_documents_lead_somewhere() -> None:
