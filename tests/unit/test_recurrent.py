@@ -6,9 +6,9 @@ comparison and the server's own check at start notice it.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -22,6 +22,7 @@ from support.properties import examples
 from tinsmith.backends.distributed import Degrees
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
 from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.torch import recurrent
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext, Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
@@ -341,3 +342,23 @@ def test_states_take_at_most_half_of_a_cache_and_one_sequence_always_runs() -> N
 
 def test_cuts_are_those_strictly_within_a_span() -> None:
     assert cuts_between(4, 12, (4, 12, 8, 6, 8, 20)) == [2, 4]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_tensors_of_a_cpu_do_not_reach_the_kernels_of_a_library(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain(x: Tensor) -> str:
+        return "torch"
+
+    @wraps(plain)
+    def chosen(x: Tensor) -> str:
+        return "library"
+
+    modeling = ModuleType(__name__)
+    modeling.rule, modeling.other = chosen, plain  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(recurrent, "find_spec", lambda name: object() if installed and name == "fla" else None)
+    recurrent._keep_host_functions(modeling)
+    found = [modeling.rule(torch.ones(1, device=device)) for device in ("cpu", "meta")]
+    assert found == (["torch", "library"] if installed else ["library", "library"])
+    assert modeling.other is plain

@@ -41,6 +41,7 @@ from tinsmith.backends.torch.memory import (
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.products import set_precision
 from tinsmith.backends.torch.profiling import StepTraces, stage
+from tinsmith.backends.torch.recurrent import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 
 log = structlog.get_logger()
-
-MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
-"""Libraries that transformers uses for stateful layers, if installed."""
 
 HOST = torch.device("cpu")
 MAX_RANK = 256

@@ -19,6 +19,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import TypeAlias, cast
 
@@ -30,6 +31,9 @@ from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.plan.mixers import STEPWISE, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
+
+MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
+"""Libraries that transformers uses for stateful layers, if installed."""
 
 State: TypeAlias = "MixerState | LayerCache"
 
@@ -49,6 +53,8 @@ def _keep_host_functions(modeling: ModuleType) -> None:
     """Let functions that transformers takes from fla or mamba-ssm, where these are installed, compute tensors on a CPU
     in plain torch: the libraries' kernels are for GPUs, and would fail.
     """
+    if not any(map(find_spec, MIXER_LIBRARIES)):
+        return
     for name, chosen in list(vars(modeling).items()):
         plain = getattr(chosen, "__wrapped__", None)
         if isinstance(chosen, FunctionType) and plain is not None and chosen.__module__ == modeling.__name__:

@@ -94,17 +94,15 @@ class DecodeGraphs:
 
     def hidden(self, tokens_T: Tensor, rows: Sequence[Rows], routing: DeviceRouting) -> Tensor | None:
         """[T, D]: final hidden states, to be used before the next call. None if these rows need another way."""
-        key, given = self._key(rows, routing), None
-        if key is not None:
-            given = self._given(key, rows, routing)
+        key = self._key(rows, routing)
+        given = None if key is None else self._given(key, rows, routing)
         if key is None or given is None:
             return None
-        step, is_new, device = self._steps.get(key), False, self._base.device
-        if step is None:
+        step, device = self._steps.get(key), self._base.device
+        if is_new := step is None:
             layout = next((segment.layout for segment in routing.segments if segment.layout), None)
             tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
             self._steps[key] = step = _Step(layout, tokens_n, upload(given, device))
-            is_new = True
         else:
             step.given.copy_(upload(given, device))
         step.tokens_n[: len(rows)].copy_(tokens_T)
