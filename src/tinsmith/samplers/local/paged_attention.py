@@ -3,7 +3,8 @@
 `PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into the cache
 and then attends in one of three ways:
 
-- CUDA, where Triton is installed: one call for all decoding rows reads their pages (`paged_kernel`).
+- CUDA, where Triton is installed: one call reads the pages of all decoding rows and short continuations
+  (`paged_kernel`).
 - CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`).
 - All other rows: keys and values are gathered, and SDPA attends to them in as few calls as the step allows: decoding
   rows of similar context length together, fresh prompts of similar length together without reading the cache, and
@@ -159,10 +160,10 @@ class PagedPlan:
         if not self._is_paged_N.any():
             return None
         first_N, size_N, start_N, table_NC = self._spans
-        owner_n = np.repeat(np.flatnonzero(self._is_paged_N), size_N[self._is_paged_N])
-        own_N = np.cumsum(size_N * self._is_paged_N) - size_N * self._is_paged_N
-        place_n = np.arange(len(owner_n)) - own_N[owner_n]  # of the row in its sequence's rows
-        row_n, keys_n = first_N[owner_n] + place_n, start_N[owner_n] + place_n + 1
+        owner_T = np.repeat(np.arange(len(size_N)), size_N)
+        row_n = np.flatnonzero(self._is_paged_N[owner_T])
+        owner_n = owner_T[row_n]
+        keys_n = start_N[owner_n] + row_n - first_N[owner_n] + 1
         table_nC = table_NC[owner_n, : -(-int(keys_n.max()) // self._cache.block_size)]
         keys, table = upload_all([x.astype(np.int32).ravel() for x in (keys_n, table_nC)], self._device)
         first, stop = int(row_n[0]), int(row_n[-1]) + 1
