@@ -50,8 +50,9 @@ from turns import Child, ChildFailed
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import OFTEN
-from tinsmith.backends.torch.backend import FITTING_TOKENS, MAX_TOKENS
+from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.base_models import read_shape
+from tinsmith.plan.memory import MICRO_BATCH
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.types import (
     AdamParams,
@@ -204,7 +205,7 @@ class Peft:
         options = {"lora_alpha": 32, "target_modules": sorted(linears)}
         self.model: Any = get_peft_model(base, LoraConfig(r=RANK, **options), str(RANK))
         self._config = lambda rank: LoraConfig(r=rank, **options)
-        self._tokens = MAX_TOKENS[device.is_cuda]
+        self._tokens = MICRO_BATCH[device.is_cuda]
         self._free = device.free
 
     def base(self) -> Any:  # noqa: ANN401

@@ -32,11 +32,12 @@ BEGIN, END = "<!-- targets.py writes from here -->", "<!-- to here -->"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is in a directory: latency by size and row, and the rows of training and sampling."""
+    """What is in a directory: latency by size and row, the rows of training and sampling, and steps by client."""
 
     latency: dict[str, dict[str, Row]] = field(default_factory=dict)
     training: list[Row] = field(default_factory=list)
     sampling: list[Row] = field(default_factory=list)
+    steps: dict[str, Row] = field(default_factory=dict)
     ceilings: dict[str, float] = field(default_factory=dict)
     suite: Row = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -56,6 +57,8 @@ class Figures:
                     found.sampling.extend({**row, "part": path.stem} for row in rows if "seconds" in row)
                     told = (f"{path.stem}: {row['what']}: {row['failed']}" for row in rows if "failed" in row)
                     found.failures.extend(told)
+                case "steps":
+                    found.steps.update(rows)
                 case "ceilings":
                     found.ceilings.update(rows)
                 case "suite":
@@ -185,6 +188,13 @@ def sampled(
             yield Measured(row["of"][other], part, row["tokens_per_s"], rows[part, other]["tokens_per_s"])
 
 
+def stepped(size: str, peer: str, found: Figures) -> Iterator[Measured]:
+    """How many times as long as ours a peer's step of reinforcement learning takes."""
+    ours, theirs = (found.steps.get(f"{size}, {name}", {}) for name in ("tinsmith", peer))
+    if "times_ours" in theirs:
+        yield Measured(theirs["times_ours"], "steps", ours["step_ms"], theirs["step_ms"])
+
+
 def _sampling(at_once: int) -> tuple[str, ...]:
     return f"decode --at-once {at_once}", f"samples --at-once {at_once}"
 
@@ -206,7 +216,7 @@ def _of_training() -> Iterator[Target]:
     for size, limit in (("tiny", 2.5), ("m50", 4.0)):
         for clients, work in ((8, 3), (32, 4)):
             find = partial(trained, size, f"1 x 32, {clients} clients", "bfloat16", "PEFT float32")
-            flags = tuple(f"{what} --size {size} --work {work}" for what in ("packed", "step"))
+            flags = tuple(f"{what} --size {size} --work {work} --dtype bfloat16" for what in ("packed", "step"))
             yield Target(f"{clients} tenants x 32 tokens, {size}, bfloat16",
                          "HF + PEFT float32, in sequence", limit, "x", find, profile=flags)  # fmt: skip
     yield Target("training m50, ragged 16-512, bfloat16", "HF + PEFT float32, padded", 3, "x",
@@ -261,6 +271,9 @@ TARGETS = (
                                  (f"{FORWARD}, 8 clients", 1.25, "forward --clients 8"))),
     *_of_training(),
     *_of_sampling(),
+    *(Target(f"RL step of 16 prompts x 8 samples, {size}, float32", name, 5, "x", partial(stepped, size, name.lower()),
+             profile=(f"packed --size {size} --work 0 --dtype float32", f"decode --size {size} --dtype float32"))
+      for size in ("tiny", "m50") for name in ("SkyRL", "OpenRL")),
     Target("publish + first token, m50, rank 32, p50", "a prefill and a decode step", 1.5, "x",
            partial(times_of, "m50", PUBLISH, "m50", "prefill + decode step"), is_most=True,
            profile=("publish --size m50",)),

@@ -15,8 +15,8 @@ if not (NAMED and ON_CUDA):
 
 from support import tiny_models
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
-from tinsmith.backends.torch.lora import Routing, blocks_of
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, blocks_of
 from tinsmith.samplers.local import decode_graphs, paged_kernel
 from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

@@ -13,8 +13,8 @@ from tinsmith.backends.torch import lora, products
 from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.types import LoraSpec, ModelShape
 
 LENGTHS = [3, 17, 1, 20, 2]

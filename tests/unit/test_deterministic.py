@@ -17,7 +17,7 @@ from support.live import API_KEY, serving
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.model import Threads
+from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import probe_layers

@@ -13,8 +13,8 @@ from support import tiny_models
 from tinsmith.backends.torch import lora, transformer
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.types import LoraSpec, ModelShape
 
 torch.set_num_threads(1)

@@ -16,8 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from support.properties import examples
 from tinsmith.backends.torch import moe, optim, recompute
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, Trained
-from tinsmith.backends.torch.lora import ForwardContext, Routing
+from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import SettingsError
 from tinsmith.types import DimuonParams, LoraSpec
 

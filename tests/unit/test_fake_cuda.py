@@ -435,7 +435,7 @@ def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> Non
     with fake_cuda():
         backend = opened(qwen)
         batcher = backend.sampler._batcher
-        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES[True], SAMPLED_ROWS)
+        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES, SAMPLED_ROWS)
         options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
         given = LocalSampler(backend.base, backend._versions, options=options)
         assert (given._batcher._max_sequences, given._batcher._max_tokens) == (3, 24)

@@ -28,8 +28,8 @@ from support.local_sampling import (
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

@@ -19,10 +19,11 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, products
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Routing, Segment
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import norms_and_steps, step_together
 from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.properties import examples
 from tinsmith.backends.torch import lora, routing
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout, Target
-from tinsmith.backends.torch.lora import BATCHED_NUMBERS, LoRADelta, Routing
+from tinsmith.backends.torch.lora import BATCHED_NUMBERS, LoRADelta
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.types import LoraSpec
 
 

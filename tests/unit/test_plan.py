@@ -164,12 +164,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path)
 
 
-def test_the_plans_micro_batches_are_the_backends() -> None:
-    assert memory.MICRO_BATCH == backend.MAX_TOKENS
-    assert memory.LOGITS == backend.CHUNK_NUMBERS
-    assert (memory.MIN_CHUNK_ROWS, memory.MAX_CHUNK_ROWS) == (backend.MIN_CHUNK_ROWS, backend.MAX_CHUNK_ROWS)
-
-
 @pytest.mark.extended
 def test_measured_peaks_are_within_the_factor() -> None:
     # Freed memory is returned at once, so that the resident set is the allocated memory.

@@ -25,8 +25,8 @@ from support.local_sampling import (
     run,
 )
 from support.properties import examples
-from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import UserError
 from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

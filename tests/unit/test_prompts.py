@@ -16,8 +16,8 @@ from support.local_sampling import alone, assert_same, make_adapter, make_prompt
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows

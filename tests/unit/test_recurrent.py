@@ -24,9 +24,10 @@ from tinsmith.backends.distributed.context_parallel import ContextParallel, RowS
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch import recurrent
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
-from tinsmith.backends.torch.lora import ForwardContext, Routing, Segment
+from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.states import (

@@ -39,8 +39,9 @@ from torch.autograd.function import once_differentiable
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer, MixerState, PackedCausal
 from tinsmith.backends.torch.batch import MicroBatch
-from tinsmith.backends.torch.lora import Routing, Segment, anchor
+from tinsmith.backends.torch.lora import anchor
 from tinsmith.backends.torch.recurrent import LayerCache, SequenceMixer
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.types import F32, I64
 
 

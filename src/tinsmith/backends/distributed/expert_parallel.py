@@ -31,8 +31,9 @@ from torch.autograd.function import once_differentiable
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Target
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.lora import ForwardContext, Routing, anchor
+from tinsmith.backends.torch.lora import ForwardContext, anchor
 from tinsmith.backends.torch.moe import MultiLoRAExperts, PairOrder
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import SettingsError
 
 

@@ -63,8 +63,9 @@ from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import AttentionPlan, AttentionProbe, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment
+from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.servable import refusing
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows

@@ -29,7 +29,8 @@ from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Gradients, Layout, Target
-from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear, Run
+from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
+from tinsmith.backends.torch.routing import Run
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
 

@@ -26,10 +26,10 @@ from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.host import read
-from tinsmith.backends.torch.lora import Run
 from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Run
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE

@@ -36,9 +36,9 @@ from tinsmith.backends.torch.adapters import ALIGN, Adapter, Trained
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
-from tinsmith.backends.torch.lora import Routing, Run, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Run, Segment
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError

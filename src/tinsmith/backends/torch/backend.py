@@ -45,7 +45,7 @@ from tinsmith.backends.torch.recurrent import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.memory import BLOCKS_SHARE, STATES_EACH, training_bytes
+from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_EACH, chunk_rows, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
@@ -56,22 +56,9 @@ log = structlog.get_logger()
 HOST = torch.device("cpu")
 MAX_RANK = 256
 
-MAX_TOKENS = {False: 1024, True: 8192}
-"""Tokens of a micro-batch without and with CUDA. A CPU is as fast at 1024, with half the activations and shorter waits
-for decoding.
-"""
-
 FITTING_TOKENS = (16_384, 8192, 4096)
 """Tokens of a micro-batch with CUDA and fused layers, unless chosen: the first whose activations may be kept. Small
 models wait for the host, which takes as long for a micro-batch of any size; recomputing takes a third of a step.
-"""
-
-CHUNK_NUMBERS = {False: 2**22, True: 2**30}
-"""Float32 logits that exist at once, without and with CUDA. A CPU reads them several times, from its cache."""
-
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 128, {False: 1024, True: 2048}
-"""Smaller chunks make inefficient products, larger ones gain nothing. A GPU reads the unembedding twice for each, and
-the gradient of 2,048 hidden states of 1,024 is one tile for each multiprocessor of a large one.
 """
 
 LEAST_RANK, LEAST_TOKENS = 8, 256
@@ -119,14 +106,12 @@ class TorchBackend:
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         is_auto = max_tokens_per_microbatch == "auto"
         if is_auto:
-            max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
+            max_tokens_per_microbatch = MICRO_BATCH[self._base.device.type == "cuda"]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
-            cuda = self._base.device.type == "cuda"
-            fitting = CHUNK_NUMBERS[cuda] // self._base.vocab_size
-            logits_chunk = min(max(fitting, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS[cuda])
+            logits_chunk = chunk_rows(self._base.vocab_size, cuda=self._base.device.type == "cuda")
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device

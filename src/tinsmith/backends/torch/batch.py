@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.backends.torch.vision import ImageInput, InputSpan
 from tinsmith.types import F32, I32, I64, Datum, Pass
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload, upload_all
-from tinsmith.backends.torch.lora import Routing, Run
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Run
 from tinsmith.losses import Loss
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import F32, I64

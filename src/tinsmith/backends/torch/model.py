@@ -11,7 +11,6 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,12 +44,14 @@ from tinsmith.backends.torch.attention import (
     select_all_tokens,
 )
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import DeviceRouting, ForwardContext, MultiLoRALinear, Routing, Segment
+from tinsmith.backends.torch.lora import DeviceRouting, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts, choose_rows, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
+from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
@@ -61,66 +62,6 @@ from tinsmith.runtime import malloc
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
-
-
-AWAKE_SPINS = 10_000
-"""Threads stay awake between the kernels of a step if they spin so often. Other forms of the variable, such as
-'infinite', count as asleep, which only costs time.
-"""
-
-SMALL_FORWARD_FLOPS = 1e9
-"""Below this (2 x parameters x tokens) one thread is faster; measured with nano and a 50 M parameter model."""
-
-NARROW_FLOPS = 2e7
-"""Per token: below this a model's kernels are short. If threads stay awake, one thread is for such models only: one row
-of 50 M parameters then takes 1.2 times as long on one thread. For narrow models it is faster on two as well, but next
-to a server and its clients, which need CPU too, 32 tokens of 2.9 M parameters take 1.15 times as long.
-"""
-
-FEW_TOKENS = 64
-"""Per adapter. With 256 tokens each, a step takes 1.6 times as long on one thread, and clients have less to do."""
-
-SMALL_SHARED_FLOPS = 6e9
-"""The limit for small forwards of narrow models and adapters with few tokens: 1,024 tokens of 2.9 M parameters. Alone,
-a step of 32 adapters takes 1.4 times as long on one thread; next to as many clients it finishes sooner.
-"""
-
-
-class Threads:
-    """How many threads a forward and its backward use: one if they are small, otherwise all.
-
-    A small product ends before a sleeping thread has woken: on two cores, 32 tokens of a 3 M parameter model then take
-    7 ms on one thread and 15 ms on two. Threads stay awake in an engine that computes alone (GOMP_SPINCOUNT). Torch's
-    setting is process-wide; a backend is driven from one thread, so the change is not visible elsewhere.
-    """
-
-    def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self._pinned = False
-        self._flops_per_token = 2.0 * num_parameters
-        self._most = torch.get_num_threads()
-        self._active = device.type == "cpu" and self._most > 1
-        spins = os.environ.get("GOMP_SPINCOUNT", "0")  # noqa: TID251 (OpenMP's own variable)
-        self._awake = spins.isdecimal() and int(spins) >= AWAKE_SPINS
-
-    def pin(self) -> None:
-        """Always use all threads: another number of threads would add in another order."""
-        self._pinned = True
-
-    def fit(self, num_tokens: int, num_adapters: int = 1) -> None:
-        """Choose for the forward that begins, and its backward."""
-        if not self._active:
-            return
-        small = not self._pinned and num_tokens * self._flops_per_token < self._limit(num_tokens, num_adapters)
-        wanted = 1 if small else self._most
-        if torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)
-
-    def _limit(self, num_tokens: int, num_adapters: int) -> float:
-        is_narrow = self._flops_per_token < NARROW_FLOPS
-        if self._awake and not is_narrow:
-            return 0.0
-        is_shared = num_adapters > 1 and num_tokens <= FEW_TOKENS * num_adapters
-        return SMALL_SHARED_FLOPS if is_shared and is_narrow else SMALL_FORWARD_FLOPS
 
 
 class BaseModel:

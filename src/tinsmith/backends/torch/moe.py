@@ -38,8 +38,9 @@ from transformers.integrations.moe import _default_apply_gate
 
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Target
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.lora import ForwardContext, Routing, anchor
+from tinsmith.backends.torch.lora import ForwardContext, anchor
 from tinsmith.backends.torch.products import add_product_, product
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import SettingsError
 
 GATE, UP, DOWN = "w1", "w3", "w2"

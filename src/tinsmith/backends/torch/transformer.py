@@ -31,15 +31,9 @@ from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import (
-    DeviceRouting,
-    LoRADelta,
-    LoRAProduct,
-    MultiLoRALinear,
-    Recomputed,
-    Routing,
-)
+from tinsmith.backends.torch.lora import DeviceRouting, LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed
 from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
+from tinsmith.backends.torch.routing import Routing
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MOST_PACKED
 

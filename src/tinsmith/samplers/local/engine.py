@@ -84,8 +84,8 @@ MANY_ROWS = 32
 MAX_ROUTINGS = 4
 """Routings that are kept for later steps: a step has one for its rows and one for those it samples from."""
 
-MAX_SEQUENCES = {False: 256, True: 512}
-"""Sequences that run at once, without and with CUDA."""
+MAX_SEQUENCES = 512
+"""Sequences that run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class LocalSampler:
         token_bytes, state_size = self._sizes(self._cache.token_bytes, state_bytes(probe_layers(base)))
         token_bytes = max(token_bytes, 1)
         budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
-        max_sequences = options.max_sequences or MAX_SEQUENCES[on_cuda]
+        max_sequences = options.max_sequences or MAX_SEQUENCES
         states = StateBudget.of(state_size, min(budget, memory.steady_limit()), max_sequences)
         self._keeps_states = state_size > 0
         self._batcher = Batcher(

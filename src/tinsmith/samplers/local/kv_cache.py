@@ -35,8 +35,8 @@ from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
-from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Segment
 
 MIN_CACHE_BYTES = 512 * 2**20
 

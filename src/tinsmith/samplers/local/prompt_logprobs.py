@@ -24,8 +24,8 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.lora import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.samplers.local.sampling import draw_each, top_rows, uniforms
 from tinsmith.types import EMPTY_LOGPROB, F32, I64, AltTokens, Sample, SparseRows, TopK
 
