@@ -146,9 +146,10 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    # The page of figures that a machine with a GPU writes is as long as what it measured.
+    # What benchmarks write, a page and a table, is as long as what they measured.
     written = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/benchmarks/gpu.md"}
-    assert sum(len(path.read_text().split()) for path in written) <= 35_000
+    table = re.compile(r"<!-- targets.py writes .*?<!-- to here -->", re.DOTALL)
+    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 34_100
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -15,10 +15,11 @@ from tinsmith.backends.torch.threads import (
     SMALL_FORWARD_FLOPS,
     SMALL_SHARED_FLOPS,
     WINDOW_S,
+    WINDOWS,
     Allowance,
+    Switches,
     Threads,
-    Usage,
-    usage,
+    switches_now,
 )
 
 
@@ -67,15 +68,15 @@ class Machine:
     """An allowance on a simulated machine, where others cause so many switches a second."""
 
     def __init__(self, most: int) -> None:
-        self.now = Usage(0, 0.0, 0.0)
+        self.now = Switches(0, 0.0, 0.0)
         self.allowance = Allowance(most, self.now)
 
-    def compute(self, switches_per_s: int, windows: int = 1) -> None:
+    def compute(self, switches_per_s: int, windows: int = WINDOWS) -> None:
         for _ in range(windows):
             used, seconds = self.allowance.threads, 1.5 * WINDOW_S / self.allowance.threads
             switches, processor_s, clock_s = self.now
             more = switches_per_s * seconds if used > 1 else 0
-            self.now = Usage(switches + round(more), processor_s + used * seconds, clock_s + seconds)
+            self.now = Switches(switches + round(more), processor_s + used * seconds, clock_s + seconds)
             self.allowance.update(self.now, used)
 
     def wait(self, seconds: float) -> None:
@@ -86,7 +87,10 @@ class Machine:
 @pytest.mark.parametrize(("most", "least"), [(2, 1), (3, 1), (8, 4)])
 def test_threads_give_way_to_another_process_down_to_half(most: int, least: int) -> None:
     machine = Machine(most)
-    machine.compute(100, windows=5)
+    machine.compute(100)
+    for _ in range(5):
+        machine.compute(700, windows=WINDOWS - 1)
+        machine.compute(100, windows=1)
     assert machine.allowance.threads == most
     machine.compute(700)
     assert machine.allowance.threads == most - 1
@@ -104,7 +108,7 @@ def test_a_thread_is_tried_again_ever_later_and_soon_once_the_machine_is_free() 
             machine.wait(0.5)
         waits.append(machine.now.clock_s - begun_s)
     assert waits[0] == FIRST_RETRY_S and waits[-1] == LAST_RETRY_S and waits == sorted(waits)
-    machine.compute(10)
+    machine.compute(10, windows=1)
     machine.compute(700)
     machine.wait(FIRST_RETRY_S)
     assert machine.allowance.threads == 2
@@ -112,19 +116,21 @@ def test_a_thread_is_tried_again_ever_later_and_soon_once_the_machine_is_free() 
 
 def test_time_on_one_thread_says_nothing_of_two() -> None:
     machine = Machine(2)
-    machine.allowance.update(Usage(10_000, 10.0, 10.0), 1)
+    machine.allowance.update(Switches(10_000, 10.0, 10.0), 1)
     assert machine.allowance.threads == 2
 
 
 @pytest.mark.usefixtures("two")
 def test_a_forward_takes_what_is_allowed_unless_threads_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [usage()]
-    monkeypatch.setattr("tinsmith.backends.torch.threads.usage", lambda: now[0])
+    now = [switches_now()]
+    monkeypatch.setattr("tinsmith.backends.torch.threads.switches_now", lambda: now[0])
     threads = Threads(10**9, torch.device("cpu"))
     threads.fit(1000)
     assert torch.get_num_threads() == 2
-    now[0] = Usage(now[0].switches + 1000, now[0].processor_s + 1.0, now[0].clock_s + 0.5)
-    threads.fit(1000)
+    for _ in range(WINDOWS):
+        assert torch.get_num_threads() == 2
+        now[0] = Switches(now[0].switches + 1000, now[0].processor_s + 1.0, now[0].clock_s + 0.5)
+        threads.fit(1000)
     assert torch.get_num_threads() == 1
     threads.pin()
     threads.fit(1000)
@@ -132,8 +138,8 @@ def test_a_forward_takes_what_is_allowed_unless_threads_are_pinned(monkeypatch: 
 
 
 def test_usage_counts_processor_time_and_involuntary_switches() -> None:
-    first = usage()
-    while usage().processor_s < first.processor_s + 0.05:
+    first = switches_now()
+    while switches_now().processor_s < first.processor_s + 0.05:
         sum(range(1000))
-    last = usage()
+    last = switches_now()
     assert last.processor_s > first.processor_s and last.clock_s > first.clock_s and last.switches >= first.switches

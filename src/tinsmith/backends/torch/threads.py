@@ -41,17 +41,19 @@ SMALL_SHARED_FLOPS = 6e9
 a step of 32 adapters takes 1.4 times as long on one thread; next to as many clients it finishes sooner.
 """
 
-MOST_SWITCHES = 300.0
+MOST_SWITCHES = 400.0
 """Involuntary switches in a second of all threads, with more of which there are too many threads."""
 
-WINDOW_S = 0.5
-"""Processor time over which switches are counted."""
+WINDOW_S, WINDOWS = 0.5, 3
+"""Processor time over which switches are counted, and after how many such windows in a row a thread fewer is used.
+Clients that send or read at once cause as many switches for one window, and their engine has the machine again after.
+"""
 
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 64.0
 """After how long one more thread is tried again: twice as long after each time that it was too many."""
 
 
-class Usage(NamedTuple):
+class Switches(NamedTuple):
     """Of this process so far."""
 
     switches: int
@@ -59,23 +61,24 @@ class Usage(NamedTuple):
     clock_s: float
 
 
-def usage() -> Usage:
+def switches_now() -> Switches:
     used = getrusage(RUSAGE_SELF)
-    return Usage(used.ru_nivcsw, used.ru_utime + used.ru_stime, time.monotonic())
+    return Switches(used.ru_nivcsw, used.ru_utime + used.ru_stime, time.monotonic())
 
 
 class Allowance:
     """How many threads may be used, of at most `most` and at least half of them."""
 
-    def __init__(self, most: int, now: Usage) -> None:
+    def __init__(self, most: int, now: Switches) -> None:
         self.threads = most
         self._most = most
         self._least = max(1, most // 2)
         self._before = now
         self._switches, self._processor_s = 0, 0.0
+        self._crowded = 0
         self._retry_s, self._retry_at = FIRST_RETRY_S, 0.0
 
-    def update(self, now: Usage, used: int) -> None:
+    def update(self, now: Switches, used: int) -> None:
         """Since the last call, the process computed with `used` threads."""
         switches, processor_s = now.switches - self._before.switches, now.processor_s - self._before.processor_s
         self._before = now
@@ -91,8 +94,10 @@ class Allowance:
             self._retry_at = now.clock_s + self._retry_s
 
     def _decide(self, now_s: float, *, is_crowded: bool) -> None:
-        if is_crowded and self.threads > self._least:
+        self._crowded = self._crowded + 1 if is_crowded else 0
+        if self._crowded >= WINDOWS and self.threads > self._least:
             self.threads -= 1
+            self._crowded = 0
             self._retry_at = now_s + self._retry_s
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         elif not is_crowded and self.threads == self._most:
@@ -111,7 +116,7 @@ class Threads:
         self._flops_per_token = 2.0 * num_parameters
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
-        self._allowance = Allowance(self._most, usage())
+        self._allowance = Allowance(self._most, switches_now())
         spins = os.environ.get("GOMP_SPINCOUNT", "0")  # noqa: TID251 (OpenMP's own variable)
         self._awake = spins.isdecimal() and int(spins) >= AWAKE_SPINS
 
@@ -124,7 +129,7 @@ class Threads:
         if not self._active:
             return
         if not self._pinned:
-            self._allowance.update(usage(), torch.get_num_threads())
+            self._allowance.update(switches_now(), torch.get_num_threads())
         small = not self._pinned and num_tokens * self._flops_per_token < self._limit(num_tokens, num_adapters)
         wanted = 1 if small else self._most if self._pinned else self._allowance.threads
         if torch.get_num_threads() != wanted:
