@@ -54,7 +54,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 2.0, 64.0
 
 
 class Switches(NamedTuple):
-    """Of this process so far."""
+    """Involuntary switches of this process's threads and their processor time so far, and the time now."""
 
     switches: int
     processor_s: float
@@ -108,7 +108,7 @@ class Threads:
     """One thread for small forwards, otherwise as many as the machine has free.
 
     A small product ends before a sleeping thread has woken: on two cores, 32 tokens of a 3 M parameter model then take
-    7 ms on one thread and 15 ms on two. Threads stay awake in an engine that computes alone (GOMP_SPINCOUNT). Torch's
+    7 ms on one thread and 15 ms on two. Threads stay awake in an engine that computes alone (GOMP_SPINCOUNT).
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
