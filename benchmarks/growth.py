@@ -1,12 +1,16 @@
-"""The cost of operations with a long history.
+"""The cost of operations with a long history, and with many adapters.
 
     python benchmarks/growth.py                         # SQLite, with 1,000, 10,000 and 100,000 stored futures
     python benchmarks/growth.py --database-url postgresql://USER@HOST/NAME      # an empty database of its own
+    python benchmarks/growth.py --adapters 10 100 1000  # of tiny, of which 32 at most are used
 
 For each amount of history a server with the fake backend is started on it. Then a client without the SDK's own cost
 sends one optimizer step after the other and polls for each; sweeps of the janitor and the start until the engine is
 ready are timed, too. The history is of the same tenant: settled requests of a session that is still open, and for
 every ten of them another session that ended. Prints a table; with --json FILE also writes the figures.
+
+With `--adapters` an engine with torch trains them all once and then some of them in turns, with device memory for 40:
+a step's time and the engine's memory should not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -29,7 +33,20 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import httpx
 import sqlalchemy as sa
-from measured import API_KEY, summary, wait_for
+import tinker
+from measured import (
+    API_KEY,
+    forget_peak,
+    machine,
+    own_server,
+    peak_mib_of,
+    processes,
+    random_datum,
+    summary,
+    wait_for,
+)
+from models import make
+from tinker import types
 
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
@@ -56,6 +73,12 @@ OPEN = "open"
 SIZES = (1_000, 10_000, 100_000)
 AT_A_TIME = 5_000
 SWEEPS = 20
+
+HOT, AT_ONCE = 32, 32
+"""Adapters that train in turns, and that are made at once."""
+
+RESIDENT, ADAPTER_BYTES = 40, 7 << 20
+"""Adapters for which an engine has memory, and about as many bytes as one of tiny and rank 32 takes in training."""
 
 
 def add_history(database: Database, first: int, last: int) -> None:
@@ -207,13 +230,55 @@ def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[st
     return figures
 
 
+def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float], float]:
+    """Times of steps in milliseconds, and MiB of the engine while it does them, with so many adapters."""
+    data, adam = [random_datum(32)], types.AdamParams(learning_rate=1e-4)
+
+    def step(client: tinker.TrainingClient) -> float:
+        begun = time.perf_counter()
+        for future in [client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]:
+            future.result()
+        return 1000 * (time.perf_counter() - begun)
+
+    with (
+        own_server(model, settings={"RESIDENT_MODEL_BYTES": str(RESIDENT * ADAPTER_BYTES)}) as server,
+        tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+    ):
+        name, clients = model.partition("=")[0], []
+        for first in range(0, count, AT_ONCE):
+            waiting = [service.create_lora_training_client(name, rank=32) for _ in range(min(AT_ONCE, count - first))]
+            clients += [made.result() for made in waiting]
+            for client in clients[first:]:
+                step(client)
+        hot, (engine,) = clients[:HOT], processes(server.pid)["engine"]
+        for client in hot:
+            step(client)
+        forget_peak(engine)
+        return summary([step(client) for _ in range(rounds) for client in hot]), peak_mib_of(engine)
+
+
+def show_adapters(counts: list[int], rounds: int) -> None:
+    print(f"{machine()}; a step of 32 tokens, tiny")
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        model = f"bench/tiny={make('tiny', Path(directory) / 'tiny')}"
+        for count in counts:
+            times, mib = with_adapters(count, model, rounds)
+            print(
+                f"{count:6,} adapters: p50 {times['p50_ms']:.1f}, p95 {times['p95_ms']:.1f} ms; engine {mib:,.0f} MiB"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="stored futures, ascending")
     parser.add_argument("--database-url", default="", help="an empty Postgres database instead of SQLite")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--adapters", type=int, nargs="+", metavar="COUNT", help="with so many adapters instead")
     given = parser.parse_args()
+    if given.adapters:
+        show_adapters(given.adapters, given.runs // HOT)
+        return
     figures = measure(given.database_url, given.runs, given.sizes)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; p50 / p95, milliseconds")
     names = list(next(iter(figures.values())))
