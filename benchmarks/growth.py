@@ -2,7 +2,7 @@
 
     python benchmarks/growth.py                         # SQLite, with 1,000, 10,000 and 100,000 stored futures
     python benchmarks/growth.py --database-url postgresql://USER@HOST/NAME      # an empty database of its own
-    python benchmarks/growth.py --adapters 10 100 1000  # of tiny, of which 32 at most are used
+    python benchmarks/growth.py --adapters 40 1000     # of tiny, of which 32 at most are used
 
 For each amount of history a server with the fake backend is started on it. Then a client without the SDK's own cost
 sends one optimizer step after the other and polls for each; sweeps of the janitor and the start until the engine is
@@ -77,14 +77,21 @@ SWEEPS = 20
 HOT, AT_ONCE = 32, 32
 """Adapters that train in turns, and that are made at once."""
 
-RESIDENT, ADAPTER_BYTES = 40, 7 << 20
+RESIDENT, ADAPTER_BYTES = 40, 12 << 20
 """Adapters for which an engine has memory, and about as many bytes as one of tiny and rank 32 takes in training."""
 
 
 def add_history(database: Database, first: int, last: int) -> None:
     """Rows as a life of that length leaves them: for every ten futures one session that ended, with its model."""
     moment = now()
-    lora = {"lora_rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer_type": "adamw"}
+    lora = {
+        "lora_rank": 8,
+        "lora_alpha": 32.0,
+        "train_attn": True,
+        "train_mlp": True,
+        "train_unembed": True,
+        "optimizer_type": "adamw",
+    }
     for start in range(first, last, AT_A_TIME):
         rows: dict[sa.Table, list[dict[str, Any]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS)}
         rows |= {FUTURES: [], RESULTS: []}
