@@ -16,7 +16,6 @@ a step's time and the engine's memory should not depend on how many there are.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -44,6 +43,7 @@ from measured import (
     random_datum,
     summary,
     wait_for,
+    write_json,
 )
 from models import make
 from tinker import types
@@ -264,15 +264,20 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
         return summary([step(client) for _ in range(rounds) for client in hot]), peak_mib_of(engine)
 
 
-def show_adapters(counts: list[int], rounds: int) -> None:
+def show_adapters(counts: list[int], rounds: int) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
     print(f"{machine()}; a step of 32 tokens, tiny")
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         model = f"bench/tiny={make('tiny', Path(directory) / 'tiny')}"
         for count in counts:
             times, mib = with_adapters(count, model, rounds)
+            found[str(count)] = row = times | {"engine_mib": mib}
             print(
-                f"{count:6,} adapters: p50 {times['p50_ms']:.1f}, p95 {times['p95_ms']:.1f} ms; engine {mib:,.0f} MiB"
+                "{:6,} adapters: p50 {p50_ms:.1f}, p95 {p95_ms:.1f} ms; engine {engine_mib:,.0f} MiB".format(
+                    count, **row
+                )
             )
+    return found
 
 
 def main() -> None:
@@ -284,7 +289,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", metavar="COUNT", help="with so many adapters instead")
     given = parser.parse_args()
     if given.adapters:
-        show_adapters(given.adapters, given.runs // HOT)
+        write_json(given.json, show_adapters(given.adapters, max(1, given.runs // HOT)))
         return
     figures = measure(given.database_url, given.runs, given.sizes)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; p50 / p95, milliseconds")
@@ -294,8 +299,7 @@ def main() -> None:
     for size, row in figures.items():
         cells = [f"{row[name]['p50_ms']:.1f} / {row[name]['p95_ms']:.1f}" for name in names]
         print(f"| {int(size):,} | " + " | ".join(cells) + " |")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def sampled(
 
 
 def stepped(size: str, peer: str, found: Figures) -> Iterator[Measured]:
-    """How many times as long as ours a peer's step of reinforcement learning takes."""
+    """How many times as long as ours a step of a peer takes. `peer`: its name in `steps.py --beside`."""
     ours, theirs = (found.steps.get(f"{size}, {name}", {}) for name in ("tinsmith", peer))
     if "times_ours" in theirs:
         yield Measured(theirs["times_ours"], "steps", ours["step_ms"], theirs["step_ms"])

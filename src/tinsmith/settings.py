@@ -206,7 +206,8 @@ class Settings(BaseSettings):
     dedicated sampler to sleep."""
 
     engine_threads: int = Field(default=0, ge=0)
-    """The most compute threads of an engine, which uses fewer beside busy processes; 0 leaves the choice to torch."""
+    """The most compute threads of an engine; it uses fewer while other processes are busy. 0 leaves the choice to
+    torch."""
 
     resident_model_bytes: int = Field(default=0, ge=0)
     """Device memory for adapters in training with their gradients and optimizer state; other adapters are stored on

@@ -17,9 +17,9 @@ from tinsmith.backends.torch.threads import (
     WINDOW_S,
     WINDOWS,
     Allowance,
-    Switches,
+    ProcessUsage,
     Threads,
-    switches_now,
+    process_usage,
 )
 
 
@@ -68,7 +68,7 @@ class Machine:
     """An allowance on a simulated machine, where others cause so many switches a second."""
 
     def __init__(self, most: int) -> None:
-        self.now = Switches(0, 0.0, 0.0)
+        self.now = ProcessUsage(0, 0.0, 0.0)
         self.allowance = Allowance(most, self.now)
 
     def compute(self, switches_per_s: int, windows: int = WINDOWS) -> None:
@@ -76,7 +76,7 @@ class Machine:
             used, seconds = self.allowance.threads, 1.5 * WINDOW_S / self.allowance.threads
             switches, processor_s, clock_s = self.now
             more = switches_per_s * seconds if used > 1 else 0
-            self.now = Switches(switches + round(more), processor_s + used * seconds, clock_s + seconds)
+            self.now = ProcessUsage(switches + round(more), processor_s + used * seconds, clock_s + seconds)
             self.allowance.update(self.now, used)
 
     def wait(self, seconds: float) -> None:
@@ -116,20 +116,20 @@ def test_a_thread_is_tried_again_ever_later_and_soon_once_the_machine_is_free() 
 
 def test_time_on_one_thread_says_nothing_of_two() -> None:
     machine = Machine(2)
-    machine.allowance.update(Switches(10_000, 10.0, 10.0), 1)
+    machine.allowance.update(ProcessUsage(10_000, 10.0, 10.0), 1)
     assert machine.allowance.threads == 2
 
 
 @pytest.mark.usefixtures("two")
 def test_a_forward_takes_what_is_allowed_unless_threads_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [switches_now()]
-    monkeypatch.setattr("tinsmith.backends.torch.threads.switches_now", lambda: now[0])
+    now = [process_usage()]
+    monkeypatch.setattr("tinsmith.backends.torch.threads.process_usage", lambda: now[0])
     threads = Threads(10**9, torch.device("cpu"))
     threads.fit(1000)
     assert torch.get_num_threads() == 2
     for _ in range(WINDOWS):
         assert torch.get_num_threads() == 2
-        now[0] = Switches(now[0].switches + 1000, now[0].processor_s + 1.0, now[0].clock_s + 0.5)
+        now[0] = ProcessUsage(now[0].switches + 1000, now[0].processor_s + 1.0, now[0].clock_s + 0.5)
         threads.fit(1000)
     assert torch.get_num_threads() == 1
     threads.pin()
@@ -138,8 +138,8 @@ def test_a_forward_takes_what_is_allowed_unless_threads_are_pinned(monkeypatch: 
 
 
 def test_usage_counts_processor_time_and_involuntary_switches() -> None:
-    first = switches_now()
-    while switches_now().processor_s < first.processor_s + 0.05:
+    first = process_usage()
+    while process_usage().processor_s < first.processor_s + 0.05:
         sum(range(1000))
-    last = switches_now()
+    last = process_usage()
     assert last.processor_s > first.processor_s and last.clock_s > first.clock_s and last.switches >= first.switches

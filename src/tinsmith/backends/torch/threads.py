@@ -45,15 +45,15 @@ MOST_SWITCHES = 400.0
 """Involuntary switches in a second of all threads, with more of which there are too many threads."""
 
 WINDOW_S, WINDOWS = 0.5, 3
-"""Processor time over which switches are counted, and after how many such windows in a row a thread fewer is used.
-Clients that send or read at once cause as many switches for one window, and their engine has the machine again after.
+"""Processor time over which switches are counted, and how many windows in a row must have too many of them before one
+thread fewer is used. Many clients that read their results at once cause as many switches, but for one window only.
 """
 
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 64.0
 """After how long one more thread is tried again: twice as long after each time that it was too many."""
 
 
-class Switches(NamedTuple):
+class ProcessUsage(NamedTuple):
     """Involuntary switches of this process's threads and their processor time so far, and the time now."""
 
     switches: int
@@ -61,15 +61,15 @@ class Switches(NamedTuple):
     clock_s: float
 
 
-def switches_now() -> Switches:
+def process_usage() -> ProcessUsage:
     used = getrusage(RUSAGE_SELF)
-    return Switches(used.ru_nivcsw, used.ru_utime + used.ru_stime, time.monotonic())
+    return ProcessUsage(used.ru_nivcsw, used.ru_utime + used.ru_stime, time.monotonic())
 
 
 class Allowance:
     """How many threads may be used, of at most `most` and at least half of them."""
 
-    def __init__(self, most: int, now: Switches) -> None:
+    def __init__(self, most: int, now: ProcessUsage) -> None:
         self.threads = most
         self._most = most
         self._least = max(1, most // 2)
@@ -78,7 +78,7 @@ class Allowance:
         self._crowded = 0
         self._retry_s, self._retry_at = FIRST_RETRY_S, 0.0
 
-    def update(self, now: Switches, used: int) -> None:
+    def update(self, now: ProcessUsage, used: int) -> None:
         """Since the last call, the process computed with `used` threads."""
         switches, processor_s = now.switches - self._before.switches, now.processor_s - self._before.processor_s
         self._before = now
@@ -116,7 +116,7 @@ class Threads:
         self._flops_per_token = 2.0 * num_parameters
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
-        self._allowance = Allowance(self._most, switches_now())
+        self._allowance = Allowance(self._most, process_usage())
         spins = os.environ.get("GOMP_SPINCOUNT", "0")  # noqa: TID251 (OpenMP's own variable)
         self._awake = spins.isdecimal() and int(spins) >= AWAKE_SPINS
 
@@ -128,12 +128,15 @@ class Threads:
         """Choose for the forward that begins, and its backward."""
         if not self._active:
             return
-        if not self._pinned:
-            self._allowance.update(switches_now(), torch.get_num_threads())
-        small = not self._pinned and num_tokens * self._flops_per_token < self._limit(num_tokens, num_adapters)
-        wanted = 1 if small else self._most if self._pinned else self._allowance.threads
-        if torch.get_num_threads() != wanted:
+        used = torch.get_num_threads()
+        wanted = self._most if self._pinned else self._wanted(used, num_tokens, num_adapters)
+        if used != wanted:
             torch.set_num_threads(wanted)
+
+    def _wanted(self, used: int, num_tokens: int, num_adapters: int) -> int:
+        self._allowance.update(process_usage(), used)
+        is_small = num_tokens * self._flops_per_token < self._limit(num_tokens, num_adapters)
+        return 1 if is_small else self._allowance.threads
 
     def _limit(self, num_tokens: int, num_adapters: int) -> float:
         is_narrow = self._flops_per_token < NARROW_FLOPS
