@@ -77,8 +77,8 @@ SWEEPS = 20
 HOT, AT_ONCE = 32, 32
 """Adapters that train in turns, and that are made at once."""
 
-RESIDENT, ADAPTER_BYTES = 40, 12 << 20
-"""Adapters for which an engine has memory, and about as many bytes as one of tiny and rank 32 takes in training."""
+RESIDENT, ADAPTER_BYTES = 40, 9_240_576
+"""Adapters for which an engine has memory, and the bytes that one of tiny, rank 32 and float32 takes in training."""
 
 
 def add_history(database: Database, first: int, last: int) -> None:
@@ -247,8 +247,9 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
             future.result()
         return 1000 * (time.perf_counter() - begun)
 
+    settings = {"DTYPE": "float32", "RESIDENT_MODEL_BYTES": str(RESIDENT * ADAPTER_BYTES)}
     with (
-        own_server(model, settings={"RESIDENT_MODEL_BYTES": str(RESIDENT * ADAPTER_BYTES)}) as server,
+        own_server(model, settings=settings) as server,
         tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         name, clients = model.partition("=")[0], []

@@ -14,7 +14,9 @@ from support import tiny_models
 from support.engine_bench import BASE, ENGINE, Bench
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.engine import snapshots
 from tinsmith.engine.loop import Engine, Stores
+from tinsmith.runtime import malloc
 from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.models import NewModel
@@ -36,9 +38,9 @@ class TorchBench(Bench):
             self.shape = replace(tiny_models.make(self.directory / "tiny"), name=BASE)
         torch_backend = TorchBackend(self.shape, device="cpu")
         self.backend = torch_backend  # type: ignore[assignment]
-        versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
+        directories = [Directories(self.directory / name) for name in ("versions", "snapshots")]
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
-        stores = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
+        stores = Stores(*durable, *directories, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
         self.engine = Engine(self.shape, torch_backend, stores, self.mailbox, self.settings)
         self.engine.start()
 
@@ -91,7 +93,9 @@ def test_a_model_comes_back_bit_by_bit_from_a_snapshot_a_gradient_and_a_log(
         assert torch.equal(bench.torch_backend._versions[sampler].flat_P, version)
 
 
-def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench) -> None:
+def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(malloc, "trim", lambda: trimmed.append(bench.engine._snapshots._resident_bytes))
     other = bench.model("t:train:0")
     bench.models.create(NewModel(MODEL, "s", "alice", BASE, LoraSpec(4, seed=1)))
     bench.submit(MODEL, 0, "create_model", {})
@@ -101,10 +105,14 @@ def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench) -> No
     bench.train(MODEL, 5, (9, 8, 7))
     bench.run_until_idle()
     before = state(bench.torch_backend, MODEL)
+    monkeypatch.setattr(snapshots, "TRIM_BYTES", bench.torch_backend.model_bytes(MODEL))
     bench.engine._snapshots.budget_bytes = 1
     bench.forward(other, 1)
     bench.run_until_idle()
     assert not bench.torch_backend.has_model(MODEL)
+    assert trimmed and set(trimmed) == {bench.torch_backend.model_bytes(other)}, "evicted memory is returned"
     bench.forward(MODEL, 6)
     bench.run_until_idle()
     assert same(state(bench.torch_backend, MODEL), before)
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(bench.directory / "snapshots") not in mapped, "a deleted file would stay on the disk"

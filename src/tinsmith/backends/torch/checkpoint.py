@@ -457,7 +457,8 @@ def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) 
             f"({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
     trained.moments = tuple(flat(trained, tensors, moment, path) for moment in OPTIMIZERS[family].state)
-    trained.step = tensors["step"].to(trained.adapter.flat_P.device)
+    # A copy: a view would keep the whole file mapped, and on the disk after its deletion.
+    trained.step = tensors["step"].to(trained.adapter.flat_P.device, copy=True)
 
 
 def load_gradient(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
