@@ -17,6 +17,7 @@ from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import MAX_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
+from tinsmith.runtime import malloc
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss, insertion
@@ -629,3 +630,18 @@ def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkey
     bench.engine._arrivals.fetch_late()  # finds the refused requests
     bench.run_until_idle()
     assert bench.optimizer_step(third) == 2 and bench.outcome(refused) is not None
+
+
+def test_an_engine_that_becomes_idle_returns_freed_memory_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[None] = []
+    monkeypatch.setattr(malloc, "trim", lambda: trims.append(None))
+    monkeypatch.setattr("tinsmith.engine.loop.TRIM_AFTER_S", 0.0)
+    model = bench.model()
+    for seq_id in (1, 2):
+        trims.clear()
+        bench.step(model, seq_id)
+        while bench.engine.run_once(0.0):
+            assert not trims
+        for _ in range(3):
+            bench.engine.run_once(0.0)
+        assert len(trims) == 1

@@ -38,7 +38,7 @@ class TorchBench(Bench):
             self.shape = replace(tiny_models.make(self.directory / "tiny"), name=BASE)
         torch_backend = TorchBackend(self.shape, device="cpu")
         self.backend = torch_backend  # type: ignore[assignment]
-        directories = [Directories(self.directory / name) for name in ("versions", "snapshots")]
+        directories = Directories(self.directory / "versions"), Directories(self.directory / "snapshots")
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
         stores = Stores(*durable, *directories, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
         self.engine = Engine(self.shape, torch_backend, stores, self.mailbox, self.settings)

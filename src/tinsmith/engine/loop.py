@@ -37,6 +37,7 @@ from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.runtime import malloc
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
 from tinsmith.storage.stores import UnreachableError
@@ -50,6 +51,10 @@ from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
 """An engine that is idle for this long does deferrable work; a training loop sends its requests faster."""
+
+TRIM_AFTER_S = 60.0
+"""An engine that is idle for this long returns freed memory to the system: 0.8 of 2.9 GiB after steps of Qwen3-0.6B in
+bfloat16. The page faults of its next step then take a quarter of the step's time."""
 
 log = structlog.get_logger()
 
@@ -108,6 +113,7 @@ class Engine:
             stores.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox
         )
         self._decode_share_s = self._next_check = 0.0
+        self._trim_at = math.inf
         self._part_began = 0.0
         self._writes_at_once = False
 
@@ -175,9 +181,18 @@ class Engine:
             self._sampling.look_for_absent(self._queues, self._settings.absent_after_s)
             self._sampling.measure()
             self.meters.memory(self._backend.memory_use())
+        self._trim_when_idle(busy)
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
             self._arrivals.fetch(self._mailbox.drain())
         return busy
+
+    def _trim_when_idle(self, busy: bool) -> None:
+        """Freed blocks are kept for the next step (`settings.HEAP`); an engine without work returns them, once."""
+        if busy:
+            self._trim_at = time.monotonic() + TRIM_AFTER_S
+        elif time.monotonic() >= self._trim_at:
+            self._trim_at = math.inf
+            malloc.trim()
 
     def _slow_poll(self) -> None:
         if self._arrivals.fetch_late():

@@ -66,6 +66,9 @@ TRIM_BYTES = 2**26
 """Freed memory is returned to the system after this many bytes of models were evicted. It lies in holes between other
 blocks, which glibc does not return by itself. A trim takes 1 to 10 ms."""
 
+MAPPED_BYTES = 2**27
+"""Models of this size are not counted: each of their four buffers is a mapping of its own (`settings.HEAP`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
@@ -404,7 +407,7 @@ class Snapshots:
                 excess -= entry.num_bytes if entry.writing else 0
 
     def _count_evicted(self, num_bytes: int) -> None:
-        self._evicted_bytes += num_bytes
+        self._evicted_bytes += num_bytes if num_bytes < MAPPED_BYTES else 0
         if self._evicted_bytes >= TRIM_BYTES:
             self._evicted_bytes = 0
             malloc.trim()
