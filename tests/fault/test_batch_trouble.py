@@ -27,7 +27,8 @@ from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.types import AttemptOutcome, OutputInfo, PartInfo
+from tinsmith.batch.pools.specs import PoolSpec
+from tinsmith.batch.types import AttemptOutcome, Limits, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
@@ -255,6 +256,47 @@ def test_a_rate_limit_outlives_the_coordinator(
     clock[0] += 1.0
     coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id))
     assert jobs.find("local", job_id).status == "SUCCEEDED"
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_new_job_without_a_worker_in_time_fails_and_one_with_results_waits(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cluster with room for a job's operations, which reserve nothing, but not for its workers."""
+    clock, start_now, room = [1000.0], LocalPool.start, [False]
+    waits: list[float] = []
+
+    async def start(pool: LocalPool, worker_id: str, slot: int | None, job: Any = None) -> Any:  # noqa: ANN401
+        waits.append(time.monotonic())
+        while slot is not None and not room[0]:
+            await asyncio.sleep(0.01)
+        return await start_now(pool, worker_id, slot, job)
+
+    monkeypatch.setattr(LocalPool, "start", start)
+    monkeypatch.setattr(PoolSpec, "exclusive", property(lambda _pool: True))  # no worker of operations takes batches
+    monkeypatch.setattr(runs, "now", lambda: clock[0])
+
+    def job(name: str) -> int:
+        output = {"format": "json", "path": str(tmp_path / name)}
+        options = {"batch_output_formats": [output], "requests_per_minute": 60}
+        return submit(jobs, tmp_path, keep, Limits(discovery_timeout_s=0.3), rows=4, **options)
+
+    new = job("new.jsonl")
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, new))
+    assert jobs.find("local", new).status == "FAILED"
+    assert "within 0.3 s (limits.discovery_timeout_s)" in str(jobs.find("local", new).error)
+
+    room[0] = True
+    begun = job("begun.jsonl")
+    coordinate(jobs, tmp_path, lambda: jobs.find("local", begun).completed_batches == 1)
+    room[0] = False
+    waits.clear()
+    clock[0] += 60.0
+    coordinate(jobs, tmp_path, lambda: bool(waits) and time.monotonic() > waits[0] + 1.0)
+    assert jobs.find("local", begun).status == "RUNNING" and len(waits) == 1
+    room[0] = True
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, begun))
+    assert jobs.find("local", begun).status == "SUCCEEDED"
 
 
 STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {

@@ -237,7 +237,9 @@ class Limits:
     max_retries: int = MAX_RETRIES
     batch_timeout_s: float = 3600.0
     startup_timeout_s: float = 600.0
-    discovery_timeout_s: float = 300.0
+    discovery_timeout_s: float = 1800.0
+    """The time in which a pool with a free slot must start a new job's first worker. It may have to rent a machine; a
+    job that asks for more than any machine has would wait forever."""
     lease_s: float = 60.0
     backoff_s: float = 1.0
     """Retry n waits for 2**n times this."""

@@ -55,6 +55,7 @@ from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
 from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
+from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
@@ -285,6 +286,8 @@ class JobRun:
         self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
         self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router)
         self._dispatching = False
+        self._asked = asyncio.Event()  # a slot wants a worker
+        self._found = asyncio.Event()  # a slot has had one
         self._ended = asyncio.Event()  # no more batches are dispatched
         self._reason: Exception | None = None  # why it ended; None if its row says so
         self._settled: list[Settled] = []
@@ -317,8 +320,10 @@ class JobRun:
         self._num_serving += 1
         worker: RemoteWorker | None = None
         try:
+            self._asked.set()
             worker = await self._workers.take(slot, self._ended)
             if worker is not None:
+                self._found.set()
                 await self._dispatch(worker, should_yield)
         except (WorkerStartError, WorkerLostError) as error:
             self._setup_failed(str(error), False)
@@ -464,7 +469,9 @@ class JobRun:
 
     async def run(self) -> None:
         """Until the job ends or another coordinator has it. If cancelled, it releases the job."""
-        helpers = [asyncio.create_task(self._help(work)) for work in (self._settle_loop(), self._renew())]
+        helpers = [
+            asyncio.create_task(self._help(work)) for work in (self._settle_loop(), self._renew(), self._discover())
+        ]
         try:
             await self._run()
         except SupersededError:
@@ -560,6 +567,17 @@ class JobRun:
                 self._check_row()
             except SQLAlchemyError as error:
                 log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
+
+    async def _discover(self) -> None:
+        """Raises FailedError if the job's first worker does not start in time. It may want more than any machine has,
+        which a cluster does not say. A job with results waits: the cluster may be full."""
+        await self._asked.wait()
+        limit_s = self._limits.discovery_timeout_s
+        if not await within(limit_s, self._found.wait()) and not self.job.completed_batches:
+            raise FailedError(
+                f"no worker of the pool {self._spec.batch_pool_name!r} has started within {limit_s:g} s "
+                "(limits.discovery_timeout_s): it has no room, or no machine has what the job or the pool asks for"
+            )
 
     async def notify_gateway(self) -> None:
         """Tell the model gateway that a job of operations has ended."""
