@@ -60,7 +60,7 @@ PARTS = (
     Part("latency", "Round trips", "--sizes tiny --runs 100 --starts 5", "--sizes tiny --runs 30 --starts 2"),
     Part("latency-fake", "Round trips without compute", "--sizes fake --runs 100", None),
     Part("latency-canned", "Round trips of the client alone", "--sizes canned --runs 200", None),
-    Part("latency-m50", "Round trips of m50", "--sizes m50 --rows forward publish --runs 60", None),
+    Part("latency-m50", "Round trips of m50", "--sizes m50 --rows forward publish --runs 240", None),
     Part("steps", "Steps of reinforcement learning", "--runs 5", "--sizes tiny --runs 2"),
     Part("training-tiny", "Training tiny", "--sizes tiny --runs 5",
          "--sizes tiny --dtypes float32 --works 0 3 --runs 2"),
