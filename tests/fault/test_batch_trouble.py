@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -267,28 +268,31 @@ def test_a_new_job_without_a_worker_in_time_fails_and_one_with_results_waits(
     waits: list[float] = []
 
     async def start(pool: LocalPool, worker_id: str, slot: int | None, job: Any = None) -> Any:  # noqa: ANN401
-        waits.append(time.monotonic())
-        while slot is not None and not room[0]:
-            await asyncio.sleep(0.01)
+        if slot is not None:
+            waits.append(time.monotonic())
+            while not room[0]:
+                await asyncio.sleep(0.01)
         return await start_now(pool, worker_id, slot, job)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(PoolSpec, "exclusive", property(lambda _pool: True))  # no worker of operations takes batches
     monkeypatch.setattr(runs, "now", lambda: clock[0])
 
-    def job(name: str) -> int:
-        output = {"format": "json", "path": str(tmp_path / name)}
-        options = {"batch_output_formats": [output], "requests_per_minute": 60}
-        return submit(jobs, tmp_path, keep, Limits(discovery_timeout_s=0.3), rows=4, **options)
+    impatient = Limits(discovery_timeout_s=0.3)
 
-    new = job("new.jsonl")
+    def job(name: str, limits: Limits) -> int:
+        output = {"format": "json", "path": str(tmp_path / name)}
+        return submit(jobs, tmp_path, keep, limits, rows=4, batch_output_formats=[output], requests_per_minute=60)
+
+    new = job("new.jsonl", impatient)
     coordinate(jobs, tmp_path, lambda: is_over(jobs, new))
     assert jobs.find("local", new).status == "FAILED"
     assert "within 0.3 s (limits.discovery_timeout_s)" in str(jobs.find("local", new).error)
 
     room[0] = True
-    begun = job("begun.jsonl")
+    begun = job("begun.jsonl", Limits())
     coordinate(jobs, tmp_path, lambda: jobs.find("local", begun).completed_batches == 1)
+    change(jobs, begun, spec=replace(jobs.spec(begun), limits=impatient).to_dict())
     room[0] = False
     waits.clear()
     clock[0] += 60.0

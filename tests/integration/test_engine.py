@@ -638,10 +638,8 @@ def test_an_engine_that_becomes_idle_returns_freed_memory_once(bench: Bench, mon
     monkeypatch.setattr("tinsmith.engine.loop.TRIM_AFTER_S", 0.0)
     model = bench.model()
     for seq_id in (1, 2):
+        bench.run_until_idle()
         trims.clear()
         bench.step(model, seq_id)
-        while bench.engine.run_once(0.0):
-            assert not trims
-        for _ in range(3):
-            bench.engine.run_once(0.0)
+        bench.run_until_idle()
         assert len(trims) == 1
