@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from support.http_harness import Harness, close, make_harness
 from support.live import serving
+from support.raw_client import engine_of
 from tinsmith.db.database import Database, DatabaseMovedError
 
 TABLE = sa.table("notes", sa.column("text"))
@@ -126,7 +127,7 @@ def test_a_server_whose_database_is_deleted_stops_and_says_so(tmp_path: Path) ->
     with serving(tmp_path / "data", "--backend", "fake") as server:
         if not (tmp_path / "data" / "tinsmith.db").exists():
             pytest.skip("of files")
-        [engine] = server.engine_pids()
+        engine = engine_of(server)
         (tmp_path / "data" / "tinsmith.db").unlink()
         assert server.process.wait(30) != 0
         assert not Path(f"/proc/{engine}").exists()
