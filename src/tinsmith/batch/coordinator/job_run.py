@@ -569,15 +569,16 @@ class JobRun:
                 log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
 
     async def _discover(self) -> None:
-        """Raises FailedError if the job's first worker does not start in time. It may want more than any machine has,
-        which a cluster does not say. A job with results waits: the cluster may be full."""
+        """End the job if its first worker does not start in time: it may want more than any machine has, which a
+        cluster does not say. A job with results waits, since the cluster may be full."""
         await self._asked.wait()
         limit_s = self._limits.discovery_timeout_s
         if not await within(limit_s, self._found.wait()) and not self.job.completed_batches:
-            raise FailedError(
+            why = (
                 f"no worker of the pool {self._spec.batch_pool_name!r} has started within {limit_s:g} s "
                 "(limits.discovery_timeout_s): it has no room, or no machine has what the job or the pool asks for"
             )
+            self._setup_failed(why, final=True)
 
     async def notify_gateway(self) -> None:
         """Tell the model gateway that a job of operations has ended."""
