@@ -17,7 +17,7 @@ from support.databases import fresh_url
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.db.database import Database
-from tinsmith.runtime.background import STEADY_S, Background, Backoff, supervised_thread
+from tinsmith.runtime.background import STEADY_S, Background, Backoff, start_supervised_thread
 from tinsmith.settings import Settings
 
 SOURCE = Path(serving.__file__).parents[1]
@@ -60,7 +60,7 @@ THREADS_OF_THEIR_OWNERS = {
     "batch/worker/child.py": "reads what is asked, and ends the process with its parent",
     "batch/worker/children.py": "follows a child until its end",
 }
-"""The files that start threads, and their work; every other thread is a `supervised_thread`."""
+"""The files that start threads, and their work; every other thread is a `start_supervised_thread`."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -122,7 +122,7 @@ def test_a_thread_is_kept_as_a_task_is() -> None:
         if len(begun) < 3:
             raise RuntimeError("nothing expected this")
 
-    supervised_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
+    start_supervised_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
     assert (len(begun), failures) == (3, {"lease": 2})
 
 
@@ -132,7 +132,7 @@ def test_a_thread_that_pauses_ends_when_its_work_is_over() -> None:
 
     ended = threading.Event()
     ended.set()
-    thread = supervised_thread("lease", work, ended.wait)
+    thread = start_supervised_thread("lease", work, ended.wait)
     thread.join(20)
     assert not thread.is_alive()
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.ownership import EngineRouter, Ownership, preferred_engine
+from tinsmith.cluster.ownership import EngineRouter, Ownership, choose_engine
 from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import MODELS
@@ -140,10 +140,10 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
 
 def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
     engines = ["a", "b", "c"]
-    chosen = {run: preferred_engine(run, engines) for run in map(str, range(900))}
-    assert chosen == {run: preferred_engine(run, engines[::-1]) for run in chosen}
+    chosen = {run: choose_engine(run, engines) for run in map(str, range(900))}
+    assert chosen == {run: choose_engine(run, engines[::-1]) for run in chosen}
     assert all(200 < count < 400 for count in Counter(chosen.values()).values())
-    fewer = {run: preferred_engine(run, ["a", "b"]) for run in chosen}
+    fewer = {run: choose_engine(run, ["a", "b"]) for run in chosen}
     assert all(fewer[run] == engine for run, engine in chosen.items() if engine != "c")
 
 

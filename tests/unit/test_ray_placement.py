@@ -24,7 +24,7 @@ from support.raw_client import wait_until_gone
 from tinsmith.cli import up
 from tinsmith.cluster.ray import shell as shells
 from tinsmith.cluster.ray.controller import LOST_S, Controller, QueueDepths, RayProcess
-from tinsmith.cluster.ray.scaling import Depths, Fleet, Resources, Role, Rule, counts_from, others_from
+from tinsmith.cluster.ray.scaling import Depths, Fleet, Resources, Role, Rule, parse_counts, parse_resources
 from tinsmith.cluster.ray.shell import Shell
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, FUTURES
@@ -374,19 +374,19 @@ def test_the_queues_are_read_by_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "counts"), [("2", (2, 2)), ("0:4", (0, 4)), ("1:1", (1, 1))])
 def test_counts_are_a_number_or_two(text: str, counts: tuple[int, int]) -> None:
-    assert counts_from("--engines", text) == counts
+    assert parse_counts("--engines", text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "-1", "3:2", "1:", "a", "1:2:3", "1001"])
 def test_other_counts_are_refused_with_the_flag(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--engines is .*MIN:MAX"):
-        counts_from("--engines", text)
+        parse_counts("--engines", text)
 
 
 def test_resources_are_names_and_amounts() -> None:
-    assert others_from("--engine-resource", ["big=1", "tpu=0.5"]) == {"big": 1.0, "tpu": 0.5}
+    assert parse_resources("--engine-resource", ["big=1", "tpu=0.5"]) == {"big": 1.0, "tpu": 0.5}
     with pytest.raises(SettingsError, match="--engine-resource is 'big'"):
-        others_from("--engine-resource", ["big"])
+        parse_resources("--engine-resource", ["big"])
 
 
 def test_settings_travel_with_their_secrets_and_are_not_shown() -> None:

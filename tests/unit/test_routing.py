@@ -147,7 +147,7 @@ def test_keys_are_equal_as_far_as_tokens_and_scope_are(one: list[int], other: li
 
 
 def test_only_so_many_prefixes_are_remembered() -> None:
-    prefixes = Prefixes(most=10)
+    prefixes = Prefixes(capacity=10)
     for seed in range(50):
         prefixes.choose("v", tokens(seed, 300), NAMED)
     assert len(prefixes._known) == 10

@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.ray.scaling import Past, Rule, WantedCounts, wanted
+from tinsmith.cluster.ray.scaling import Past, PlannedCounts, Rule, plan_counts
 
-RULE = Rule(minimum=1, maximum=4, work=100, up_after_s=10, down_after_s=60)
+RULE = Rule(minimum=1, maximum=4, work_per_process=100, up_after_s=10, down_after_s=60)
 
 rules = st.builds(
     lambda minimum, more, work, up, down: Rule(minimum, minimum + more, work, up, down),
@@ -24,7 +24,7 @@ def play(rule: Rule, steps: list[tuple[float, float]], before: Past | None = Non
     now, counts = 0.0, []
     for seconds, waiting in steps:
         now += seconds
-        found: WantedCounts = wanted({"engine": {"base": waiting}}, {"engine": rule}, past, now)
+        found: PlannedCounts = plan_counts({"engine": {"base": waiting}}, {"engine": rule}, past, now)
         past = found.past
         counts.append((now, found.counts["engine"]))
     return counts
@@ -37,7 +37,7 @@ def test_there_are_never_fewer_than_the_minimum_or_more_than_the_maximum(rule, s
 
 @given(rules, st.floats(0, 1e7), st.integers(0, 8))
 def test_a_lasting_queue_gets_the_processes_it_needs_and_stays_stable(rule, waiting, start) -> None:
-    needed = rule.bounded(math.ceil(waiting / rule.work))
+    needed = rule.clamp(math.ceil(waiting / rule.work_per_process))
     patience_s = max(rule.up_after_s, rule.down_after_s) + 1
     counts = [count for _, count in play(rule, [(1, waiting), (patience_s, waiting)] + [(1, waiting)] * 5, Past(start))]
     assert set(counts[1:]) == {needed}
@@ -49,7 +49,7 @@ def test_a_change_matches_some_need_in_its_window(rule, steps) -> None:
     now, last = 0.0, rule.minimum
     for (at, count), (seconds, waiting) in zip(play(rule, steps), steps, strict=True):
         now += seconds
-        seen.append((now, rule.needed({"base": waiting})))
+        seen.append((now, rule.count_for({"base": waiting})))
         if count > last:
             assert all(needed >= count for when, needed in seen if when >= at - rule.up_after_s)
         if count < last:
@@ -94,7 +94,7 @@ def test_more_than_the_maximum_of_new_rules_is_taken_back_at_once() -> None:
 
 
 def test_the_base_model_for_which_most_waits_decides() -> None:
-    found = wanted({"engine": {"a": 150.0, "b": 350.0}}, {"engine": RULE}, {"engine": Past(1, ((-20, 4),))}, 0.0)
+    found = plan_counts({"engine": {"a": 150.0, "b": 350.0}}, {"engine": RULE}, {"engine": Past(1, ((-20, 4),))}, 0.0)
     assert found.counts == {"engine": 4}, "not the sum: one process serves both side by side"
 
 
@@ -104,6 +104,6 @@ def test_the_past_does_not_grow_with_time(rule, steps) -> None:
     now = 0.0
     for seconds, waiting in steps:
         now += seconds
-        past = dict(wanted({"engine": {"base": waiting}}, {"engine": rule}, past, now).past)
+        past = dict(plan_counts({"engine": {"base": waiting}}, {"engine": rule}, past, now).past)
         horizon = now - max(rule.up_after_s, rule.down_after_s)
         assert sum(at <= horizon for at, _ in past["engine"].samples) <= 1

@@ -84,11 +84,11 @@ def _vision(config: dict[str, Any], directory: Path) -> VisionShape | None:
     """Read the vision shape; None for a text model or without an image processor's file. Raises KeyError."""
     if config.get("model_type") not in VISION_TYPES:
         return None
-    found: Any = json_object(directory / "preprocessor_config.json")
-    found = found or json_object(directory / "processor_config.json").get("image_processor")
-    if not isinstance(found, dict) or not found:
+    image_processor: Any = json_object(directory / "preprocessor_config.json")
+    image_processor = image_processor or json_object(directory / "processor_config.json").get("image_processor")
+    if not isinstance(image_processor, dict) or not image_processor:
         return None
-    processor: dict[str, Any] = found
+    processor: dict[str, Any] = image_processor
     size = processor.get("size") or {}
     if config["model_type"] == "gemma3":
         return _square_vision(config, int(size["height"]))
@@ -119,8 +119,8 @@ def _context(text: Mapping[str, Any]) -> int:
     with sparse attention, the length up to which attention sees all tokens.
     """
     # GPT-2 and similar models name it n_positions.
-    own = text.get("model_max_length") or text.get("max_position_embeddings") or text.get("n_positions")
-    context = int(own or text["max_position_embeddings"])
+    longest = text.get("model_max_length") or text.get("max_position_embeddings") or text.get("n_positions")
+    context = int(longest or text["max_position_embeddings"])
     if text.get("model_type") in INDEXED:
         context = min(context, int(text.get("index_topk", 2048)))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -136,8 +136,8 @@ NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 def named_tokens(shape: ModelShape) -> dict[str, str]:
     """The special tokens that the tokenizer's configuration names: bos_token, eos_token and so on."""
     config = json_object(Path(shape.path) / "tokenizer_config.json")
-    found = {f"{kind}_token": config.get(f"{kind}_token") for kind in NAMED_TOKENS}
-    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    entries = {f"{kind}_token": config.get(f"{kind}_token") for kind in NAMED_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
     return {name: token for name, token in contents.items() if isinstance(token, str)}
 
 
@@ -146,7 +146,7 @@ def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
     config = json_object(Path(shape.path) / "tokenizer_config.json")
     added = cast("list[dict[str, object]]", json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
     ids = {token["content"]: token["id"] for token in added}
-    named = {
+    special_tokens = {
         kind: token.get("content") if isinstance(token, dict) else token
         for kind in ("pad", "eos", "bos", "unk")
         if (token := config.get(f"{kind}_token"))
@@ -154,8 +154,8 @@ def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
     return {
         "tokenizer_type": config.get("tokenizer_class"),
         "model_max_length": shape.max_context_length,
-        **{f"{kind}_token_id": ids.get(named.get(kind)) for kind in ("pad", "eos", "bos")},
-        "special_tokens": {f"{kind}_token": token for kind, token in named.items()},
+        **{f"{kind}_token_id": ids.get(special_tokens.get(kind)) for kind in ("pad", "eos", "bos")},
+        "special_tokens": {f"{kind}_token": token for kind, token in special_tokens.items()},
     }
 
 
@@ -164,20 +164,20 @@ def eos_token_ids(shape: ModelShape) -> frozenset[int]:
     directory = Path(shape.path)
     config = json_object(directory / "config.json")
     sources = (json_object(directory / "generation_config.json"), config.get("text_config", config))
-    named = [source.get("eos_token_id") for source in sources if isinstance(source, dict)]
+    entries = [source.get("eos_token_id") for source in sources if isinstance(source, dict)]
     ids: set[int] = set()
-    for found in (*named, tokenizer_facts(shape)["eos_token_id"]):
-        ids.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+    for entry in (*entries, tokenizer_facts(shape)["eos_token_id"]):
+        ids.update(entry if isinstance(entry, list) else [entry] if isinstance(entry, int) else [])
     return frozenset(ids)
 
 
 def json_object(path: Path) -> dict[str, object]:
     """Read a file's JSON object; empty if the file has none."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _resolve_one(entry: str, *, vision: bool) -> ModelShape:

@@ -27,8 +27,8 @@ from tinsmith.cluster.ray.scaling import (
     Resources,
     Role,
     Rule,
-    counts_from,
-    others_from,
+    parse_counts,
+    parse_resources,
 )
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
@@ -161,11 +161,11 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
 
 
 def _role(flag: str, counts: str, work: float, after: tuple[float, float], resources: Resources) -> Role:
-    return Role(Rule(*counts_from(flag, counts), work, *after), resources)
+    return Role(Rule(*parse_counts(flag, counts), work, *after), resources)
 
 
 def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
-    return Resources(cpus, gpus, others_from("a resource", others or []))
+    return Resources(cpus, gpus, parse_resources("a resource", others or []))
 
 
 def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:

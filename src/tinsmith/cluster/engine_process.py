@@ -78,13 +78,13 @@ class EngineProcess:
     async def wait(self) -> int:
         """The exit status. A thread waits: the process may have been started without an event loop."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[int] = loop.create_future()
+        exit_status: asyncio.Future[int] = loop.create_future()
 
         def note(status: int) -> None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            if not ended.done():
-                ended.set_result(status)
+            if not exit_status.done():
+                exit_status.set_result(status)
 
         def watch() -> None:
             status = self._process.wait()
@@ -92,7 +92,7 @@ class EngineProcess:
                 loop.call_soon_threadsafe(note, status)
 
         threading.Thread(target=watch, daemon=True).start()
-        return await ended
+        return await exit_status
 
     def send_signal(self, signal: int) -> None:
         self._process.send_signal(signal)

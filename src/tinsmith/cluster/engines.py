@@ -32,7 +32,7 @@ from tinsmith.db.database import Database, Fence, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
-from tinsmith.runtime.background import supervised_thread
+from tinsmith.runtime.background import start_supervised_thread
 
 EXIT_UNUSABLE_MODEL = 3
 """Exit status of an engine that cannot serve its model; it is not restarted."""
@@ -138,8 +138,8 @@ class Engines:
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
         """Set the state of the engine on a seat."""
-        mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
-        self._db.execute(mine.values(state=state, reason=reason, address=address))
+        update = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
+        self._db.execute(update.values(state=state, reason=reason, address=address))
 
     def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
         """End the epoch of an engine that has ended, and free its runs. `suspects` is its in-flight note."""
@@ -164,8 +164,10 @@ class Engines:
     def queue_state(self, base_model: str) -> tuple[str, str | None]:
         """The queue_state of a poll's answer, and its reason: paused_capacity while no engine is ready."""
         silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
-        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
-        query = sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(mine).order_by(ENGINES.c.started_at.desc())
+        is_engine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
+        query = (
+            sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(is_engine).order_by(ENGINES.c.started_at.desc())
+        )
         rows = self._db.rows(query)
         if any(row.state == "ready" and not row.silent for row in rows):
             return "active", None
@@ -180,8 +182,8 @@ class Engines:
     def cannot_start(self, base_model: str) -> str | None:
         """The reason why no engine of a base model will be ready: all of them failed at each start. Otherwise None."""
         alive = ENGINES.c.lease_expires_at > self._db.clock()
-        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
-        rows = self._db.rows(sa.select(ENGINES.c.state, ENGINES.c.reason, alive.label("alive")).where(mine))
+        is_engine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
+        rows = self._db.rows(sa.select(ENGINES.c.state, ENGINES.c.reason, alive.label("alive")).where(is_engine))
         broken = [row.reason for row in rows if (row.reason or "").startswith(NO_START)]
         usable = any(
             (row.state == "ready" and row.alive) or row.state in ("starting", "loading", "restarting")
@@ -199,7 +201,7 @@ class Engines:
         return self._db.execute(ENGINES.delete().where(expired, old, ~owns_runs, ~has_requests))
 
 
-_NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}
+_NEARNESS = {state: rank for rank, state in enumerate(("loading", "starting", "restarting", "failed"))}
 
 
 def end_epoch(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
@@ -217,13 +219,13 @@ def holder_of(data_dir: Path) -> str:
     """The unique id of a data directory, created on first use."""
     with open(os.open(data_dir / HOLDER, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        own = file.read().strip()
-        if not own:
-            own = secrets.token_hex(8)
-            file.write(own + "\n")
+        holder_id = file.read().strip()
+        if not holder_id:
+            holder_id = secrets.token_hex(8)
+            file.write(holder_id + "\n")
             file.flush()
             os.fsync(file.fileno())
-    return f"{socket.gethostname()}:{own}:{data_dir}"
+    return f"{socket.gethostname()}:{holder_id}:{data_dir}"
 
 
 def fence(lease: Lease) -> Fence:
@@ -251,21 +253,21 @@ class Renewal:
         self._lease_s = lease_s
         self._on_loss = on_loss
         self.lost = False
-        self._ended = threading.Event()
-        self._thread = supervised_thread("lease", self._run, self._ended.wait)
+        self._closing = threading.Event()
+        self._thread = start_supervised_thread("lease", self._run, self._closing.wait)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._lease_s / 3):
+        while not self._closing.wait(self._lease_s / 3):
             try:
-                held = self._engines.renew(self._lease, self._lease_s)
+                is_renewed = self._engines.renew(self._lease, self._lease_s)
             except SQLAlchemyError as error:  # retried after the interval; meanwhile the fence protects the data
                 log.warning("the lease could not be renewed", engine_id=self._lease.engine_id, exc_info=error)
                 continue
-            if not held:
+            if not is_renewed:
                 self.lost = True
                 self._on_loss()
                 return
 
     def close(self) -> None:
-        self._ended.set()
+        self._closing.set()
         self._thread.join()

@@ -98,7 +98,7 @@ class Executors:
 
     def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
         """The sampler's requests among those of a wake-up; reassigned ones may be older than others."""
-        parts = (self._db.rows(_NAMED, {"executor": executor, "request_ids": some}) for some in chunks(request_ids))
+        parts = (self._db.rows(_NAMED, {"executor": executor, "request_ids": chunk}) for chunk in chunks(request_ids))
         return [Pending(*row) for rows in parts for row in rows]
 
     def pending_ids(self, base_model: str, executor: str) -> set[str]:
@@ -114,17 +114,17 @@ class Executors:
 
     def change_state(self, executor: str, before: str, after: str, reason: str | None = None) -> bool:
         """False unless the sampler is in the state `before`."""
-        mine = (ENGINES.c.engine_id == executor) & (ENGINES.c.state == before)
-        return self._db.execute(ENGINES.update().where(mine).values(state=after, reason=reason)) == 1
+        in_state = (ENGINES.c.engine_id == executor) & (ENGINES.c.state == before)
+        return self._db.execute(ENGINES.update().where(in_state).values(state=after, reason=reason)) == 1
 
     def reassign(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
         """Reassign requests that a sampler has not begun, to the other samplers, if any, or else to the engines."""
         with self._db.write() as connection:
-            others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
-            names = list(connection.scalars(others)) if to_samplers else []
-            mine = FUTURES.update().where(FUTURES.c.executor == executor, FUTURES.c.state == "pending")
-            for some in chunks(request_ids):
-                moved = mine.where(FUTURES.c.request_id.in_(some))
+            samplers = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
+            names = list(connection.scalars(samplers)) if to_samplers else []
+            update = FUTURES.update().where(FUTURES.c.executor == executor, FUTURES.c.state == "pending")
+            for chunk in chunks(request_ids):
+                moved = update.where(FUTURES.c.request_id.in_(chunk))
                 connection.execute(moved.values(executor=_round_robin(names)))
             self._db.notify(connection, engine_mailbox(base_model), request_ids)
 
@@ -147,8 +147,8 @@ def reassign_all(db: Database, connection: sa.Connection, executor: str, base_mo
     """
     pending = (FUTURES.c.base_model == base_model, FUTURES.c.state == "pending", FUTURES.c.executor == executor)
     sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == SAMPLER)
-    others = live_samplers(db, base_model).where(ENGINES.c.engine_id != executor, sampler)
-    names = list(connection.scalars(others))
+    samplers = live_samplers(db, base_model).where(ENGINES.c.engine_id != executor, sampler)
+    names = list(connection.scalars(samplers))
     moved = FUTURES.update().where(*pending).values(executor=_round_robin(names))
     if not names:
         connection.execute(moved)
@@ -189,15 +189,17 @@ class DedicatedSamplers:
         )
         query = sa.select(*columns).where(ENGINES.c.kind == SAMPLER)
         rows = self._db.rows(query.order_by(ENGINES.c.base_model, ENGINES.c.engine_id))
-        found = [{str(name): value for name, value in row._mapping.items()} for row in rows]  # orjson takes no subclass
-        return [row | {**FACTS, **(row.pop("facts") or {})} for row in found]
+        samplers = [
+            {str(name): value for name, value in row._mapping.items()} for row in rows
+        ]  # orjson takes no subclass
+        return [row | {**FACTS, **(row.pop("facts") or {})} for row in samplers]
 
     def find(self, name: str) -> dict[str, object]:
         """One row of `all`. Raises NotFoundError with the known names."""
-        found = {str(row["sampler"]): row for row in self.all()}
-        if name not in found:
-            raise NotFoundError(f"there is no sampler {name[:80]!a}; known: {', '.join(found) or 'none'}")
-        return found[name]
+        samplers = {str(row["sampler"]): row for row in self.all()}
+        if name not in samplers:
+            raise NotFoundError(f"there is no sampler {name[:80]!a}; known: {', '.join(samplers) or 'none'}")
+        return samplers[name]
 
     def change(self, name: str, action: str) -> dict[str, object]:
         """Ask a sampler for one of `CHANGES`; returns its row afterwards. Raises NotFoundError, and UserError if its
@@ -207,9 +209,9 @@ class DedicatedSamplers:
         before, changes = str(row["state"]), CHANGES[action]
         if before not in changes:
             raise UserError(f"sampler {name!r} is {before}; to {action} it, it must be {' or '.join(changes)}")
-        if action == "sleep" and (why := row["cannot_sleep"]) != "":
+        if action == "sleep" and (obstacle := row["cannot_sleep"]) != "":
             raise UserError(
-                f"sampler {name!r} cannot sleep: {why or 'it has just started; try again in a few seconds'}"
+                f"sampler {name!r} cannot sleep: {obstacle or 'it has just started; try again in a few seconds'}"
             )
         changed = ENGINES.update().where(ENGINES.c.engine_id == name, ENGINES.c.state == before)
         with self._db.write() as connection:

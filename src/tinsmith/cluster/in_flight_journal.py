@@ -32,7 +32,7 @@ class Note:
     suspects: dict[str, Suspect]
 
     def text(self) -> bytes:
-        suspects = {request_id: (one.batch_size, one.deaths) for request_id, one in self.suspects.items()}
+        suspects = {request_id: (suspect.batch_size, suspect.deaths) for request_id, suspect in self.suspects.items()}
         return orjson.dumps({"running": self.running, "suspects": suspects})
 
     @classmethod
@@ -40,7 +40,7 @@ class Note:
         """Parse a note. An unreadable note, which a crash may have truncated, is empty."""
         try:
             note = orjson.loads(text)
-            suspects = {str(name): Suspect(int(one[0]), int(one[1])) for name, one in note["suspects"].items()}
+            suspects = {str(name): Suspect(int(entry[0]), int(entry[1])) for name, entry in note["suspects"].items()}
             return cls([str(name) for name in note["running"]], suspects)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return cls([], {})

@@ -120,7 +120,7 @@ class Ownership:
 
     def named(self, request_ids: Sequence[str]) -> list[Arrival]:
         """As `incoming`, for the requests of a wake-up; they may have been committed after later arrivals."""
-        parts = (self._db.rows(_NAMED, {**self._me, "request_ids": some}) for some in chunks(request_ids))
+        parts = (self._db.rows(_NAMED, {**self._me, "request_ids": chunk}) for chunk in chunks(request_ids))
         return [arrival for rows in parts for arrival in _arrivals(rows)]
 
     def pending_ids(self) -> set[str]:
@@ -129,16 +129,16 @@ class Ownership:
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
         """Claim unassigned requests and their runs for this engine; returns the claimed ids."""
-        mine: set[str] = set()
-        for some in chunks(request_ids):
-            values = {**self._me, "request_ids": some}
+        claimed_ids: set[str] = set()
+        for chunk in chunks(request_ids):
+            values = {**self._me, "request_ids": chunk}
             with self._db.write() as connection:
                 if model_ids := list(connection.scalars(_FREE_RUNS, values)):
                     connection.execute(_CLAIM_RUNS, {"model_ids": model_ids, "claimant": self.engine_id})
                 if free := list(connection.scalars(_FREE_REQUESTS, values)):
                     connection.execute(_CLAIM_REQUESTS, {"request_ids": free, "claimant": self.engine_id})
-                mine.update(connection.scalars(_CLAIMED, values))
-        return mine
+                claimed_ids.update(connection.scalars(_CLAIMED, values))
+        return claimed_ids
 
     def forward(self, cancel_id: str, sample_id: str) -> bool:
         """Forward a cancellation to another process that has the pending sample; returns False if none has."""
@@ -161,17 +161,17 @@ class Ownership:
             return None
         rows = {row.engine_id: row for row in self._db.rows(_live_engines(self._db, self.base_model, "ready"))}
         me = rows.pop(self.engine_id, None)
-        others = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
-        if me is None or not others:
+        candidates = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
+        if me is None or not candidates:
             return None
-        lightest = min(others, key=lambda row: (row.runs, row.engine_id))
+        lightest = min(candidates, key=lambda row: (row.runs, row.engine_id))
         return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
 
     def idle_runs(self) -> list[str]:
         """Some idle runs of this engine, most recently used first, since these are most likely to be used again."""
-        mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
+        is_ready = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
         idle = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
-        query = sa.select(MODELS.c.model_id).where(mine, idle).order_by(MODELS.c.last_request_at.desc())
+        query = sa.select(MODELS.c.model_id).where(is_ready, idle).order_by(MODELS.c.last_request_at.desc())
         return self._db.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model})
 
     def migrate(self, model_id: str, engine_id: str) -> bool:
@@ -183,14 +183,14 @@ class Ownership:
         seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
         # Locks the receiving engine's row or skips it: one migration to it at a time, and none while its epoch ends.
         seat = seat.with_for_update(key_share=True, skip_locked=True)
-        both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
-        counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
+        of_engines = MODELS.c.engine_id.in_((self.engine_id, engine_id))
+        counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(of_engines).group_by(MODELS.c.engine_id)
         run = (MODELS.c.model_id == model_id) & (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
         idle = MODELS.c.model_id.not_in(_BUSY_RUNS)
         with self._db.write() as connection:
             if connection.scalar(seat) is None:
                 return False
-            runs = {name: int(number) for name, number in connection.execute(counted)}
+            runs = {name: int(count) for name, count in connection.execute(counted)}
             if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < UNEVEN:
                 return False
             moved = MODELS.update().where(run, idle).values(engine_id=engine_id)
@@ -206,8 +206,8 @@ class Ownership:
         has_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         assigned = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
-        others = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
-        query = sa.select(ENGINES.c.engine_id).where(others, silent, has_runs | sa.exists().where(assigned))
+        is_other = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
+        query = sa.select(ENGINES.c.engine_id).where(is_other, silent, has_runs | sa.exists().where(assigned))
         names = self._db.scalars(query)
         return [name for name in names if self._free(name)]
 
@@ -219,8 +219,8 @@ class Ownership:
             row = connection.execute(seat.with_for_update(skip_locked=True)).one_or_none()
             if row is None:
                 return False
-            ended = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
-            state, reason = (row.state, row.reason) if ended else ("lost", "its lease expired")
+            has_ended = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
+            state, reason = (row.state, row.reason) if has_ended else ("lost", "its lease expired")
             end_epoch(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
@@ -235,7 +235,7 @@ class Ownership:
         return self._db.scalars(sa.select(ENGINES.c.suspects).where(has_note))
 
 
-def preferred_engine(key: str, engine_ids: Collection[str]) -> str:
+def choose_engine(key: str, engine_ids: Collection[str]) -> str:
     """The engine that claims unassigned work, by a hash: all engines agree, and the work is spread evenly."""
     return max(engine_ids, key=lambda engine_id: hashlib.blake2b(f"{engine_id}\n{key}".encode()).digest())
 
@@ -247,9 +247,9 @@ def _arrivals(rows: Iterable[Any]) -> list[Arrival]:
 def _live_engines(db: Database, base_model: str, *states: str) -> sa.Select:
     """A query for a base model's live engines in these states, with state, start time and number of runs."""
     alive = ENGINES.c.lease_expires_at > db.clock()
-    mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & ENGINES.c.state.in_(states)
+    in_states = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & ENGINES.c.state.in_(states)
     columns = ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.started_at, _NUM_RUNS.label("runs")
-    return sa.select(*columns).where(mine, alive)
+    return sa.select(*columns).where(in_states, alive)
 
 
 class EngineRouter:
@@ -263,7 +263,7 @@ class EngineRouter:
         with self._runs.lock:
             if not runs:
                 return None
-            engine_id = min(runs, key=lambda one: (runs[one], one))
+            engine_id = min(runs, key=lambda name: (runs[name], name))
             runs[engine_id] += 1
             return engine_id
 
@@ -271,7 +271,7 @@ class EngineRouter:
         """The engine for a sample of a base model or checkpoint; None if no engine is alive."""
         runs = self._runs.of(base_model)
         with self._runs.lock:
-            return preferred_engine(request_id, list(runs)) if runs else None
+            return choose_engine(request_id, list(runs)) if runs else None
 
     def _look(self, base_model: str) -> dict[str, int]:
         rows = self._db.rows(_live_engines(self._db, base_model, "ready", "loading"))

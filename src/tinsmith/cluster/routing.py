@@ -45,11 +45,11 @@ def chain_of(scope: str, prompt_T: I32) -> list[bytes]:
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
     keys: list[bytes] = []
     tokens = prompt_T.astype("<i4")
-    whole = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-    for start in range(0, whole, BLOCK_TOKENS):
+    blocks_end = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+    for start in range(0, blocks_end, BLOCK_TOKENS):
         digest.update(tokens[start : start + BLOCK_TOKENS].tobytes())
         keys.append(digest.digest())
-    digest.update(b"end" + tokens[whole:].tobytes())
+    digest.update(b"end" + tokens[blocks_end:].tobytes())
     return [*keys, digest.digest()]
 
 
@@ -64,8 +64,8 @@ def _free(waiting_tokens: Mapping[str, int]) -> list[str]:
     if not waiting_tokens:
         return []
     mean = sum(waiting_tokens.values()) / len(waiting_tokens)
-    most = max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
-    return [executor for executor, tokens in waiting_tokens.items() if tokens <= most]
+    limit = max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
+    return [executor for executor, tokens in waiting_tokens.items() if tokens <= limit]
 
 
 @dataclass(slots=True)
@@ -79,39 +79,39 @@ class _Prefix:
 class Prefixes:
     """The prefixes in the samplers' caches, according to this server's assignments. Not thread-safe."""
 
-    def __init__(self, most: int = MOST_PREFIXES) -> None:
-        self._most = most
-        self._known: OrderedDict[bytes, _Prefix] = OrderedDict()
+    def __init__(self, capacity: int = MOST_PREFIXES) -> None:
+        self._capacity = capacity
+        self._prefixes: OrderedDict[bytes, _Prefix] = OrderedDict()
 
     def choose(self, scope: str, prompt_T: I32, waiting_tokens: Mapping[str, int]) -> str | None:
         """Choose and record the executor for a sample; None without a live sampler. Prompts of different scopes share
         no cache.
         """
-        *blocks, whole = chain_of(scope, prompt_T)
-        depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._known), 0)
-        executor = self._bound(blocks, depth, whole)
+        *blocks, prompt_key = chain_of(scope, prompt_T)
+        depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._prefixes), 0)
+        executor = self._bound(blocks, depth, prompt_key)
         if executor is None or executor not in _free(waiting_tokens):
-            executor = choose(whole, waiting_tokens)
+            executor = choose(prompt_key, waiting_tokens)
         if executor is not None:
-            self._add([*blocks, whole], executor)
+            self._add([*blocks, prompt_key], executor)
         return executor
 
-    def _bound(self, blocks: Sequence[bytes], depth: int, whole: bytes) -> str | None:
+    def _bound(self, blocks: Sequence[bytes], depth: int, prompt_key: bytes) -> str | None:
         if not depth:
             return None
-        known = self._known[blocks[depth - 1]]
-        after = blocks[depth] if depth < len(blocks) else whole
-        return known.executor if len(known.continuations | {after}) <= MOST_CONTINUATIONS else None
+        prefix = self._prefixes[blocks[depth - 1]]
+        after = blocks[depth] if depth < len(blocks) else prompt_key
+        return prefix.executor if len(prefix.continuations | {after}) <= MOST_CONTINUATIONS else None
 
     def _add(self, chain: Sequence[bytes], executor: str) -> None:
         for key, after in pairwise(chain):
-            known = self._known.setdefault(key, _Prefix(executor, set()))
-            known.executor = executor
-            if len(known.continuations) <= MOST_CONTINUATIONS:
-                known.continuations.add(after)
-            self._known.move_to_end(key)
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+            prefix = self._prefixes.setdefault(key, _Prefix(executor, set()))
+            prefix.executor = executor
+            if len(prefix.continuations) <= MOST_CONTINUATIONS:
+                prefix.continuations.add(after)
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > self._capacity:
+            self._prefixes.popitem(last=False)
 
 
 def _weight(key: bytes, executor: str) -> bytes:
@@ -142,18 +142,18 @@ class Loads:
 
     def of(self, base_model: str) -> dict[str, int]:
         """The load of each process, by its id."""
-        moment = self._clock()
+        read_at = self._clock()
         with self.lock:
             view = self._views.get(base_model)
             if view is not None:
-                if moment - view.looked_at < FRESH_S:
+                if read_at - view.looked_at < FRESH_S:
                     return view.loads
-                view.looked_at = moment  # other threads use the old view while this one reads
+                view.looked_at = read_at  # other threads use the old view while this one reads
         loads: dict[str, int] = {}
         try:
             loads = self._look(base_model)
         except SQLAlchemyError as error:
             log.warning("the processes of a base model could not be read", base_model=base_model, error=repr(error))
         with self.lock:
-            self._views[base_model] = _View(moment, loads)
+            self._views[base_model] = _View(read_at, loads)
         return loads

@@ -28,7 +28,7 @@ def choose_sampler(settings: Settings, arch: str, *, images: bool) -> tuple[str,
     """What samples from a base model, and why. Imports torch if the number of GPUs decides."""
     if settings.sampler != "auto":
         return settings.sampler, "the settings say so"
-    kept = [name for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens")
+    local_settings = [name for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens")
             if getattr(settings, name)]  # fmt: skip
     reasons = {
         "the engine is not one that trains adapters on one device": settings.resolved_backend != "torch",
@@ -39,11 +39,11 @@ def choose_sampler(settings: Settings, arch: str, *, images: bool) -> tuple[str,
         "dedicated samplers do": settings.num_samplers > 0,
         "deterministic is for the engine's own": settings.deterministic,
         f"quantize is {settings.quantize!r}": settings.quantize != "off",
-        f"{', '.join(kept)} is for the engine's own": bool(kept),
+        f"{', '.join(local_settings)} is for the engine's own": bool(local_settings),
         "images need the engine's own": images,
     }
-    if why := next((reason for reason, holds in reasons.items() if holds), ""):
-        return "local", why
+    if obstacle := next((reason for reason, holds in reasons.items() if holds), ""):
+        return "local", obstacle
     import torch
 
     count = torch.cuda.device_count()
@@ -62,10 +62,10 @@ def _vllm_of(python: str, arch: str) -> str:
     """The version of an interpreter's vLLM, UNKNOWN_ARCH if that lacks the architecture, or empty without one."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         environment = {**engine_environment(), "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        found = subprocess.run(
+        completed = subprocess.run(
             [python, "-c", ASK_VLLM, arch], capture_output=True, text=True, check=False, timeout=ASK_VLLM_S,
             env=environment,
         )  # fmt: skip
-        words = found.stdout.split()
-        return words[-1] if found.returncode == 0 and words else ""
+        words = completed.stdout.split()
+        return words[-1] if completed.returncode == 0 and words else ""
     return ""

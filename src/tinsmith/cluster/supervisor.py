@@ -70,14 +70,14 @@ class Supervisor:
         settings: Settings,
         bases: Bases,
         engines: Engines,
-        gone: Callable[[int], None] = lambda _pid: None,
-        freed: Callable[[str], None] = lambda _base_model: None,
+        on_exit: Callable[[int], None] = lambda _pid: None,
+        on_release: Callable[[str], None] = lambda _base_model: None,
         prestarted: EngineProcess | None = None,
     ) -> None:
         """`gone` is called with the pid of an engine that has ended, `freed` with its base model."""
         self._prestarted = prestarted
-        self._gone = gone
-        self._freed = freed
+        self._on_exit = on_exit
+        self._on_release = on_release
         self._settings = settings
         secret = load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)
         self._peer_key = Signer(secret).key("peers")  # signs requests between engines and samplers
@@ -100,9 +100,9 @@ class Supervisor:
             for seat in self._seats(shape)
         ]
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Make the server stop: it waits for `refused`."""
-        self.refusal = why
+        self.refusal = reason
         self.refused.set()
 
     def failing(self) -> str:
@@ -135,7 +135,7 @@ class Supervisor:
     async def _supervise(self, shape: ModelShape, seat: Seat) -> None:
         backoff = Backoff(FIRST_PAUSE_S)
         deaths = self._deaths[self._engines.id_of(seat)] = _Deaths()
-        named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
+        labels = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
         while not self._stopping.is_set():
             started = deaths.last_start = time.monotonic()
             # The row may still say that the previous engine is ready.
@@ -143,7 +143,7 @@ class Supervisor:
             try:
                 code = await self._run_once(shape, seat)
             except OSError as error:  # out of memory, or no space for the log: temporary
-                log.error("an engine could not be started", exc_info=error, **named)
+                log.error("an engine could not be started", exc_info=error, **labels)
                 code = -1
             if self._stopping.is_set():
                 if code != 0:
@@ -162,7 +162,7 @@ class Supervisor:
             ran_s = time.monotonic() - started
             deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
             pause_s = backoff.after(ran_s)
-            log.error("an engine died; restarting it", status=code, pause_s=pause_s, **named)
+            log.error("an engine died; restarting it", status=code, pause_s=pause_s, **labels)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
@@ -177,12 +177,12 @@ class Supervisor:
     async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
         suspects = read_journal(journal_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
         await self._write_row(self._engines.release, seat, state, reason, suspects)
-        self._freed(seat.base_model)
+        self._on_release(seat.base_model)
 
-    async def _write_row(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
+    async def _write_row(self, write: Callable[..., None], seat: Seat, *values: str | None) -> None:
         """Write the engine's state for polls; a running engine writes its row itself."""
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(write, seat, *news)
+            await asyncio.to_thread(write, seat, *values)
 
     async def _run_once(self, shape: ModelShape, seat: Seat) -> int:
         """Run one engine process to its end; returns its exit status."""
@@ -200,7 +200,7 @@ class Supervisor:
             return await self._wait_for_exit(process)
         finally:
             self.pids.discard(process.pid)
-            self._gone(process.pid)
+            self._on_exit(process.pid)
 
     def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
         """The line of settings that an engine reads from standard input."""
@@ -223,8 +223,8 @@ class Supervisor:
         """The log file of the engines on a seat."""
         readable = "".join(letter if letter.isalnum() else "-" for letter in seat.base_model)[-40:]
         key = hashlib.sha256(seat.base_model.encode()).hexdigest()[:8]
-        number = f"-{seat.index}" if seat.index else ""
-        return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{number}.log"
+        suffix = f"-{seat.index}" if seat.index else ""
+        return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{suffix}.log"
 
 
 def last_error(log_path: Path) -> str:
@@ -235,15 +235,15 @@ def last_error(log_path: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    found = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")
-    return CREDENTIALS.sub("***", found)[:MOST_SHOWN]
+    error_line = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")
+    return CREDENTIALS.sub("***", error_line)[:MOST_SHOWN]
 
 
 async def _end(process: EngineProcess, exited: asyncio.Task[int]) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
-    done, _ = await asyncio.wait({exited}, timeout=STOP_S)
-    if not done:
+    exits, _ = await asyncio.wait({exited}, timeout=STOP_S)
+    if not exits:
         log.error("an engine did not stop in time; killing it", pid=process.pid)
         with contextlib.suppress(ProcessLookupError):
             process.kill()

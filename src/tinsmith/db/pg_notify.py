@@ -20,7 +20,7 @@ import structlog
 
 from tinsmith.db.database import MAX_NOTIFY_BYTES, sqlalchemy_url
 from tinsmith.db.wakeups import Mailbox, WakeUps, payloads, socket_dir
-from tinsmith.runtime.background import ignore, supervised_thread
+from tinsmith.runtime.background import ignore, start_supervised_thread
 
 if TYPE_CHECKING:
     import psycopg
@@ -59,7 +59,7 @@ class PostgresMailbox:
         self._woken, self._wake = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
-        self._thread = supervised_thread(f"listen-{channel}", self._run, self._ends_within, failed)
+        self._thread = start_supervised_thread(f"listen-{channel}", self._run, self._ends_within, failed)
 
     def fileno(self) -> int:
         return self._woken

@@ -77,7 +77,7 @@ from tinsmith.plan.degrees import (
 )
 from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
-from tinsmith.runtime.background import supervised_thread
+from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, Settings
@@ -466,7 +466,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     database.time_use(engine.meters.observe_database)
     threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
     gc.freeze()  # without torch, what this process has imported is not exempt yet
-    supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
+    start_supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
     try:

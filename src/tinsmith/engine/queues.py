@@ -5,7 +5,7 @@ samples by tenant. Both know no SQL and no device.
 
 `Arrivals` reads each of the engine's requests once from the rows into its queues: those after the last row that it
 read, those named by a wake-up, and once a second those that it may have missed. It claims requests without an engine:
-immediately those that it is `preferred_engine` for, the others a second later, since their preferred engine may be busy
+immediately those that it is `choose_engine` for, the others a second later, since their preferred engine may be busy
 or about to die. Once a second it also frees the requests of engines whose lease has expired. The runs of a dead engine
 come with its in-flight journal (`quarantine`).
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from tinsmith.cluster.ownership import Arrival, Ownership, preferred_engine
+from tinsmith.cluster.ownership import Arrival, Ownership, choose_engine
 from tinsmith.db.wakeups import EVERYTHING
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.scheduler import PASS_KINDS, ModelQueue
@@ -392,7 +392,7 @@ class Arrivals:
         if not self._others or one.request.request_id in self._left_to_others:
             return True
         me = self.ownership.engine_id
-        return preferred_engine(one.run_id or one.request.request_id, [me, *self._others]) == me
+        return choose_engine(one.run_id or one.request.request_id, [me, *self._others]) == me
 
     def _enqueue(self, request: Pending) -> None:
         if request.request_id in self.queues.known:

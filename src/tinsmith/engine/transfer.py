@@ -49,7 +49,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.backends import Capture
 from tinsmith.cluster.executors import Executors
 from tinsmith.errors import CorruptFilesError
-from tinsmith.runtime.background import supervised_thread
+from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, Checkpoints
 from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions
@@ -100,7 +100,7 @@ class TransferServer:
         self.address = f"{host}:{self._listener.server_address[1]}"
         self._closing = threading.Event()
         serve = partial(self._listener.serve_forever, CLOSING_S)
-        self._thread = supervised_thread("server", serve, self._closing.wait)
+        self._thread = start_supervised_thread("server", serve, self._closing.wait)
 
     def offer(self, version_id: str, capture: Capture) -> None:
         """Serve this version from now on, replacing an earlier offer. Called from the engine's thread."""

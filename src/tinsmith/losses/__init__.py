@@ -140,14 +140,14 @@ def resolve_config(request: Pass) -> dict[str, float]:
         return {}
     defaults = LOSSES[request.loss_fn].config
     for key, value in request.loss_config.items():
-        where = f"loss_fn_config[{_quote(key)}]"
+        field = f"loss_fn_config[{_quote(key)}]"
         if key not in defaults:
-            known = f"it takes {', '.join(defaults)}" if defaults else "it takes no configuration"
-            raise UserError(f"{where} is not a setting of {request.loss_fn}; {known}")
+            choices = f"it takes {', '.join(defaults)}" if defaults else "it takes no configuration"
+            raise UserError(f"{field} is not a setting of {request.loss_fn}; {choices}")
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{where} is {_quote(value)}; it must be a number")
+            raise UserError(f"{field} is {_quote(value)}; it must be a number")
         if not math.isfinite(value) or value < 0:
-            raise UserError(f"{where} is {value}; it must be finite and not negative")
+            raise UserError(f"{field} is {value}; it must be finite and not negative")
     config = {key: float(request.loss_config.get(key, default)) for key, default in defaults.items()}
     if CLIP_LOW in config and config[CLIP_LOW] > config[CLIP_HIGH]:
         raise UserError(
@@ -155,8 +155,8 @@ def resolve_config(request: Pass) -> dict[str, float]:
             f"both bound the probability ratio, for example 0.8 and 1.2"
         )
     if 0 < config.get(DUAL_CLIP, 0) <= 1:
-        where = f"loss_fn_config['{DUAL_CLIP}'] is {config[DUAL_CLIP]}"
-        raise UserError(f"{where}; it must be greater than 1, for example 3, or 0 (off)")
+        field = f"loss_fn_config['{DUAL_CLIP}'] is {config[DUAL_CLIP]}"
+        raise UserError(f"{field}; it must be greater than 1, for example 3, or 0 (off)")
     if config.get(ROLLOUT_MAX) == 0:
         raise UserError(f"loss_fn_config['{ROLLOUT_MAX}'] is 0.0; it must be greater than 0")
     return config
@@ -236,38 +236,38 @@ def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: Mod
 
 
 def _check_one(index: int, name: str, array: Array, expected: tuple[int, ...], loss: Loss) -> None:
-    where = f"data[{index}].loss_fn_inputs[{name!r}]"
+    field = f"data[{index}].loss_fn_inputs[{name!r}]"
     values = array.values if isinstance(array, SparseRows) else array
     if name == "target_tokens":
         if values.dtype != np.int64:
-            raise UserError(f"{where} is {values.dtype}; token ids must be int64")
+            raise UserError(f"{field} is {values.dtype}; token ids must be int64")
         if loss.many_targets and len(array.shape) == 2 and array.shape[1] > 0:
             expected = (*expected, array.shape[1])
     elif values.dtype not in (np.float32, np.int64):
-        raise UserError(f"{where} is {values.dtype}; it must be float32")
+        raise UserError(f"{field} is {values.dtype}; it must be float32")
     if tuple(array.shape) != expected:
         hint = "as target_tokens" if name != "target_tokens" else "one target per token of model_input"
         if name == "target_tokens" and loss.many_targets:
             hint += f", or [{expected[0]}, K] for K targets"
-        raise UserError(f"{where} has shape {list(array.shape)}; it must be {list(expected)}: {hint}")
+        raise UserError(f"{field} has shape {list(array.shape)}; it must be {list(expected)}: {hint}")
     if isinstance(array, SparseRows):
-        check_csr(where, array)
+        check_csr(field, array)
 
 
-def check_csr(where: str, array: SparseRows) -> None:
+def check_csr(field: str, array: SparseRows) -> None:
     num_rows, num_cols = array.shape
     crow, col, num_values = array.crow_indices, array.col_indices, len(array.values)
     if num_rows * num_cols > MAX_TARGETS_PER_DATUM:
-        raise UserError(f"{where} has shape {list(array.shape)}: more than {MAX_TARGETS_PER_DATUM} cells")
+        raise UserError(f"{field} has shape {list(array.shape)}: more than {MAX_TARGETS_PER_DATUM} cells")
     if len(crow) != num_rows + 1 or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != num_values:
-        raise UserError(f"{where}.crow_indices must be {num_rows + 1} ascending numbers from 0 to {num_values}")
+        raise UserError(f"{field}.crow_indices must be {num_rows + 1} ascending numbers from 0 to {num_values}")
     if len(col) != num_values:
-        raise UserError(f"{where} has {len(col)} col_indices for {num_values} values; there must be as many")
+        raise UserError(f"{field} has {len(col)} col_indices for {num_values} values; there must be as many")
     if num_values and not 0 <= col.min() <= col.max() < num_cols:
-        raise UserError(f"{where}.col_indices reach from {col.min()} to {col.max()}; they must lie in [0, {num_cols})")
+        raise UserError(f"{field}.col_indices reach from {col.min()} to {col.max()}; they must lie in [0, {num_cols})")
     cells = np.repeat(np.arange(num_rows), np.diff(crow)) * num_cols + col
     if len(np.unique(cells)) != num_values:
-        raise UserError(f"{where} lists a cell twice; each may have one value")
+        raise UserError(f"{field} lists a cell twice; each may have one value")
 
 
 def _tokens(datum: Datum) -> npt.NDArray[np.generic] | None:
@@ -338,22 +338,22 @@ def _check_clips(data: Sequence[Datum], config: Mapping[str, float]) -> None:
 
 def _check_custom_inputs(index: int, datum: Datum, loss: CustomLoss) -> None:
     """Check every input that the loss reads, with its declared rank. On the wire a scalar is one value."""
-    for each in loss.inputs:
-        name = "target_tokens" if each.name == "logprobs" else each.name
-        where = f"data[{index}].loss_fn_inputs[{name!r}]"
+    for declared in loss.inputs:
+        name = "target_tokens" if declared.name == "logprobs" else declared.name
+        field = f"data[{index}].loss_fn_inputs[{name!r}]"
         if name not in datum.inputs:
-            raise UserError(f"{where} is missing; custom loss {_quote(loss.name)} reads it")
+            raise UserError(f"{field} is missing; custom loss {_quote(loss.name)} reads it")
         array = datum.inputs[name]
         if isinstance(array, SparseRows):
-            check_csr(where, array)
+            check_csr(field, array)
         elif array.dtype not in (np.float32, np.int64) or array.size > MAX_TARGETS_PER_DATUM:
             raise UserError(
-                f"{where} is {array.size} values of {array.dtype}; it must be float32 or int64, "
+                f"{field} is {array.size} values of {array.dtype}; it must be float32 or int64, "
                 f"at most {MAX_TARGETS_PER_DATUM}"
             )
-        if len(array.shape) != each.rank and not (each.rank == 0 and array.shape == (1,)):
+        if len(array.shape) != declared.rank and not (declared.rank == 0 and array.shape == (1,)):
             raise UserError(
-                f"{where} has rank {len(array.shape)}; custom loss {_quote(loss.name)} declared {each.rank}"
+                f"{field} has rank {len(array.shape)}; custom loss {_quote(loss.name)} declared {declared.rank}"
             )
 
 

@@ -111,17 +111,17 @@ def check_graph(loss: CustomLoss) -> None:
     _check_inputs(loss)
     if not loss.nodes or len(loss.nodes) > MAX_NODES:
         raise UserError(f"graph.nodes has {len(loss.nodes)} nodes; it must have 1 to {MAX_NODES}")
-    known: set[str] = set()
+    earlier: set[str] = set()
     num_arguments = 0
     for index, node in enumerate(loss.nodes):
-        where = f"graph.nodes[{index}] ({_quote(node.name)})"
-        if not NODE_NAME.fullmatch(node.name) or node.name in known:
-            raise UserError(f"{where}: the name must consist of letters, digits and underscores, and be unique")
-        num_arguments += _check_values(where, node, known)
+        field = f"graph.nodes[{index}] ({_quote(node.name)})"
+        if not NODE_NAME.fullmatch(node.name) or node.name in earlier:
+            raise UserError(f"{field}: the name must consist of letters, digits and underscores, and be unique")
+        num_arguments += _check_values(field, node, earlier)
         if num_arguments > MAX_ARGUMENTS:
-            raise UserError(f"{where}: the graph has more than {MAX_ARGUMENTS} argument values up to here")
-        _check_node(where, node, loss, index)
-        known.add(node.name)
+            raise UserError(f"{field}: the graph has more than {MAX_ARGUMENTS} argument values up to here")
+        _check_node(field, node, loss, index)
+        earlier.add(node.name)
 
 
 def output_of(loss: CustomLoss) -> tuple[NodeRef, dict[str, NodeRef]]:
@@ -130,77 +130,77 @@ def output_of(loss: CustomLoss) -> tuple[NodeRef, dict[str, NodeRef]]:
 
 
 def _check_inputs(loss: CustomLoss) -> None:
-    names = [each.name for each in loss.inputs]
+    names = [declared.name for declared in loss.inputs]
     if not names or len(names) > MAX_INPUTS or names[0] != "logprobs":
         raise UserError(f"inputs are {_quote(names)}; send 1 to {MAX_INPUTS} inputs, 'logprobs' first")
-    for index, each in enumerate(loss.inputs):
-        if not INPUT_NAME.fullmatch(each.name) or each.name in names[:index]:
+    for index, declared in enumerate(loss.inputs):
+        if not INPUT_NAME.fullmatch(declared.name) or declared.name in names[:index]:
             raise UserError(
-                f"inputs[{index}].name is {_quote(each.name)}; it must be a lowercase name that no other input has"
+                f"inputs[{index}].name is {_quote(declared.name)}; it must be a lowercase name that no other input has"
             )
-        if not (0 if index else 1) <= each.rank <= 2:
-            raise UserError(f"inputs[{index}].rank is {each.rank}; it must be 0, 1 or 2, and not 0 for logprobs")
+        if not (0 if index else 1) <= declared.rank <= 2:
+            raise UserError(f"inputs[{index}].rank is {declared.rank}; it must be 0, 1 or 2, and not 0 for logprobs")
 
 
-def _check_node(where: str, node: LossNode, loss: CustomLoss, index: int) -> None:
+def _check_node(field: str, node: LossNode, loss: CustomLoss, index: int) -> None:
     num_inputs, last = len(loss.inputs), len(loss.nodes) - 1
     if (node.op == "placeholder") != (index < num_inputs):
-        raise UserError(f"{where} is a {_quote(node.op)}; the graph begins with its {num_inputs} placeholders")
+        raise UserError(f"{field} is a {_quote(node.op)}; the graph begins with its {num_inputs} placeholders")
     if (node.op == "output") != (index == last):
-        raise UserError(f"{where} is a {_quote(node.op)}; the graph ends with its one output")
+        raise UserError(f"{field} is a {_quote(node.op)}; the graph ends with its one output")
     if node.op == "placeholder":
-        wanted = loss.inputs[index].name
-        if node.target != wanted or node.args or node.kwargs:
+        expected = loss.inputs[index].name
+        if node.target != expected or node.args or node.kwargs:
             raise UserError(
-                f"{where} takes {_quote(node.target)}; it must take {wanted!r}, as inputs[{index}], without a default"
+                f"{field} takes {_quote(node.target)}; it must take {expected!r}, as inputs[{index}], without a default"
             )
     elif node.op == "output":
-        _output(where, node)
+        _output(field, node)
     elif node.op in ("call_function", "call_method"):
-        _check_call(where, node)
+        _check_call(field, node)
     else:
         raise UserError(
-            f"{where} is a {_quote(node.op)} of {_quote(node.target)}; a custom loss has placeholders, "
+            f"{field} is a {_quote(node.op)} of {_quote(node.target)}; a custom loss has placeholders, "
             "call_function, call_method and an output"
         )
 
 
-def _check_call(where: str, node: LossNode) -> None:
+def _check_call(field: str, node: LossNode) -> None:
     allowed = FUNCTIONS if node.op == "call_function" else METHODS
     if node.target not in allowed:
-        raise UserError(f"{where}: {node.op} {_quote(node.target)} is not allowed in a custom loss{_hint(node.target)}")
+        raise UserError(f"{field}: {node.op} {_quote(node.target)} is not allowed in a custom loss{_hint(node.target)}")
     if not node.args:
-        raise UserError(f"{where}: {node.target} has no positional arguments; it needs at least one")
+        raise UserError(f"{field}: {node.target} has no positional arguments; it needs at least one")
     for name, value in node.kwargs.items():
         # None and False are harmless: torch's own functions trace as `out=None`, `inplace=False`.
         if name not in KEYWORDS and value is not None and value is not False:
             raise UserError(
-                f"{where}: {node.target} has the keyword {_quote(name)}, which is not allowed in a custom loss"
+                f"{field}: {node.target} has the keyword {_quote(name)}, which is not allowed in a custom loss"
             )
     if node.target == "getattr":
         of_a_node = len(node.args) == 2 and isinstance(node.args[0], NodeRef) and not node.kwargs
         if not (of_a_node and isinstance(node.args[1], str) and node.args[1] in ATTRIBUTES):
             raise UserError(
-                f"{where}: getattr takes a node and one of {', '.join(sorted(ATTRIBUTES))}, not {_quote(node.args[1:])}"
+                f"{field}: getattr takes a node and one of {', '.join(sorted(ATTRIBUTES))}, not {_quote(node.args[1:])}"
             )
         return
     for value in _walk((*node.args, *node.kwargs.values())):
         if isinstance(value, str) and value not in STRINGS:
             raise UserError(
-                f"{where}: {node.target} has the text {_quote(value)}, which is not allowed in a custom loss"
+                f"{field}: {node.target} has the text {_quote(value)}, which is not allowed in a custom loss"
             )
 
 
-def _check_values(where: str, node: LossNode, known: set[str]) -> int:
+def _check_values(field: str, node: LossNode, earlier: set[str]) -> int:
     """Check that references point backward and constants are known. Returns the number of values."""
     count = 0
     for value in _walk((*node.args, *node.kwargs.values())):
         count += 1
-        if isinstance(value, NodeRef) and value.name not in known:
-            raise UserError(f"{where} refers to {_quote(value.name)}, which is not an earlier node")
+        if isinstance(value, NodeRef) and value.name not in earlier:
+            raise UserError(f"{field} refers to {_quote(value.name)}, which is not an earlier node")
         if isinstance(value, TorchConstant) and value.name not in CONSTANTS.get(value.kind, ()):
             choices = ", ".join(sorted(CONSTANTS.get(value.kind, ())))
-            raise UserError(f"{where}: the {value.kind} {_quote(value.name)} must be one of {choices}")
+            raise UserError(f"{field}: the {value.kind} {_quote(value.name)} must be one of {choices}")
     return count
 
 
@@ -216,19 +216,19 @@ def _walk(values: Sequence[LossArgument]) -> Iterator[LossArgument]:
             yield from _walk((value.start, value.stop, value.step))
 
 
-def _output(where: str, node: LossNode) -> tuple[NodeRef, dict[str, NodeRef]]:
+def _output(field: str, node: LossNode) -> tuple[NodeRef, dict[str, NodeRef]]:
     returned = node.args[0] if len(node.args) == 1 and not node.kwargs else None
     if not isinstance(returned, list | tuple) or len(returned) != 2:
-        raise UserError(f"{where} must return (loss, metrics)")
+        raise UserError(f"{field} must return (loss, metrics)")
     loss, metrics = returned
     if not isinstance(loss, NodeRef) or not isinstance(metrics, dict):
-        raise UserError(f"{where} must return a node as its loss, and its metrics as a dict")
-    found: dict[str, NodeRef] = {}
+        raise UserError(f"{field} must return a node as its loss, and its metrics as a dict")
+    node_by_key: dict[str, NodeRef] = {}
     for key, value in metrics.items():
         if not METRIC_KEY.fullmatch(key) or not isinstance(value, NodeRef):
-            raise UserError(f"{where}: metric {_quote(key)} must be a node named custom/NAME:sum or custom/NAME:mean")
-        found[key] = value
-    return loss, found
+            raise UserError(f"{field}: metric {_quote(key)} must be a node named custom/NAME:sum or custom/NAME:mean")
+        node_by_key[key] = value
+    return loss, node_by_key
 
 
 def _hint(target: str) -> str:

@@ -1,8 +1,8 @@
 """Supervised background work of a process.
 
 `Background` owns the tasks of one event loop. Work that raises is logged, counted under its name and restarted after a
-pause that doubles with each failure. Work that returns has ended. `supervised_thread` does the same for a thread. Work
-handles expected errors (a busy database) itself.
+pause that doubles with each failure. Work that returns has ended. `start_supervised_thread` does the same for a thread.
+Work handles expected errors (a busy database) itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Background:
                 return
 
 
-def supervised_thread(
+def start_supervised_thread(
     name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = ignore
 ) -> threading.Thread:
     """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits up to the

@@ -83,31 +83,31 @@ class _Process:
     """The role of this process, and the pids of the other processes."""
 
     role: str
-    others: Callable[[], Iterable[int]]
+    other_pids: Callable[[], Iterable[int]]
 
 
 _armed: dict[str, _Crash] = {}
 _process: _Process | None = None
 
 
-def arm(setting: str, role: str, data_dir: Path, others: Callable[[], Iterable[int]]) -> None:
-    """Arm the failpoints of `setting` in this process, whose role is `server` or `engine`; `others` returns the pids of
-    the processes of the other role. Raises SettingsError if the setting is malformed or names an unknown point.
+def arm(setting: str, role: str, data_dir: Path, other_pids: Callable[[], Iterable[int]]) -> None:
+    """Arm the failpoints of `setting` in this process, whose role is `server` or `engine`; `other_pids` returns the
+    pids of the processes of the other role. Raises SettingsError if the setting is malformed or names an unknown point.
     """
     global _process
     _armed.clear()
-    _process = _Process(role, others)
+    _process = _Process(role, other_pids)
     for spec in filter(None, (part.strip() for part in setting.split(","))):
-        found = _SPEC.fullmatch(spec)
-        if found is None or found["point"] not in POINTS or found["victim"] not in (None, *VICTIMS):
+        match = _SPEC.fullmatch(spec)
+        if match is None or match["point"] not in POINTS or match["victim"] not in (None, *VICTIMS):
             raise SettingsError(
                 f"failpoints has {spec!r}; the form is NAME[:N][@server|engine|both], NAME being one of {list(POINTS)}"
             )
-        victim = found["victim"] or role
+        victim = match["victim"] or role
         victims = frozenset(VICTIMS[:2] if victim == "both" else (victim,))
-        marker = data_dir / f"crashed.{found['point']}"
+        marker = data_dir / f"crashed.{match['point']}"
         if not marker.exists():
-            _armed[found["point"]] = _Crash(int(found["nth"] or 1), victims, marker)
+            _armed[match["point"]] = _Crash(int(match["nth"] or 1), victims, marker)
 
 
 def hit(point: str) -> None:
@@ -125,7 +125,7 @@ def _kill(crash: _Crash) -> None:
     except FileExistsError:  # another process was first
         return
     if crash.victims - {_process.role}:
-        for pid in _process.others():
+        for pid in _process.other_pids():
             os.kill(pid, signal.SIGKILL)
     if _process.role in crash.victims:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -239,7 +239,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     database.migrate()
     check_reachable(settings)
     waiters = Waiters()
-    meters.held_polls(waiters.__len__)
+    meters.watch_long_polls(waiters.__len__)
 
     wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)

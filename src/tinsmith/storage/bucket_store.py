@@ -26,7 +26,7 @@ NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
 
 
 @contextlib.contextmanager
-def translated_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Translate the bucket's errors into UnreachableError, except for a missing object's FileNotFoundError."""
     from obstore.exceptions import BaseError
 
@@ -50,7 +50,7 @@ class BucketStore(Store):
     def __init__(self, bucket: Bucket) -> None:
         self._bucket: Any = bucket
 
-    @translated_errors()
+    @translate_errors()
     def put_create(self, key: str, data: bytes) -> str | None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -61,60 +61,60 @@ class BucketStore(Store):
                 raise FileExistsError(f"{key} exists already") from None
             return self.head(key).etag
 
-    @translated_errors()
+    @translate_errors()
     def put(self, key: str, data: bytes) -> str | None:
         return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
 
-    @translated_errors()
+    @translate_errors()
     def get(self, key: str) -> bytes:
         return bytes(self._bucket.get(key).bytes())
 
-    @translated_errors()
+    @translate_errors()
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        wanted = [(start, end) for start, end in ranges if end > start]
-        found = iter(
-            self._bucket.get_ranges(key, starts=[start for start, _ in wanted], ends=[end for _, end in wanted])
-            if wanted
+        requests = [(start, end) for start, end in ranges if end > start]
+        answers = iter(
+            self._bucket.get_ranges(key, starts=[start for start, _ in requests], ends=[end for _, end in requests])
+            if requests
             else ()
         )
-        return [bytes(next(found)) if end > start else b"" for start, end in ranges]
+        return [bytes(next(answers)) if end > start else b"" for start, end in ranges]
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        with translated_errors():
+        with translate_errors():
             for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(chunk)
 
-    @translated_errors()
+    @translate_errors()
     def head(self, key: str) -> ObjectInfo:
-        found = self._bucket.head(key)
-        return ObjectInfo(found["size"], found["e_tag"])
+        info = self._bucket.head(key)
+        return ObjectInfo(info["size"], info["e_tag"])
 
-    @translated_errors()
+    @translate_errors()
     def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
         return io.BufferedReader(_Ranged(self, key, self.head(key).size), buffer_bytes)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        with translated_errors():
+        with translate_errors():
             for page in self._bucket.list(prefix.rstrip("/") or None):
                 for entry in page:
                     yield Entry(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
-    @translated_errors()
+    @translate_errors()
     def delete_many(self, keys: Iterable[str]) -> None:
-        if wanted := list(keys):
+        if names := list(keys):
             with contextlib.suppress(FileNotFoundError):
-                self._bucket.delete(wanted)
+                self._bucket.delete(names)
 
     @contextlib.contextmanager
     def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
-        with translated_errors():
+        with translate_errors():
             upload = _Upload(self._bucket, key)
             yield upload
             if upload.stream is None and exclusive:
                 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
                 try:
-                    self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
+                    self._bucket.put(key, bytes(upload.buffer), mode="create", use_multipart=False)
                 except (AlreadyExistsError, PreconditionError, FileExistsError):
                     raise FileExistsError(f"{key} exists already") from None
             elif exclusive and self.exists(key):
@@ -122,16 +122,16 @@ class BucketStore(Store):
             else:
                 upload.finish()
 
-    @translated_errors()
+    @translate_errors()
     def copy(self, source: str, target: str) -> None:
         if self.head(source).size <= MAX_COPY_BYTES:
             self._bucket.copy(source, target)
             return
         with self.open(source) as file, self.open_writer(target) as writer:
-            while piece := file.read(PIECE_BYTES):
-                writer.write(piece)
+            while chunk := file.read(PIECE_BYTES):
+                writer.write(chunk)
 
-    @translated_errors()
+    @translate_errors()
     def upload(self, path: Path, key: str) -> None:
         """Upload a local file as an object."""
         self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
@@ -165,10 +165,10 @@ class _Ranged(io.RawIOBase):
         end = min(self._position + min(len(buffer), PIECE_BYTES), self._size)
         if end <= self._position:
             return 0
-        piece = self._store.get_range(self._key, self._position, end)
-        buffer[: len(piece)] = piece
-        self._position += len(piece)
-        return len(piece)
+        chunk = self._store.get_range(self._key, self._position, end)
+        buffer[: len(chunk)] = chunk
+        self._position += len(chunk)
+        return len(chunk)
 
 
 class _Upload:
@@ -177,23 +177,23 @@ class _Upload:
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket: Any = bucket
         self._key = key
-        self.held = bytearray()
+        self.buffer = bytearray()
         self.stream: Any = None
 
     def write(self, data: bytes | memoryview) -> None:
-        if self.stream is None and len(self.held) + len(data) <= PIECE_BYTES:
-            self.held += data
+        if self.stream is None and len(self.buffer) + len(data) <= PIECE_BYTES:
+            self.buffer += data
             return
         if self.stream is None:
             import obstore
 
             self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PIECE_BYTES, max_concurrency=1)
-            self.stream.write(bytes(self.held))
-            self.held.clear()
+            self.stream.write(bytes(self.buffer))
+            self.buffer.clear()
         self.stream.write(bytes(data))
 
     def finish(self) -> None:
         if self.stream is None:
-            self._bucket.put(self._key, bytes(self.held), use_multipart=False)
+            self._bucket.put(self._key, bytes(self.buffer), use_multipart=False)
         else:
             self.stream.close()

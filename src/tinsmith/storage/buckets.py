@@ -54,7 +54,7 @@ class BucketDirectories(Directories):
         assert isinstance(store, BucketStore)
         self._store = store
         self._cache = cache
-        self._known: OrderedDict[str, Manifest] = OrderedDict()
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         super().__init__(cache.root / PurePosixPath(self._prefix).name)
 
     def _key(self, name: str, file: str) -> str:
@@ -131,12 +131,12 @@ class BucketDirectories(Directories):
         with self._cache.filling(self._root / name) as hidden:
             for file, (size_bytes, sha256) in manifest.items():
                 try:
-                    found_bytes, found = self._download(self._key(name, file), hidden / file)
+                    found_bytes, digest = self._download(self._key(name, file), hidden / file)
                 except FileNotFoundError as error:
                     raise CorruptFilesError(_cut_short(file, size_bytes)) from error
                 if found_bytes != size_bytes:
                     raise CorruptFilesError(_cut_short(file, size_bytes))
-                if found != sha256:
+                if digest != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
             write_manifest(hidden, manifest)
 
@@ -144,10 +144,10 @@ class BucketDirectories(Directories):
         """Download an object; returns its size and SHA-256 digest."""
         digest, size_bytes = hashlib.sha256(), 0
         with self._store.open(key) as source, path.open("xb") as target:
-            while piece := source.read(PIECE_BYTES):
-                digest.update(piece)
-                size_bytes += len(piece)
-                target.write(piece)
+            while chunk := source.read(PIECE_BYTES):
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                target.write(chunk)
         return size_bytes, digest.hexdigest()
 
     def file_path(self, name: str, file: str) -> Path | None:
@@ -167,15 +167,15 @@ class BucketDirectories(Directories):
                 raise CorruptFilesError(_cut_short(file, size_bytes))
 
     def _manifest(self, name: str) -> Manifest:
-        if (known := self._known.get(name)) is not None:
-            return known
+        if (manifest := self._manifests.get(name)) is not None:
+            return manifest
         try:
             found = read_manifest(self._store.get(self._key(name, MANIFEST)))
         except FileNotFoundError as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: it does not exist") from error
-        self._known[name] = found
-        while len(self._known) > KNOWN_MANIFESTS:
-            self._known.popitem(last=False)
+        self._manifests[name] = found
+        while len(self._manifests) > KNOWN_MANIFESTS:
+            self._manifests.popitem(last=False)
         return found
 
     # Deleting.
@@ -191,7 +191,7 @@ class BucketDirectories(Directories):
     def discard(self, name: str | None) -> None:
         if not name:
             return
-        self._known.pop(name, None)
+        self._manifests.pop(name, None)
         self._cache.remove(self._root / name)
         try:
             self._store.delete_many([self._key(name, MANIFEST)])  # first: without it the directory does not exist

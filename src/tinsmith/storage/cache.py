@@ -42,7 +42,7 @@ class Cache:
     @contextlib.contextmanager
     def hold(self, path: Path) -> Iterator[bool]:
         """Protect a directory from eviction until the end of the block; yields False if it is not cached."""
-        descriptor = _locked(path, fcntl.LOCK_SH)
+        descriptor = _lock(path, fcntl.LOCK_SH)
         if descriptor is None:
             yield False
             return
@@ -69,18 +69,18 @@ class Cache:
 
     def make_room(self, needed_bytes: int) -> None:
         """Evict the least recently read directories until `needed_bytes` fit, or until all others are in use."""
-        cached = sorted(self._cached(), key=lambda one: one.read_at)
-        excess = sum(one.size_bytes for one in cached) + needed_bytes - self._max_bytes
-        for one in cached:
-            is_abandoned = one.path.name.startswith(".") and one.read_at < time.time() - ABANDONED_S
+        cached = sorted(self._cached(), key=lambda entry: entry.read_at)
+        excess = sum(entry.size_bytes for entry in cached) + needed_bytes - self._max_bytes
+        for entry in cached:
+            is_abandoned = entry.path.name.startswith(".") and entry.read_at < time.time() - ABANDONED_S
             if excess <= 0 and not is_abandoned:
                 continue
-            if (is_abandoned or not one.path.name.startswith(".")) and self.remove(one.path):
-                excess -= one.size_bytes
+            if (is_abandoned or not entry.path.name.startswith(".")) and self.remove(entry.path):
+                excess -= entry.size_bytes
 
     def remove(self, path: Path) -> bool:
         """Remove a directory; returns False if it is being read."""
-        descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             return not path.exists()
         hidden = path.parent / f".{uuid.uuid4().hex}"
@@ -110,7 +110,7 @@ def _directories(root: Path) -> list[Path]:
         return []
 
 
-def _locked(path: Path, how: int) -> int | None:
+def _lock(path: Path, how: int) -> int | None:
     """A descriptor that holds the lock of a directory; None if it does not exist or is locked."""
     while True:
         try:

@@ -64,9 +64,9 @@ class Directories:
             hit(f"{self._root.name}.writing")
             seal(hidden, durable=not self.is_remote)
 
-        return self._filled(fill_and_seal)
+        return self._fill_hidden(fill_and_seal)
 
-    def _filled(self, fill: Callable[[Path], None]) -> Staged:
+    def _fill_hidden(self, fill: Callable[[Path], None]) -> Staged:
         name = uuid.uuid4().hex
         make_private(self._root)
         hidden = self._root / f".{name}"
@@ -111,7 +111,7 @@ class Directories:
                 fsync(target / file)
 
         try:
-            return self.place(self._filled(fill))
+            return self.place(self._fill_hidden(fill))
         except FileNotFoundError as error:
             raise CorruptFilesError(f"{Path(error.filename).name} disappeared while it was copied") from error
 
@@ -241,12 +241,12 @@ def read_manifest(text: bytes) -> Manifest:
     """Parse a manifest. Raises CorruptFilesError if it is malformed or names a file outside its directory."""
     try:
         files = json.loads(text)["files"]
-        found = {file: (int(entry["bytes"]), str(entry["sha256"])) for file, entry in files.items()}
+        manifest = {file: (int(entry["bytes"]), str(entry["sha256"])) for file, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
-    if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
+    if outside := [file for file in manifest if file != os.path.basename(file) or file in ("", ".", "..")]:
         raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is outside its directory")
-    return found
+    return manifest
 
 
 def _newest(directory: Path) -> float:

@@ -25,14 +25,14 @@ def confine(roots: Iterable[str]) -> None:
 
 def is_below(location: str, roots: Iterable[str]) -> bool:
     """Whether a location, which need not exist, is at or below a root after `..` and links are resolved."""
-    found = _resolved(location)
+    target = _resolve(location)
     return any(
-        found[:2] == root[:2] and (found[2] == root[2] or not root[2] or found[2].startswith(f"{root[2]}/"))
-        for root in map(_resolved, roots)
+        target[:2] == root[:2] and (target[2] == root[2] or not root[2] or target[2].startswith(f"{root[2]}/"))
+        for root in map(_resolve, roots)
     )
 
 
-def _resolved(location: str) -> tuple[str, str, str]:
+def _resolve(location: str) -> tuple[str, str, str]:
     scheme, bucket, key = split(location)
     if scheme == "file":
         return scheme, bucket, os.path.realpath(key).rstrip("/")
@@ -63,18 +63,18 @@ def locations(pattern: str) -> list[str]:
 
     if not any(mark in pattern for mark in "*?[") and not pattern.endswith("/"):
         return [pattern]
-    wanted = f"{pattern}*" if pattern.endswith("/") else pattern
-    store, key = open_store(wanted)
+    glob = f"{pattern}*" if pattern.endswith("/") else pattern
+    store, key = open_store(glob)
     fixed = key[: min(key.index(mark) for mark in "*?[" if mark in key)]
     root = fixed.rpartition("/")[0] or ("/" if key.startswith("/") else "")
-    prefix = wanted[: len(wanted) - len(key)] if "://" in wanted and not wanted.startswith("file:") else ""
+    prefix = glob[: len(glob) - len(key)] if "://" in glob and not glob.startswith("file:") else ""
     depth = key.count("/")
-    found = sorted(
+    names = sorted(
         name
         for name in store.list(root)
         if fnmatchcase(name, key) and ("**" in key or name.count("/") == depth) and not _hidden(name[len(root) :])
     )
-    return [prefix + name for name in found]
+    return [prefix + name for name in names]
 
 
 def _hidden(name: str) -> bool:

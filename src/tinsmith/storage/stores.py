@@ -154,10 +154,10 @@ class Store(ABC):
         with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
             writer.write(head)
             for source in sources:
-                for piece in verified(source):
-                    digest.update(piece)
-                    size += len(piece)
-                    writer.write(piece)
+                for chunk in verified(source):
+                    digest.update(chunk)
+                    size += len(chunk)
+                    writer.write(chunk)
         return size, digest.hexdigest()
 
 
@@ -242,9 +242,9 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
         directory, name = os.path.split(key)
-        unfinished = f"{staging or directory}/.{name}.{_PROCESS}-{os.getpid()}-{next(_numbers)}.unfinished"
-        for needed in {directory, os.path.dirname(unfinished)}:
-            _make_directory(needed)
+        unfinished = f"{staging or directory}/.{name}.{_PROCESS}-{os.getpid()}-{next(_counter)}.unfinished"
+        for parent in {directory, os.path.dirname(unfinished)}:
+            _make_directory(parent)
         if exclusive and os.path.exists(key):
             raise FileExistsError(f"{key} exists already")
         try:
@@ -268,7 +268,7 @@ class LocalStore(Store):
 
     def share(self, source: str, target: str) -> None:
         _make_directory(os.path.dirname(target))
-        hidden = f"{target}.{_PROCESS}-{next(_numbers)}.unfinished"
+        hidden = f"{target}.{_PROCESS}-{next(_counter)}.unfinished"
         try:
             os.link(source, hidden)
         except FileNotFoundError:
@@ -305,7 +305,7 @@ def join(directory: str, name: str) -> str:
 
 # Random per process, since a system call for each file of a short batch would be measurable.
 _PROCESS = uuid.uuid4().hex
-_numbers = itertools.count()
+_counter = itertools.count()
 
 
 def _make_directory(directory: str) -> None:

@@ -158,16 +158,16 @@ def histogram(name: str, registry: CollectorRegistry) -> Histogram:
 class TenantLabels:
     """Labels for tenants: the first `most` tenants have their own, all others share one."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._named: set[str] = set()
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._labels: set[str] = set()
 
     def __call__(self, tenant_id: str) -> str:
-        if tenant_id in self._named:
+        if tenant_id in self._labels:
             return tenant_id
-        if len(self._named) >= self._most or tenant_id == OTHER:
+        if len(self._labels) >= self._capacity or tenant_id == OTHER:
             return OTHER
-        self._named.add(tenant_id)
+        self._labels.add(tenant_id)
         return tenant_id
 
 
@@ -212,7 +212,7 @@ class ServerMeters:
     def count_background_failure(self, task: str) -> None:
         self._background.labels(task).inc()
 
-    def held_polls(self, count: Callable[[], int]) -> None:
+    def watch_long_polls(self, count: Callable[[], int]) -> None:
         """Set the function that returns the number of held polls."""
         self._held.set_function(count)
 
@@ -226,29 +226,31 @@ class ServerMeters:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of device memory by base model and holder, summed over the engines of this data directory."""
-        found: dict[str, dict[str, int]] = {}
+        usage: dict[str, dict[str, int]] = {}
         if self._directory is None:
-            return found
+            return usage
         for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
             for sample in metric.samples if metric.name == "tinsmith_engine_memory_bytes" else ():
-                holders = found.setdefault(sample.labels["base_model"], {})
+                holders = usage.setdefault(sample.labels["base_model"], {})
                 holder = sample.labels["holder"]
                 holders[holder] = holders.get(holder, 0) + int(sample.value)
-        return found
+        return usage
 
     def work(self) -> dict[str, float]:
         """Counts since the start: stored requests, and tokens that the engines trained and sampled."""
         stored = (sample for metric in self._submitted.collect() for sample in metric.samples)
-        found = {"requests": sum(each.value for each in stored if each.name.endswith("_total"))}
-        found |= {"trained": 0.0, "sampled": 0.0}
+        counts = {
+            "requests": sum(stored_sample.value for stored_sample in stored if stored_sample.name.endswith("_total"))
+        }
+        counts |= {"trained": 0.0, "sampled": 0.0}
         if self._directory is None:
-            return found
+            return counts
         kinds = {"forward": "trained", "forward_backward": "trained", "sampled": "sampled"}
         for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
             for sample in metric.samples if metric.name == "tinsmith_engine_tokens" else ():
                 if name := kinds.get(sample.labels.get("kind", "")):
-                    found[name] += sample.value
-        return found
+                    counts[name] += sample.value
+        return counts
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Queries the database."""

@@ -52,8 +52,8 @@ class Traces:
         for row in self._rows(session_id):
             lane = row.model_id or row.sampling_session_id or session_id
             events = [] if lane in processes else _process(lane, len(processes) + 1, works=row.model_id is not None)
-            number = processes.setdefault(lane, len(processes) + 1)
-            events += _slices(row, number)
+            process = processes.setdefault(lane, len(processes) + 1)
+            events += _slices(row, process)
             yield separator + b",".join(orjson.dumps(event) for event in events)
             separator = b","
         yield b"]}"
@@ -74,11 +74,13 @@ class Traces:
             after = rows[-1].arrival
 
 
-def _process(lane: str, number: int, *, works: bool) -> list[Event]:
+def _process(lane: str, process: int, *, works: bool) -> list[Event]:
     names = [("process_name", _REQUESTS, lane), ("thread_name", _REQUESTS, "requests")]
     if works:
         names.append(("thread_name", _WORK, "work"))
-    return [{"ph": "M", "name": name, "pid": number, "tid": tid, "args": {"name": value}} for name, tid, value in names]
+    return [
+        {"ph": "M", "name": name, "pid": process, "tid": tid, "args": {"name": value}} for name, tid, value in names
+    ]
 
 
 def _slices(row: sa.Row, process: int) -> list[Event]:

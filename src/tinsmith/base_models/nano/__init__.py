@@ -41,8 +41,8 @@ class PromptExample:
         """Whether a model's answer is correct. Words may surround a number."""
         text = text.strip()
         if self.task in _NUMERIC_TASKS:
-            numbers = _INTEGER.findall(text)
-            return bool(numbers) and numbers[-1] == self.answer
+            integers = _INTEGER.findall(text)
+            return bool(integers) and integers[-1] == self.answer
         return text == self.answer
 
 

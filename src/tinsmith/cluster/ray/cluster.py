@@ -27,7 +27,7 @@ from tinsmith.cluster.ray.controller import Controller, RayProcess
 from tinsmith.cluster.ray.scaling import ROLES, Fleet, Role
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.runtime.background import supervised_thread
+from tinsmith.runtime.background import start_supervised_thread
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
@@ -63,14 +63,14 @@ def start_local(fleet: Fleet, directory: str) -> str:
     """Start a cluster on this machine, which ends with this process, and return its address. Its declared resources
     suffice for the largest fleet, regardless of the machine's."""
     cpus = sum(role.rule.maximum * role.resources.cpus for role in fleet.roles.values())
-    others: dict[str, float] = {}
+    custom: dict[str, float] = {}
     for role in fleet.roles.values():
-        for name, amount in role.resources.others.items():
-            others[name] = others.get(name, 0.0) + amount * role.rule.maximum
+        for name, amount in role.resources.custom.items():
+            custom[name] = custom.get(name, 0.0) + amount * role.rule.maximum
     context: Any = ray.init(
         address="local",
         num_cpus=max(1, int(cpus + 0.999)),
-        resources=others or None,
+        resources=custom or None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         namespace=NAMESPACE,
@@ -111,16 +111,16 @@ class RayCluster:
                 "lifetime": "detached",
                 "num_cpus": resources.cpus,
                 "num_gpus": resources.gpus,
-                "resources": dict(resources.others),
+                "resources": dict(resources.custom),
                 "max_restarts": -1,
                 "max_concurrency": 4,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
             }
-            given = options["name"], name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key
+            arguments = options["name"], name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key
             leader = partial(_join_address, name) if index else None
             with contextlib.suppress(ValueError):  # another process has started it
                 remote: Any = ray.remote(Shell)
-                remote.options(**options).remote(*given, get_node_ip_address, leader=leader)
+                remote.options(**options).remote(*arguments, get_node_ip_address, leader=leader)
 
     def drain(self, name: str) -> None:
         shell = _actor(name)
@@ -128,8 +128,8 @@ class RayCluster:
             shell.drain.remote()
 
     def remove(self, name: str) -> None:
-        for each in (*(rank for rank in _names() if rank.startswith(f"{RANKS_OF}{name}-")), name):
-            if (shell := _actor(each)) is not None:
+        for shell_name in (*(rank for rank in _names() if rank.startswith(f"{RANKS_OF}{name}-")), name):
+            if (shell := _actor(shell_name)) is not None:
                 ray.kill(shell, no_restart=True)
         group = _group(name)
         if group is not None:
@@ -150,7 +150,7 @@ class ControllerActor:
         self._start()
 
     def _start(self) -> None:
-        supervised_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
+        start_supervised_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
 
     def _run(self) -> None:
         while True:
@@ -169,20 +169,20 @@ def start_controller(fleet: Fleet) -> None:
     stop_controller()
     options = {"name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
     remote: Any = ray.remote(ControllerActor)
-    made = remote.options(**options, max_concurrency=4).remote(fleet)
+    controller = remote.options(**options, max_concurrency=4).remote(fleet)
     try:
-        ray.get(made.report.remote(), timeout=START_S)
+        ray.get(controller.report.remote(), timeout=START_S)
     except SILENT as error:
         with contextlib.suppress(RayError):
-            ray.kill(made, no_restart=True)
+            ray.kill(controller, no_restart=True)
         raise UserError(f"the controller did not start on the cluster: {error}") from None
 
 
 def stop_controller() -> None:
     """Stop the controller, so that no process is started or drained; returns when its name is free."""
-    made = _actor(CONTROLLER)
-    if made is not None:
-        ray.kill(made, no_restart=True)
+    controller = _actor(CONTROLLER)
+    if controller is not None:
+        ray.kill(controller, no_restart=True)
         while CONTROLLER in _names():
             time.sleep(0.05)
 
@@ -193,11 +193,11 @@ def has_controller() -> bool:
 
 def report() -> dict[str, Any]:
     """The controller's last report; empty if no controller answers."""
-    made = _actor(CONTROLLER)
-    if made is None:
+    controller = _actor(CONTROLLER)
+    if controller is None:
         return {}
     try:
-        return ray.get(made.report.remote(), timeout=ANSWER_S)
+        return ray.get(controller.report.remote(), timeout=ANSWER_S)
     except SILENT:
         return {}
 
@@ -223,8 +223,8 @@ def stop_all(patience_s: float = DRAIN_S) -> list[str]:
 
 
 def _names() -> list[str]:
-    named: Any = list_named_actors(all_namespaces=True)
-    return [each["name"] for each in named if each["namespace"] == NAMESPACE]
+    actors: Any = list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def _actor(name: str) -> Any:  # noqa: ANN401  an actor handle has the methods of its class
@@ -253,7 +253,7 @@ def _group(name: str) -> Any:  # noqa: ANN401
 def _seat(name: str, answer: Any) -> RayProcess:  # noqa: ANN401
     if answer is not None:
         with contextlib.suppress(*SILENT):
-            found: Any = ray.get(answer, timeout=ANSWER_S)
-            kept = {key: found[key] for key in ("state", "fingerprint", "pid", "restarts", "detail")}
-            return RayProcess(name, node=found["host"], **kept)
+            state: Any = ray.get(answer, timeout=ANSWER_S)
+            fields = {key: state[key] for key in ("state", "fingerprint", "pid", "restarts", "detail")}
+            return RayProcess(name, node=state["host"], **fields)
     return RayProcess(name, "silent")

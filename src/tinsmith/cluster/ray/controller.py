@@ -18,7 +18,7 @@ import sqlalchemy as sa
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.cluster.ray.scaling import BATCH_WORKER, ENGINE, ROLES, SAMPLER, Depths, Fleet, Past, Role, wanted
+from tinsmith.cluster.ray.scaling import BATCH_WORKER, ENGINE, ROLES, SAMPLER, Depths, Fleet, Past, Role, plan_counts
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS, FUTURES
 
@@ -83,7 +83,9 @@ class Controller:
         seats = {seat.name: seat for seat in self._cluster.seats()}
         self._draining_since = {name: since for name, since in self._draining_since.items() if name in seats}
         if self._past is None:
-            self._past = {role: Past(sum(each.role == role for each in seats.values())) for role in self._fleet.roles}
+            self._past = {
+                role: Past(sum(process.role == role for process in seats.values())) for role in self._fleet.roles
+            }
         depths: Depths | None = None
         try:
             depths = self._read_depths()
@@ -91,27 +93,27 @@ class Controller:
             log.error("the queues cannot be read; the number of processes does not change", error=repr(error))
         rules = {name: role.rule for name, role in self._fleet.roles.items()}
         if depths is None:
-            counts = {name: rule.bounded(self._past[name].count) for name, rule in rules.items()}
+            counts = {name: rule.clamp(self._past[name].count) for name, rule in rules.items()}
         else:
-            found = wanted(depths, rules, self._past, now)
-            counts, self._past = found.counts, found.past
+            decision = plan_counts(depths, rules, self._past, now)
+            counts, self._past = decision.counts, decision.past
         for name, role in self._fleet.roles.items():
-            mine = {seat.name: seat for seat in seats.values() if seat.role == name}
-            self._reconcile(name, role, counts[name], mine, now)
+            of_role = {seat.name: seat for seat in seats.values() if seat.role == name}
+            self._reconcile(name, role, counts[name], of_role, now)
         self._report = {"wanted": dict(counts), "waiting": depths}
 
     def _reconcile(self, name: str, role: Role, count: int, seats: Mapping[str, RayProcess], now: float) -> None:
         names = [f"{name}-{index}" for index in range(count)]
-        for missing in (each for each in names if each not in seats):
+        for missing in (seat_name for seat_name in names if seat_name not in seats):
             log.info("starting", name=missing)
             self._cluster.start(missing, role, self._fleet)
-        leaving = {each for each in seats if each not in names}
-        replaced = [each for each in names if each in seats and self._is_outdated(seats[each])]
-        others = [each for each in names if each not in replaced]
-        if replaced and all(each in seats and seats[each].state == "running" for each in others):
+        leaving = {seat_name for seat_name in seats if seat_name not in names}
+        replaced = [seat_name for seat_name in names if seat_name in seats and self._is_outdated(seats[seat_name])]
+        current = [seat_name for seat_name in names if seat_name not in replaced]
+        if replaced and all(seat_name in seats and seats[seat_name].state == "running" for seat_name in current):
             leaving.add(replaced[0])
-        for each, seat in seats.items():
-            if each in leaving or seat.state in ENDING or each in self._draining_since:
+        for seat_name, seat in seats.items():
+            if seat_name in leaving or seat.state in ENDING or seat_name in self._draining_since:
                 self._drain_or_remove(seat, now)
 
     def _is_outdated(self, seat: RayProcess) -> bool:
@@ -145,7 +147,7 @@ class QueueDepths:
 
     def read(self) -> dict[str, dict[str, float]]:
         """The waiting work: role -> base model -> tokens. Batches of bulk jobs have the base model ""."""
-        found: dict[str, dict[str, float]] = {role: {} for role in ROLES}
+        depths: dict[str, dict[str, float]] = {role: {} for role in ROLES}
         columns = FUTURES.c.base_model, FUTURES.c.kind
         waiting = (
             sa.select(*columns, sa.func.sum(FUTURES.c.num_tokens), sa.func.count())
@@ -154,16 +156,16 @@ class QueueDepths:
         )
         with self._db.read() as connection:
             for base_model, kind, tokens, count in connection.execute(waiting):
-                role = found[self._sampling_role if kind in SAMPLED else ENGINE]
+                role = depths[self._sampling_role if kind in SAMPLED else ENGINE]
                 # By the count, too, since optimizer steps have no tokens.
                 role[base_model] = role.get(base_model, 0.0) + max(float(tokens), float(count))
-            found[BATCH_WORKER][""] = float(connection.scalar(sa.select(_batches())) or 0)
-        return found
+            depths[BATCH_WORKER][""] = float(connection.scalar(sa.select(_batches())) or 0)
+        return depths
 
 
 def _batches() -> sa.ScalarSelect[int]:
     """The number of uncommitted batches; 1 for a job whose batches are not counted yet."""
     jobs = BATCH_JOBS.c
-    left = jobs.total_batches - jobs.completed_batches
-    batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)
+    remaining = jobs.total_batches - jobs.completed_batches
+    batches = sa.case((sa.and_(jobs.sealed, remaining > 0), remaining), else_=1)
     return sa.select(sa.func.sum(batches)).where(jobs.status.in_(RUNNABLE)).scalar_subquery()

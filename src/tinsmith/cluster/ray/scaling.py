@@ -21,23 +21,23 @@ Depths = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`work` is the amount that may wait for each process before another process is needed."""
+    """`work_per_process` is the amount that may wait for each process before another process is needed."""
 
     minimum: int
     maximum: int
-    work: float
+    work_per_process: float
     up_after_s: float = 10.0
     down_after_s: float = 300.0
 
     def __post_init__(self) -> None:
-        assert 0 <= self.minimum <= self.maximum and self.work > 0
+        assert 0 <= self.minimum <= self.maximum and self.work_per_process > 0
 
-    def bounded(self, count: int) -> int:
+    def clamp(self, count: int) -> int:
         return min(max(count, self.minimum), self.maximum)
 
-    def needed(self, waiting: Mapping[str, float]) -> int:
+    def count_for(self, waiting: Mapping[str, float]) -> int:
         """The number of processes for the base model with the most waiting work."""
-        return self.bounded(math.ceil(max(waiting.values(), default=0.0) / self.work))
+        return self.clamp(math.ceil(max(waiting.values(), default=0.0) / self.work_per_process))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +49,39 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedCounts:
+class PlannedCounts:
     counts: Mapping[str, int]
     past: Mapping[str, Past]
-    """For the next call of `wanted`."""
+    """For the next call of `plan_counts`."""
 
 
-def wanted(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> WantedCounts:
+def plan_counts(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> PlannedCounts:
     """The wanted numbers. `now` must not decrease. A role without a past starts at its minimum."""
     after = {
-        role: _decide(rule, past.get(role, Past(rule.minimum)), rule.needed(depths.get(role, {})), now)
+        role: _decide(rule, past.get(role, Past(rule.minimum)), rule.count_for(depths.get(role, {})), now)
         for role, rule in rules.items()
     }
-    return WantedCounts({role: each.count for role, each in after.items()}, after)
+    return PlannedCounts({role: decision.count for role, decision in after.items()}, after)
 
 
-def _decide(rule: Rule, past: Past, needed: int, now: float) -> Past:
-    samples = (*past.samples, (now, needed))
-    count = rule.bounded(past.count)
+def _decide(rule: Rule, past: Past, target: int, now: float) -> Past:
+    samples = (*past.samples, (now, target))
+    count = rule.clamp(past.count)
     up_window, down_window = _since(samples, now - rule.up_after_s), _since(samples, now - rule.down_after_s)
     if up_window and min(up_window) > count:
         count = min(up_window)
     elif down_window and max(down_window) < count:
         count = max(down_window)
-    return Past(count, _pruned(samples, now - max(rule.up_after_s, rule.down_after_s)))
+    return Past(count, _prune(samples, now - max(rule.up_after_s, rule.down_after_s)))
 
 
 def _since(samples: tuple[tuple[float, int], ...], start: float) -> list[int]:
     """The needed numbers from `start` on; empty if the history begins later."""
-    kept = _pruned(samples, start)
-    return [needed for _, needed in kept] if kept[0][0] <= start else []
+    recent = _prune(samples, start)
+    return [target for _, target in recent] if recent[0][0] <= start else []
 
 
-def _pruned(samples: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[float, int], ...]:
+def _prune(samples: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[float, int], ...]:
     """Drop samples before `start`, except the last one, which holds at `start`."""
     first = max((index for index, (at, _) in enumerate(samples) if at <= start), default=0)
     return samples[first:]
@@ -98,12 +98,12 @@ class Resources:
 
     cpus: float = 1.0
     gpus: float = 0.0
-    others: Mapping[str, float] = field(default_factory=dict)
+    custom: Mapping[str, float] = field(default_factory=dict)
     machines: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
-        return {name: share for name, share in {"CPU": self.cpus, "GPU": self.gpus, **self.others}.items() if share}
+        return {name: share for name, share in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if share}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +127,27 @@ class Fleet:
     @property
     def fingerprint(self) -> str:
         """A digest of a process's start settings; a process with another one is replaced."""
-        given = json.dumps([self.settings, self.signing_key.hex()], sort_keys=True)
-        return hashlib.sha256(given.encode()).hexdigest()[:16]
+        text = json.dumps([self.settings, self.signing_key.hex()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def counts_from(flag: str, text: str) -> tuple[int, int]:
+def parse_counts(flag: str, text: str) -> tuple[int, int]:
     """Parse `MIN[:MAX]`. Raises SettingsError."""
-    least, colon, most = text.partition(":")
-    if least.isdecimal() and (most.isdecimal() or not colon):
-        minimum, maximum = int(least), int(most or least)
+    lower, colon, upper = text.partition(":")
+    if lower.isdecimal() and (upper.isdecimal() or not colon):
+        minimum, maximum = int(lower), int(upper or lower)
         if minimum <= maximum <= MOST:
             return minimum, maximum
     raise SettingsError(f"{flag} is {text!r}; it must be MIN or MIN:MAX, integers up to {MOST}, as in 1:4")
 
 
-def others_from(flag: str, given: list[str]) -> dict[str, float]:
+def parse_resources(flag: str, texts: list[str]) -> dict[str, float]:
     """Parse `NAME=AMOUNT` texts: custom resources of the cluster's nodes. Raises SettingsError."""
-    found: dict[str, float] = {}
-    for each in given:
-        name, _, amount = each.partition("=")
+    amounts: dict[str, float] = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
         try:
-            found[name] = float(amount)
+            amounts[name] = float(amount)
         except ValueError:
-            raise SettingsError(f"{flag} is {each!r}; it must be NAME=AMOUNT, as in big_memory=1") from None
-    return found
+            raise SettingsError(f"{flag} is {text!r}; it must be NAME=AMOUNT, as in big_memory=1") from None
+    return amounts

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.runtime.background import Backoff, supervised_thread
+from tinsmith.runtime.background import Backoff, start_supervised_thread
 from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, role_environment
 
 EXIT_REFUSED = 2
@@ -68,25 +68,25 @@ class Shell:
         self._leader = leader
         self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
         directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
-        own: dict[str, object] = {"role": role, "data_dir": str(directory), **ALONE}
+        overrides: dict[str, object] = {"role": role, "data_dir": str(directory), **ALONE}
         if role != "engine" and settings.get("machines", 1) != 1:
-            own |= WITHOUT_RANKS
+            overrides |= WITHOUT_RANKS
         self._join_path = directory / RANK_ADDRESS_FILE
         if address is not None:
-            own["peer_host"] = address()
-        self._first = {"settings": {**settings, **own}, "signing_key": signing_key.hex()}
+            overrides["peer_host"] = address()
+        self._first = {"settings": {**settings, **overrides}, "signing_key": signing_key.hex()}
         self._log_path = directory / "process.log"
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._state, self._detail, self._restarts = "starting", "", 0
         self._stopping = threading.Event()
-        self._thread = supervised_thread("shell", self._supervise, self._stopping.wait)
+        self._thread = start_supervised_thread("shell", self._supervise, self._stopping.wait)
 
     def state(self) -> dict[str, Any]:
         with self._lock:
             pid = self._process.pid if self._process else None
-            found = {"state": self._state, "detail": self._detail, "restarts": self._restarts, "pid": pid}
-        return {**self._fixed, **found, "shell_pid": os.getpid(), "join": self._join_address()}
+            process_state = {"state": self._state, "detail": self._detail, "restarts": self._restarts, "pid": pid}
+        return {**self._fixed, **process_state, "shell_pid": os.getpid(), "join": self._join_address()}
 
     def _join_address(self) -> str:
         try:
@@ -120,16 +120,16 @@ class Shell:
             try:
                 code = self._run_once()
             except OSError as error:  # out of memory, or no space for the log: temporary
-                code, why = -1, str(error)
+                code, reason = -1, str(error)
             else:
-                why = self._tail()
+                reason = self._tail()
             if self._stopping.is_set():
                 break
             if code == EXIT_REFUSED:
-                self._set_state("refused", why)
+                self._set_state("refused", reason)
                 self._stopping.wait()
                 break
-            self._set_state("restarting", f"it ended with status {code}: {why}", restarts=1)
+            self._set_state("restarting", f"it ended with status {code}: {reason}", restarts=1)
             self._stopping.wait(backoff.after(time.monotonic() - began))
         self._set_state("ended", "")
 

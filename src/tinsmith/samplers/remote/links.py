@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tinsmith.errors import SettingsError
-from tinsmith.runtime.background import supervised_thread
+from tinsmith.runtime.background import start_supervised_thread
 
 OWNER = "adapters"
 SILENCE_S = 60.0
@@ -44,7 +44,7 @@ class AdapterLinks:
             ) from None
         self._listener.daemon_threads = True
         self._closing = threading.Event()
-        supervised_thread("adapters", self._listener.serve_forever, self._closing.wait)
+        start_supervised_thread("adapters", self._listener.serve_forever, self._closing.wait)
 
     def open(self, directory: Path) -> str:
         """The name of a new repository with the files of a directory."""
