@@ -135,7 +135,7 @@ def _exchanges() -> Iterator[str]:
     models = {known.name: known.model for known in KNOWN}
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
-        sent, step = traffic(plan.model, plan.wanted, plan.degrees, work), step_time(plan, device, work)
+        sent, step = traffic(plan.model, plan.workload, plan.degrees, work), step_time(plan, device, work)
         sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
         share = f"{1 - step.compute / step.total:.0%}"
         cells = [name, str(devices), _in_short(plan)]

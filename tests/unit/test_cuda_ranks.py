@@ -277,7 +277,7 @@ def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Pa
 @pytest.mark.parametrize("degrees", [Degrees(2, experts=2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
 def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
     with fake_rank(degrees, 1) as (_, ranks, calls):
-        with mock.patch.object(measuring, "measured_products", lambda *_: (1.0, 1.0)):
+        with mock.patch.object(measuring, "measure_matmul", lambda *_: (1.0, 1.0)):
             assert len(measuring.measure(ranks, "bfloat16", 64, 1000)) == len(measuring.Rates._fields) - 1
         assert {where for _, where in calls} == {"cuda"}
         ranks.gather_tensor(torch.empty(4, 6, device=DEVICE).t())

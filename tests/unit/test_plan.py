@@ -190,7 +190,7 @@ def test_a_small_model_is_on_every_device() -> None:
 def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed() -> None:
     plan = choose(known("Llama-3.1-70B"), Workload(8, GPU))
     assert plan.degrees == Degrees(2, 4)
-    assert evaluate(plan.model, plan.wanted, Degrees(4, 2)).mode not in ("kept", "recomputed")
+    assert evaluate(plan.model, plan.workload, Degrees(4, 2)).mode not in ("kept", "recomputed")
 
 
 def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
@@ -212,7 +212,7 @@ def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> Non
     words = " ".join(plan.words)
     assert not plan.fits and plan.missing_bytes > 0
     assert f"lacks {plan.missing_bytes / 2**30:.1f} GiB" in words and "It fits on 2 such devices" in words
-    assert choose(plan.model, replace(plan.wanted, devices=2)).fits
+    assert choose(plan.model, replace(plan.workload, devices=2)).fits
 
 
 def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> None:
@@ -221,11 +221,11 @@ def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> Non
         not plan.fits
         and "on 8 such devices: data parallel 1 x context parallel 4 x tensor parallel 2" in plan.words[-1]
     )
-    split = choose(plan.model, replace(plan.wanted, devices=8))
+    split = choose(plan.model, replace(plan.workload, devices=8))
     assert split.degrees == Degrees(1, 2, context=4) and "a device trains 32768 of them" in split.words[0]
     whole = replace(split.degrees, data=4, context=1)
-    assert needs_of(plan.model, split.wanted, whole).least_activations > 3.9 * split.needs.least_activations
-    assert needs_of(plan.model, split.wanted, whole).keys_and_values == split.needs.keys_and_values
+    assert needs_of(plan.model, split.workload, whole).least_activations > 3.9 * split.needs.least_activations
+    assert needs_of(plan.model, split.workload, whole).keys_and_values == split.needs.keys_and_values
 
 
 def test_ranks_of_a_stage_and_of_a_sampling_group_are_adjacent() -> None:
@@ -362,7 +362,7 @@ def test_key_heads_count_too() -> None:
 
 def test_experts_are_spread_over_as_few_devices_as_will_do() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
-    assert plan.degrees == Degrees(8, experts=2) and not evaluate(plan.model, plan.wanted, Degrees(8)).fits
+    assert plan.degrees == Degrees(8, experts=2) and not evaluate(plan.model, plan.workload, Degrees(8)).fits
     assert "Each of 2 devices has 64 of the 128 experts" in " ".join(plan.words)
     large = choose(known("Qwen3-235B-A22B"), Workload(64, GPU))
     assert large.fits and large.degrees.experts == 64 and not large.degrees.shard_base
@@ -555,10 +555,10 @@ def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     assert step.tensor == pytest.approx(tensor / link)
     assert step.gradients == pytest.approx(gradients / link)
     assert step.context == step.base == 0 and step.total == sum(step)
-    near = step_time(evaluate(plan.model, plan.wanted, Degrees(8, shard_base=True)), h100, work)
+    near = step_time(evaluate(plan.model, plan.workload, Degrees(8, shard_base=True)), h100, work)
     numbers = plan.model.num_parameters - 2 * vocab * hidden
     assert near.base == pytest.approx(2 * 7 / 8 * 2 * numbers / link, rel=1e-3)
-    far = step_time(evaluate(plan.model, replace(plan.wanted, devices=64), Degrees(64, shard_base=True)), h100, work)
+    far = step_time(evaluate(plan.model, replace(plan.workload, devices=64), Degrees(64, shard_base=True)), h100, work)
     assert far.base == pytest.approx(2 * 63 / 64 * 2 * numbers / network, rel=1e-3)
     assert far.total == far.compute + far.gradients, "layers are gathered while others are computed"
     assert token_s(plan, h100) == pytest.approx(2 * plan.model.num_active / 2 / (0.6 * 3350e9))
@@ -590,7 +590,7 @@ def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
 
 def test_products_are_measured_on_this_machine() -> None:
     for dtype in ("float32", "bfloat16"):
-        operations_s, bytes_s = report.measured_products(dtype, 64, 10_000)
+        operations_s, bytes_s = report.measure_matmul(dtype, 64, 10_000)
         assert 1e6 < operations_s < 1e16 and 1e5 < bytes_s < 1e14
 
 
@@ -625,8 +625,8 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(
     done = doctor(*flags)
     assert done.exit_code == 1 and done.stdout.splitlines()[-1] == told["command"]
     assert "Nothing fits. Closest configuration: data parallel" in done.stdout
-    verb, *recommended = told["command"].split()[1:]
-    assert verb == "serve" or doctor(*recommended).exit_code == 0
+    verb, *recommend = told["command"].split()[1:]
+    assert verb == "serve" or doctor(*recommend).exit_code == 0
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
@@ -721,13 +721,13 @@ def test_measured_rates_enter_the_time_of_a_step() -> None:
 def test_the_doctor_measures_the_ranks_of_its_plan(tmp_path: Path) -> None:
     """Two processes: what is printed is what the formula gives for what they measured."""
     plan = report.plan_of(report.PlanRequest("tinsmith/nano", tensor_parallel=2, dtype="float32"))
-    assert plan.wanted.devices == 2 and not plan.wanted.cuda
+    assert plan.workload.devices == 2 and not plan.workload.cuda
     rates = measured_rates(Settings(data_dir=tmp_path), plan)
     assert 1e6 < rates.operations_s < 1e16 and 1e5 < rates.memory_bytes_s < 1e14
     for measured in (rates.tensor, rates.gradients):
         assert 1e4 < measured.bytes_s < 1e13 and 0 < measured.latency_s < 60
     assert rates.context == rates.base == LinkRate()
-    measurement, prediction = report.measured_speed(plan, rates)
+    measurement, prediction = report.describe_measurement(plan, rates)
     assert "sums of a tensor group" in measurement and "exchanges" not in measurement
     step = step_time(plan, rates, report.micro_batch(plan))
     assert step.tensor > 0 and f"takes about {1e3 * step.total:,.0f} ms" in prediction

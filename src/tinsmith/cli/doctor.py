@@ -116,7 +116,7 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
     """Start the plan's ranks in a process of their own, and measure them. Ranks of other machines are awaited. Raises
     SettingsError if they cannot run.
     """
-    wanted, model = plan.wanted, plan.model
+    wanted, model = plan.workload, plan.model
     settings = settings.model_copy(update={"machines": wanted.num_machines})
     options = {"machines": str(settings.machines), "rank_address": f"{settings.peer_host}:{settings.rank_port}"}
     if settings.machines > 1:

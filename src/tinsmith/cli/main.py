@@ -268,10 +268,10 @@ def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) 
 
     plan = plan_of(asked)
     if measured is not None and plan.fits:
-        speeds = list(report.measured_speed(plan, measured_rates(measured, plan)))
+        speeds = list(report.describe_measurement(plan, measured_rates(measured, plan)))
     else:
         speeds = list(report.speeds(plan))
-    advice, command = report.recommended(asked, plan)
+    advice, command = report.recommend(asked, plan)
     if as_json:
         found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
         print_json(found | {"launches": report.launches(asked, plan)})

@@ -69,7 +69,7 @@ from tinsmith.plan.degrees import (
     Plan,
     Workload,
     choose,
-    described,
+    describe_degrees,
     evaluate,
     gib,
     machines_problem,
@@ -177,7 +177,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     plan = choose(model, wanted)
     if not plan.fits:
         plan = choose(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT))
-    layout = described(plan.degrees)
+    layout = describe_degrees(plan.degrees)
     log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
@@ -247,7 +247,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     if settings.memory_budget and settings.resolved_backend != "torch":
         raise SettingsError(
             f"memory_budget is for an engine on one device with backend 'torch'; this one has "
-            f"{described(degrees)} with backend {settings.resolved_backend!r}"
+            f"{describe_degrees(degrees)} with backend {settings.resolved_backend!r}"
         )
     if settings.resolved_backend not in ("torch", "sharded"):
         return
@@ -263,10 +263,10 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
         return
     needed = gib(plan.needs.total("in turns"))
     problem = (
-        f"{shape.name} over {described(degrees)} needs {needed} on each device, including a base of "
-        f"{gib(plan.needs.base)}; it has {gib(plan.wanted.memory_bytes)}, {gib(plan.missing_bytes)} too little"
+        f"{shape.name} over {describe_degrees(degrees)} needs {needed} on each device, including a base of "
+        f"{gib(plan.needs.base)}; it has {gib(plan.workload.memory_bytes)}, {gib(plan.missing_bytes)} too little"
     )
-    if plan.wanted.cuda:
+    if plan.workload.cuda:
         raise SettingsError(f"{problem}; `tinsmith doctor {shape.path} --gpus N --memory M` plans for more devices")
     log.warning("this may not fit into the machine's memory", problem=problem)
 

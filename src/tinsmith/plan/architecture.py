@@ -201,7 +201,7 @@ class Architecture:
         return every + max(per_layer.values(), default=0)
 
 
-def read(config: Config, where: str = "config.json") -> Architecture:
+def read(config: Config, source: str = "config.json") -> Architecture:
     """Raises SettingsError for a model that transformers does not know, or that plans do not support."""
     stored = stored_dtype(config)
     nested = config.get("text_config")
@@ -210,34 +210,34 @@ def read(config: Config, where: str = "config.json") -> Architecture:
     try:
         return replace(_read(json.dumps(config, sort_keys=True)), stored=stored)
     except SettingsError as error:
-        raise SettingsError(f"{where}: {error}") from None
+        raise SettingsError(f"{source}: {error}") from None
 
 
 def stored_dtype(config: Config) -> str:
     """The dtype that a config.json names, or its text model's; older files call it `torch_dtype`. Empty without one."""
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, Mapping) else {}):
-        if isinstance(found := part.get("dtype") or part.get("torch_dtype"), str):
-            return found
+        if isinstance(dtype := part.get("dtype") or part.get("torch_dtype"), str):
+            return dtype
     return ""
 
 
 @lru_cache(maxsize=64)
 def _read(text: str) -> Architecture:
-    given = cast("dict[str, object]", json.loads(text, object_hook=_number))
-    model = _on_meta(given)
+    config_dict = cast("dict[str, object]", json.loads(text, object_hook=_number))
+    model = _on_meta(config_dict)
     mark_experts(model)
     config, decoder = model.config.get_text_config(), decoder_of(model)
     vision_numbers = sum(map(numbers_of, _vision_parts(model)))
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     kinds = list(getattr(config, "layer_types", None) or ())
     mixers = [module for module in decoder.modules() if is_mixer(module)]
-    known = ATTENTION_KINDS | OTHER_KINDS | (STATE_KINDS if mixers else frozenset())
-    if other := sorted(set(kinds) - known):
-        raise _refusal(given, f"it has layers of kind {', '.join(other)}")
-    linears, layers = tuple(_linears(decoder, config)), marked_layers(decoder)
+    supported = ATTENTION_KINDS | OTHER_KINDS | (STATE_KINDS if mixers else frozenset())
+    if other := sorted(set(kinds) - supported):
+        raise _refusal(config_dict, f"it has layers of kind {', '.join(other)}")
+    linears, layers = tuple(_linears(decoder, config)), decoder_layers(decoder)
     if not any(linear.group == "attn" for linear in linears):
-        raise _refusal(given, "it has no linear projections of attention")
+        raise _refusal(config_dict, "it has no linear projections of attention")
     attending = (
         sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) if kinds else config.num_hidden_layers
     )
@@ -245,7 +245,7 @@ def _read(text: str) -> Architecture:
     try:
         key_heads, key_dim, value_dim = _cached(config, heads, linears) if attending else (0, 0, 0)
     except RuntimeError as error:
-        raise _refusal(given, f"its layers cache different sizes ({error})") from error
+        raise _refusal(config_dict, f"its layers cache different sizes ({error})") from error
     head = model.get_output_embeddings()
     tied = head is None or head.weight is embeddings.weight
     ends = embeddings.weight.numel() * (1 if tied else 2)
@@ -277,8 +277,8 @@ def _read(text: str) -> Architecture:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its unembedding. transformers does not find that of Llama 4."""
-    found = model.get_decoder()
-    return cast("PreTrainedModel", model.model if found is model else found)
+    decoder = model.get_decoder()
+    return cast("PreTrainedModel", model.model if decoder is model else decoder)
 
 
 def mark_experts(model: PreTrainedModel) -> None:
@@ -310,12 +310,12 @@ def _is_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated")
 
 
-def marked_layers(decoder: nn.Module) -> list[nn.Module]:
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     """In order; empty if the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = [list(module.children()) for module in decoder.modules() if type(module).__name__ == "ModuleList"]
-    marked = (each for each in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in each))
+    marked = (layers for layers in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers))
     return next(marked, [])
 
 
@@ -341,41 +341,41 @@ def tower_numbers(config: PreTrainedConfig) -> float:
     return per_patch * (tower.image_size // tower.patch_size) ** 2 / config.mm_tokens_per_image
 
 
-def _on_meta(given: dict[str, object]) -> PreTrainedModel:
+def _on_meta(config_dict: dict[str, object]) -> PreTrainedModel:
     """Builds the model on the meta device. Loads neither code nor weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
-        made = type(AutoConfig.for_model(str(given.get("model_type"))))
+        config_class = type(AutoConfig.for_model(str(config_dict.get("model_type"))))
     except ValueError:
-        raise _refusal(given, "transformers does not support it") from None
-    text = cast("dict[str, object]", given.get("text_config", given))
-    auto = AutoModelForCausalLM if text is given else AutoModelForImageTextToText
+        raise _refusal(config_dict, "transformers does not support it") from None
+    text = cast("dict[str, object]", config_dict.get("text_config", config_dict))
+    auto = AutoModelForCausalLM if text is config_dict else AutoModelForImageTextToText
     text = {**CONFIG_DEFAULTS.get(str(text.get("model_type")), {}), **text}
     for key in REQUIRED:
         if key == "num_hidden_layers" and isinstance(text.get("layers_block_type"), list):
             continue  # it has one entry per layer
-        if key == "num_attention_heads" and given.get("model_type") in WITHOUT_ATTENTION:
+        if key == "num_attention_heads" and config_dict.get("model_type") in WITHOUT_ATTENTION:
             continue
-        value = text.get(key, text.get(made.attribute_map.get(key, OTHER_NAMES.get(key, key))))
+        value = text.get(key, text.get(config_class.attribute_map.get(key, OTHER_NAMES.get(key, key))))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SettingsError(f"{key} is {value!r}; it must be a positive integer")
     try:
         with torch.device("meta"):
-            return auto.from_config(made.from_dict(given), trust_remote_code=False)
+            return auto.from_config(config_class.from_dict(config_dict), trust_remote_code=False)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200]
-        raise _refusal(given, f"transformers cannot build it ({reason})") from error
+        raise _refusal(config_dict, f"transformers cannot build it ({reason})") from error
 
 
-def _number(found: dict[str, object]) -> object:
+def _number(value: dict[str, object]) -> object:
     """Decode transformers' JSON form of numbers that JSON does not have, such as infinity."""
-    return float(str(found["__float__"])) if found.keys() == {"__float__"} else found
+    return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
 
 
-def _refusal(given: Config, reason: str) -> SettingsError:
-    return SettingsError(f"model_type {given.get('model_type')!r} is not supported by plans: {reason}")
+def _refusal(config: Config, reason: str) -> SettingsError:
+    return SettingsError(f"model_type {config.get('model_type')!r} is not supported by plans: {reason}")
 
 
 def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> tuple[int, int, int]:
@@ -404,23 +404,26 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
     from torch import nn
 
     plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
-    found: Counter[tuple[str, int, int, int]] = Counter()
+    counts: Counter[tuple[str, int, int, int]] = Counter()
     mixed, stateful = MixerLinears.of(decoder), set[str]()
     for path, module in decoder.named_modules():
         pattern = re.sub(r"\d+", "*", path)
         if module in mixed.all:
             for last, outputs in _adapted_parts(module, pattern, mixed):
                 stateful.add(last)
-                found[last, cast(int, module.in_features), outputs, 1] += 1
+                counts[last, cast(int, module.in_features), outputs, 1] += 1
         elif type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
-            found[pattern, module.in_features, module.out_features, 1] += 1
+            counts[pattern, module.in_features, module.out_features, 1] += 1
         elif _is_experts(module):
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
             inner, hidden = sizes if module.is_transposed else reversed(sizes)
             outer = ("w1", "w3") if module.has_gate else ("w1",)
-            for name, inputs, outputs in (*((each, hidden, inner) for each in outer), ("w2", inner, hidden)):
-                found[f"{pattern}.{name}", inputs, outputs, experts] += 1
-    for (pattern, inputs, outputs, copies), layers in found.items():
+            for name, inputs, outputs in (
+                *((name_of_copy, hidden, inner) for name_of_copy in outer),
+                ("w2", inner, hidden),
+            ):
+                counts[f"{pattern}.{name}", inputs, outputs, experts] += 1
+    for (pattern, inputs, outputs, copies), layers in counts.items():
         group = "attn" if pattern in stateful or "attn" in pattern or "attention" in pattern else "mlp"
         name = pattern.rpartition("*.")[2]
         if copies == 1:

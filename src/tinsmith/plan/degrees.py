@@ -91,12 +91,12 @@ class Degrees:
         first = stage * self.tensor
         return self.sampling_group(group_index)[first : first + self.tensor]
 
-    def context_group(self, data_index: int, place: int) -> list[int]:
+    def context_group(self, data_index: int, offset: int) -> list[int]:
         """The ranks that compute different rows of the same sequences, with the same layers, heads and columns: those
         at a place of their groups.
         """
         first = data_index * self.context
-        return [(first + index) * self.group_size + place for index in range(self.context)]
+        return [(first + index) * self.group_size + offset for index in range(self.context)]
 
     @property
     def stage_size(self) -> int:
@@ -108,8 +108,8 @@ class Degrees:
 
     def expert_groups(self) -> list[list[int]]:
         """Stage by stage, the ranks that hold all its routed experts together: adjacent ones of the stage."""
-        stages = [self.stage_group(stage) for stage in range(self.pipeline)]
-        return [one[first : first + self.experts] for one in stages for first in range(0, len(one), self.experts)]
+        groups = [self.stage_group(stage) for stage in range(self.pipeline)]
+        return [ranks[first : first + self.experts] for ranks in groups for first in range(0, len(ranks), self.experts)]
 
     def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns, of all stages."""
@@ -180,7 +180,7 @@ class Plan:
     """`mode` is empty if the model does not fit; `words` are the reasons, in order."""
 
     model: Architecture
-    wanted: Workload
+    workload: Workload
     degrees: Degrees
     needs: MemoryNeeds
     mode: str
@@ -193,32 +193,32 @@ class Plan:
     @property
     def missing_bytes(self) -> int:
         """The shortage on one device."""
-        return max(0, self.needs.total("in turns") - self.wanted.memory_bytes)
+        return max(0, self.needs.total("in turns") - self.workload.memory_bytes)
 
 
-def needs_of(model: Architecture, wanted: Workload, degrees: Degrees) -> MemoryNeeds:
-    dtype, context = wanted.dtype, wanted.context_of(model)
+def needs_of(model: Architecture, workload: Workload, degrees: Degrees) -> MemoryNeeds:
+    dtype, context = workload.dtype, workload.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
     stages = degrees.pipeline
     base = memory.base_bytes(
-        model, dtype=dtype, quantize=wanted.quantize, tensor=degrees.tensor, shards=shards, experts=degrees.experts,
+        model, dtype=dtype, quantize=workload.quantize, tensor=degrees.tensor, shards=shards, experts=degrees.experts,
         stages=stages,
     )  # fmt: skip
-    packed = memory.packed_bytes(model, dtype=dtype, quantize=wanted.quantize, cuda=wanted.cuda)
+    packed = memory.packed_bytes(model, dtype=dtype, quantize=workload.quantize, cuda=workload.cuda)
     base += 0 if stages > 1 else packed // degrees.tensor
-    kept = memory.activations(model, dtype=dtype, cuda=wanted.cuda, tensor=degrees.tensor, stages=stages,
+    activations = memory.activations(model, dtype=dtype, cuda=workload.cuda, tensor=degrees.tensor, stages=stages,
                               context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
-    numbers = memory.adapter_numbers(model, wanted.rank)
+    num_parameters = memory.adapter_numbers(model, workload.rank)
     image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
         base=base,
-        adapters=wanted.models * memory.training_bytes(numbers, dtype=dtype),
-        activations=max(image, kept.num_bytes(max(memory.MICRO_BATCH[wanted.cuda], rows), recompute=False)),
-        least_activations=max(image, kept.num_bytes(rows, recompute=True)),
+        adapters=workload.models * memory.training_bytes(num_parameters, dtype=dtype),
+        activations=max(image, activations.num_bytes(max(memory.MICRO_BATCH[workload.cuda], rows), recompute=False)),
+        least_activations=max(image, activations.num_bytes(rows, recompute=True)),
         keys_and_values=cached * max(memory.stages_of(model, stages)) // model.layers,
-        reserved=memory.reserved_bytes(wanted.memory_bytes, cuda=wanted.cuda),
+        reserved=memory.reserve_bytes(workload.memory_bytes, cuda=workload.cuda),
     )
 
 
@@ -227,9 +227,9 @@ def problem_of(
 ) -> str | None:
     """Why the model cannot be split this way, regardless of memory; None if it can."""
     if min(degrees.data, degrees.context, degrees.pipeline, degrees.tensor, degrees.experts) < 1:
-        return f"{described(degrees)}: each must be at least 1"
+        return f"{describe_degrees(degrees)}: each must be at least 1"
     if devices is not None and degrees.devices > devices:
-        layout = described(replace(degrees, shard_base=False, experts=1))
+        layout = describe_degrees(replace(degrees, shard_base=False, experts=1))
         return f"{layout} needs {degrees.devices} devices; there are {devices}"
     if degrees.shard_base and degrees.groups == 1:
         return (
@@ -246,9 +246,9 @@ def problem_of(
         return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which cannot be split"
     if parts > 1 and not any(linear.along and linear.copies == 1 for linear in model.linears):
         return f"tensor parallel {parts}: transformers has no plan for {model.model_type}"
-    for number, what in _cut(model):
-        if number % parts:
-            return f"tensor parallel {parts} does not divide the model's {number} {what}"
+    for divisor, noun in _cut(model):
+        if divisor % parts:
+            return f"tensor parallel {parts} does not divide the model's {divisor} {noun}"
     return None
 
 
@@ -270,7 +270,7 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
         return (
             f"expert parallel {spread} does not divide the {degrees.stage_size} devices of "
             f"{'a stage of ' if degrees.pipeline > 1 else ''}"
-            f"{described(replace(degrees, experts=1))}: raise data parallel"
+            f"{describe_degrees(replace(degrees, experts=1))}: raise data parallel"
         )
     return None
 
@@ -289,8 +289,8 @@ def machines_problem(degrees: Degrees, machines: int) -> str | None:
     """Why the ranks cannot be on so many machines, equally many on each; None if they can."""
     if degrees.devices % machines:
         return f"{degrees.devices} devices are not equally many on each of {machines} machines"
-    if (here := degrees.devices // machines) % degrees.tensor:
-        return f"tensor parallel {degrees.tensor} does not divide the {here} devices of a machine"
+    if (per_machine := degrees.devices // machines) % degrees.tensor:
+        return f"tensor parallel {degrees.tensor} does not divide the {per_machine} devices of a machine"
     return None
 
 
@@ -303,37 +303,43 @@ def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
             yield linear.inputs, f"columns of {linear.name}"
 
 
-def evaluate(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
+def evaluate(model: Architecture, workload: Workload, degrees: Degrees) -> Plan:
     """A plan with these degrees, without reasons."""
-    needs = needs_of(model, wanted, degrees)
-    mode = next((mode for mode in MODES if needs.total(mode) <= wanted.memory_bytes), "")
-    return Plan(model, wanted, degrees, needs, mode)
+    needs = needs_of(model, workload, degrees)
+    mode = next((mode for mode in MODES if needs.total(mode) <= workload.memory_bytes), "")
+    return Plan(model, workload, degrees, needs, mode)
 
 
 def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize: str = "off") -> list[Degrees]:
     """Every way to use all devices, in order of preference. Context ranks have equally many attention heads, and a
     tensor group is on one machine.
     """
-    found = []
-    here = devices // Workload(devices, 0, machines=machines).num_machines
-    for tensor in (tensor for tensor in range(1, min(here, DEVICES_OF_A_MACHINE) + 1) if here % tensor == 0):
+    layouts = []
+    per_machine = devices // Workload(devices, 0, machines=machines).num_machines
+    for tensor in (
+        tensor for tensor in range(1, min(per_machine, DEVICES_OF_A_MACHINE) + 1) if per_machine % tensor == 0
+    ):
         for context in range(1, (model.heads // tensor or devices) + 1):
             if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
                 groups = devices // (tensor * context)
-                found += [
+                layouts += [
                     Degrees(groups, tensor, shard, context, experts)
                     for shard, experts in itertools.product((False, True), _spreads(model, devices))
                 ]
                 stages = [p for p in range(2, min(groups, model.layers) + 1) if groups % p == 0]
-                found += [
+                layouts += [
                     Degrees(groups // p, tensor, False, context, experts, p)
                     for p in stages
                     for experts in _spreads(model, devices // p)
                 ]
     # Layers with all experts are gathered last of all.
-    found.sort(key=lambda one: (*_last_resorts(one), one.shard_base + (one.shard_base and one.experts == 1),
-                                one.tensor, one.experts))  # fmt: skip
-    return [one for one in found if problem_of(model, one, quantize=quantize) is None]
+    layouts.sort(key=_preference)
+    return [degrees for degrees in layouts if problem_of(model, degrees, quantize=quantize) is None]
+
+
+def _preference(degrees: Degrees) -> tuple[int, ...]:
+    gathers = degrees.shard_base + (degrees.shard_base and degrees.experts == 1)
+    return *_last_resorts(degrees), gathers, degrees.tensor, degrees.experts
 
 
 def _last_resorts(degrees: Degrees) -> tuple[bool, int, int]:
@@ -347,51 +353,51 @@ def _spreads(model: Architecture, devices: int) -> list[int]:
     return [degree for degree in range(1, common + 1) if common % degree == 0]
 
 
-def _candidates(model: Architecture, wanted: Workload) -> list[Degrees]:
-    return candidates(model, wanted.devices, wanted.machines, quantize=wanted.quantize)
+def _candidates(model: Architecture, workload: Workload) -> list[Degrees]:
+    return candidates(model, workload.devices, workload.machines, quantize=workload.quantize)
 
 
-def first_fit(model: Architecture, wanted: Workload) -> Plan | None:
+def first_fit(model: Architecture, workload: Workload) -> Plan | None:
     """The first candidate that fits, without an explanation; None if none does."""
-    plans = (evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted))
+    plans = (evaluate(model, workload, degrees) for degrees in _candidates(model, workload))
     return next((plan for plan in plans if plan.fits), None)
 
 
-def choose(model: Architecture, wanted: Workload) -> Plan:
+def choose(model: Architecture, workload: Workload) -> Plan:
     """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. Stages
     with spread experts, more stages, then a higher context-parallel degree count only if no plan with less fits.
     """
-    plans = [evaluate(model, wanted, degrees) for degrees in _candidates(model, wanted)]
+    plans = [evaluate(model, workload, degrees) for degrees in _candidates(model, workload)]
     fitting = [plan for plan in plans if plan.fits]
     fewest = min((_last_resorts(plan.degrees) for plan in fitting), default=())
     fitting = [plan for plan in fitting if _last_resorts(plan.degrees) == fewest]
     fitting.sort(key=lambda plan: plan.mode == "in turns")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
-    return _worded(best, chosen=True)
+    return _explain(best, chosen=True)
 
 
-def check(model: Architecture, wanted: Workload, degrees: Degrees) -> Plan:
+def check(model: Architecture, workload: Workload, degrees: Degrees) -> Plan:
     """A user's choice. Raises SettingsError with the reason if it is impossible or does not fit."""
-    problem = problem_of(model, degrees, wanted.devices, quantize=wanted.quantize)
-    if problem := problem or machines_problem(degrees, wanted.num_machines):
-        raise SettingsError(f"{problem}; {_advice(model, wanted)}")
-    plan = evaluate(model, wanted, degrees)
+    problem = problem_of(model, degrees, workload.devices, quantize=workload.quantize)
+    if problem := problem or machines_problem(degrees, workload.num_machines):
+        raise SettingsError(f"{problem}; {_advice(model, workload)}")
+    plan = evaluate(model, workload, degrees)
     if not plan.fits:
         raise SettingsError(
-            f"{described(degrees)} does not fit: each device needs {gib(plan.needs.total('in turns'))} and has "
-            f"{gib(wanted.memory_bytes)}, {gib(plan.missing_bytes)} less; {_advice(model, wanted)}"
+            f"{describe_degrees(degrees)} does not fit: each device needs {gib(plan.needs.total('in turns'))} and has "
+            f"{gib(workload.memory_bytes)}, {gib(plan.missing_bytes)} less; {_advice(model, workload)}"
         )
-    return _worded(plan, chosen=False)
+    return _explain(plan, chosen=False)
 
 
-def _advice(model: Architecture, wanted: Workload) -> str:
-    best = choose(model, wanted)
+def _advice(model: Architecture, workload: Workload) -> str:
+    best = choose(model, workload)
     if best.fits:
-        return f"{described(best.degrees)} would fit"
+        return f"{describe_degrees(best.degrees)} would fit"
     return best.words[-1]
 
 
-def described(degrees: Degrees) -> str:
+def describe_degrees(degrees: Degrees) -> str:
     context = f" x context parallel {degrees.context}" if degrees.context != 1 else ""
     stages = f" x pipeline parallel {degrees.pipeline}" if degrees.pipeline != 1 else ""
     shard = ", base sharded" if degrees.shard_base else ""
@@ -403,29 +409,29 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIBIBYTE:.1f} GiB"
 
 
-def _worded(plan: Plan, *, chosen: bool) -> Plan:
+def _explain(plan: Plan, *, chosen: bool) -> Plan:
     words = [*_reasons(plan), *([] if plan.fits else _what_would_help(plan))]
     if plan.fits:
         words.append(f"It fits: {MODES[plan.mode]}.")
-    if plan.fits and (machines := plan.wanted.num_machines) > 1:
+    if plan.fits and (machines := plan.workload.num_machines) > 1:
         words.append(f"The ranks are on {machines} machines with {plan.degrees.devices // machines} devices each.")
     if not chosen:
-        best = choose(plan.model, plan.wanted).degrees
+        best = choose(plan.model, plan.workload).degrees
         if best != plan.degrees:
-            words.append(f"Without given degrees the plan is {described(best)}.")
-    return Plan(plan.model, plan.wanted, plan.degrees, plan.needs, plan.mode, tuple(words))
+            words.append(f"Without given degrees the plan is {describe_degrees(best)}.")
+    return Plan(plan.model, plan.workload, plan.degrees, plan.needs, plan.mode, tuple(words))
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    model, wanted, degrees = plan.model, plan.wanted, plan.degrees
-    alone = evaluate(model, wanted, Degrees(wanted.devices))
-    if wanted.devices == 1:
+    model, workload, degrees = plan.model, plan.workload, plan.degrees
+    unsplit = evaluate(model, workload, Degrees(workload.devices))
+    if workload.devices == 1:
         yield f"One device holds the base model ({gib(plan.needs.base)}) and everything else."
         return
     if degrees.context > 1:
-        rows = -(-wanted.context_of(model) // degrees.context)
+        rows = -(-workload.context_of(model) // degrees.context)
         yield (
-            f"Context parallel {degrees.context} splits the activations of a sequence of {wanted.context_of(model)} "
+            f"Context parallel {degrees.context} splits the activations of a sequence of {workload.context_of(model)} "
             f"tokens: a device trains {rows} of them. Each group samples by itself."
         )
     if not degrees.sharded:
@@ -434,13 +440,13 @@ def _reasons(plan: Plan) -> Iterator[str]:
             "each step's sequences."
         )
         return
-    room = gib(alone.wanted.memory_bytes)
-    how = "has no room for the rest" if not alone.fits else "has room for training and sampling in turns only"
-    yield f"The whole base takes {gib(alone.needs.base)}: a device of {room} then {how}."
+    room = gib(unsplit.workload.memory_bytes)
+    how = "has no room for the rest" if not unsplit.fits else "has room for training and sampling in turns only"
+    yield f"The whole base takes {gib(unsplit.needs.base)}: a device of {room} then {how}."
     if degrees.pipeline > 1:
-        most = max(memory.stages_of(model, degrees.pipeline))
+        largest_stage = max(memory.stages_of(model, degrees.pipeline))
         yield (
-            f"Pipeline parallel {degrees.pipeline}: a device holds at most {most} of {model.layers} layers "
+            f"Pipeline parallel {degrees.pipeline}: a device holds at most {largest_stage} of {model.layers} layers "
             f"({gib(plan.needs.base)}). Stages wait for each other at the ends of a step, and a sampled token goes "
             "through one after another."
         )
@@ -455,11 +461,11 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if degrees.shard_base:
         problems = [problem_of(model, Degrees(1, t)) for t in range(2, DEVICES_OF_A_MACHINE + 1)]
         problem = next(filter(None, problems), None) if degrees.tensor == degrees.experts == 1 else None
-        why = f" ({problem})" if problem else ""
-        rest = "other " if degrees.experts > 1 else ""
+        cause = f" ({problem})" if problem else ""
+        qualifier = "other " if degrees.experts > 1 else ""
         yield (
-            f"The base is sharded over {degrees.groups} ranks: {rest}layers are gathered for every micro-batch "
-            f"and every decoded token, which is slow to sample{why}."
+            f"The base is sharded over {degrees.groups} ranks: {qualifier}layers are gathered for every micro-batch "
+            f"and every decoded token, which is slow to sample{cause}."
         )
     elif degrees.groups > 1:
         yield f"{degrees.groups} such groups train a share of each step's sequences each."
@@ -467,28 +473,28 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 def _what_would_help(plan: Plan) -> Iterator[str]:
     """The model does not fit: by how much, and what would help."""
-    needs, wanted, model = plan.needs, plan.wanted, plan.model
+    needs, workload, model = plan.needs, plan.workload, plan.model
     yield f"It does not fit: each device lacks {gib(plan.missing_bytes)}."
-    if not wanted.cuda:
+    if not workload.cuda:
         return
-    if (enough := _enough(model, wanted)) is not None:
-        yield f"It fits on {enough.wanted.devices} such devices: {described(enough.degrees)}."
+    if (enough := _enough(model, workload)) is not None:
+        yield f"It fits on {enough.workload.devices} such devices: {describe_degrees(enough.degrees)}."
         return
     largest = max(needs.least_activations, needs.keys_and_values)
-    if needs.fixed <= wanted.memory_bytes and largest > wanted.memory_bytes - needs.fixed:
+    if needs.fixed <= workload.memory_bytes and largest > workload.memory_bytes - needs.fixed:
         yield (
-            f"One sequence of {wanted.context_of(model)} tokens takes {gib(largest)} on a device, however many there "
+            f"One sequence of {workload.context_of(model)} tokens takes {gib(largest)} on a device, however many there "
             "are; choose a shorter context."
         )
         return
     yield "It fits on no number of such devices; use devices with more memory, quantize, or choose a smaller model."
 
 
-def _enough(model: Architecture, wanted: Workload) -> Plan | None:
+def _enough(model: Architecture, workload: Workload) -> Plan | None:
     """The smallest sufficient number of devices, up to 512."""
-    devices = wanted.devices
+    devices = workload.devices
     while devices < 512:
         devices *= 2
-        if (plan := first_fit(model, replace(wanted, devices=devices))) is not None:
+        if (plan := first_fit(model, replace(workload, devices=devices))) is not None:
             return plan
     return None

@@ -17,7 +17,7 @@ LARGEST_SIDE_CUDA, MEASURED_ROWS_CUDA = 8192, 4096
 MEASURING_S = 0.3
 
 
-def measured_products(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
+def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
     """Measure the operations/s of a product with MEASURED_ROWS rows, and the bytes/s of weights of a product with one
     row. Each measurement takes about MEASURING_S. Weights are packed for oneDNN if torch has it. There are no more
     weights than the model has, since those of a small model stay in caches.
@@ -38,8 +38,8 @@ def measured_products(dtype: str, hidden: int, num_weights: int, device: str = "
         x = torch.randn(rows, side, device=device).to(form)
         for weight in weights:  # the first product compiles the kernel
             product(x, weight)
-        times, begun = [], time.perf_counter()
-        while not times or time.perf_counter() - begun < MEASURING_S:
+        times, start = [], time.perf_counter()
+        while not times or time.perf_counter() - start < MEASURING_S:
             for weight in weights:
                 settle(device)
                 started = time.perf_counter()

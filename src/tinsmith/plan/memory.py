@@ -62,12 +62,12 @@ RESERVED_BYTES = {False: 512 * 2**20, True: 1536 * 2**20}
 """Other device memory of a process and its libraries: code, CUDA's context, communication, fragmentation."""
 
 
-def choose_dtype(wanted: str, *, cuda: bool, stored: str) -> str:
+def choose_dtype(requested: str, *, cuda: bool, stored: str) -> str:
     """The dtype of the base weights. `auto` is bfloat16 on CUDA, and on a CPU with instructions that multiply bfloat16
     if the checkpoint is stored in it: half the memory, and about twice the speed of float32. Else it is float32.
     """
-    if wanted != "auto":
-        return wanted
+    if requested != "auto":
+        return requested
     return "bfloat16" if cuda or (stored == "bfloat16" and cpu_multiplies_bfloat16()) else "float32"
 
 
@@ -164,8 +164,8 @@ def stages_of(model: Architecture, stages: int) -> tuple[int, ...]:
     """The number of layers of each stage."""
     if stages == 1:
         return (model.layers,)
-    first, *others = model.layer_sizes
-    sizes = [first + model.embedding_numbers, *others]
+    first, *later_sizes = model.layer_sizes
+    sizes = [first + model.embedding_numbers, *later_sizes]
     sizes[-1] += model.embedding_numbers
     return split_layers(tuple(sizes), stages)
 
@@ -224,7 +224,7 @@ def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
     bound = totals[-1] / stages + max(sizes)  # cutting greedily at the mean stays below it
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(stages):
-        found = {}
+        splits = {}
         for stop in range(stage + 1, len(sizes) - (stages - 1 - stage) + 1):
             ways = []
             for start in range(stop - 1, -1, -1):
@@ -234,8 +234,8 @@ def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
                     largest, squares, counts = best[start]
                     ways.append((max(largest, size), squares + size**2, (*counts, stop - start)))
             if ways:
-                found[stop] = min(ways)
-        best = found
+                splits[stop] = min(ways)
+        best = splits
     return best[len(sizes)][2]
 
 
@@ -271,5 +271,5 @@ def state_bytes(model: Architecture) -> int:
     return 4 * STATES_EACH * model.state_numbers
 
 
-def reserved_bytes(memory_bytes: int, *, cuda: bool) -> int:
+def reserve_bytes(memory_bytes: int, *, cuda: bool) -> int:
     return int(RESERVED_SHARE * memory_bytes) + RESERVED_BYTES[cuda]

@@ -33,12 +33,12 @@ class Device:
 
     def rates(self, plan: Plan) -> Rates:
         """What ranks of the plan are assumed to reach on devices of this kind."""
-        degrees, here = plan.degrees, plan.wanted.devices // plan.wanted.num_machines
+        degrees, per_machine = plan.degrees, plan.workload.devices // plan.workload.num_machines
         spread = degrees.expert_groups()[0]
 
         def among(span: int) -> LinkRate:
             """Among so many neighbouring devices."""
-            return LinkRate(LINK_SHARE * (self.link if span <= here else self.network) * 1e9)
+            return LinkRate(LINK_SHARE * (self.link if span <= per_machine else self.network) * 1e9)
 
         return Rates(
             TRAINING_SHARE * self.tflops * 1e12,
@@ -81,7 +81,7 @@ class Rates(NamedTuple):
     def read(cls, fields: Sequence[Sequence[float]]) -> Rates:
         """From plain numbers: those of the device, then of each exchange."""
         (operations_s, bytes_s), *exchanges = fields
-        return cls(operations_s, bytes_s, *(LinkRate(*each) for each in exchanges))
+        return cls(operations_s, bytes_s, *(LinkRate(*exchange) for exchange in exchanges))
 
 
 DEVICES = (
@@ -127,108 +127,114 @@ class Traffic(NamedTuple):
     experts: float = 0.0
 
 
-def gathered(num_bytes: float, ranks: int) -> float:
+def all_gather_bytes(num_bytes: float, ranks: int) -> float:
     """Bytes that a rank sends in an all-gather with this result, or an all-to-all of so much from each rank."""
     return num_bytes * (ranks - 1) / ranks
 
 
-def summed(num_bytes: float, ranks: int) -> float:
+def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
     """The same for an all-reduce of a tensor."""
-    return 2 * gathered(num_bytes, ranks)
+    return 2 * all_gather_bytes(num_bytes, ranks)
 
 
-def traffic(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> Traffic:
+def traffic(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> Traffic:
     """What a device sends in a training step of every adapter."""
-    rows_all = work.rows * degrees.groups
-    logprobs = summed(4 * rows_all, degrees.groups * degrees.pipeline)
-    gradients = 4 * wanted.models * memory.adapter_numbers(model, wanted.rank)
+    rows_all = share.rows * degrees.groups
+    logprobs = all_reduce_bytes(4 * rows_all, degrees.groups * degrees.pipeline)
+    gradients = 4 * workload.models * memory.adapter_numbers(model, workload.rank)
     return Traffic(
-        tensor=_tensor(model, wanted, degrees, work),
-        logits=_logits(model, wanted, degrees, work),
-        context=_context(model, wanted, degrees, work),
-        stages=_stages(model, wanted, degrees, work),
-        base=_base(model, wanted, degrees, work),
-        gradients=summed(gradients, degrees.devices) + logprobs,
-        experts=_experts(model, wanted, degrees, work),
+        tensor=_tensor(model, workload, degrees, share),
+        logits=_logits(model, workload, degrees, share),
+        context=_context(model, workload, degrees, share),
+        stages=_stages(model, workload, degrees, share),
+        base=_base(model, workload, degrees, share),
+        gradients=all_reduce_bytes(gradients, degrees.devices) + logprobs,
+        experts=_experts(model, workload, degrees, share),
     )
 
 
-def _tensor(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _tensor(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
-    outputs = sum(one.layers * one.outputs for one in model.linears if one.copies == 1 and one.along == "inputs")
+    outputs = sum(
+        linear.layers * linear.outputs for linear in model.linears if linear.copies == 1 and linear.along == "inputs"
+    )
     inputs = _row_parallel(model)[1] * model.hidden
     if not degrees.shard_base and degrees.pipeline == 1:
         inputs -= model.hidden  # the embeddings require no gradient
-    numbers = (outputs * (1 + work.recompute) + inputs) / degrees.pipeline
-    return summed(_addend_bytes(wanted) * work.rows * numbers, degrees.tensor)
+    elements = (outputs * (1 + share.recompute) + inputs) / degrees.pipeline
+    return all_reduce_bytes(_addend_bytes(workload) * share.rows * elements, degrees.tensor)
 
 
-def _logits(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _logits(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Where the degree divides the vocabulary: each row's largest logit, its sum of exponentials and its target's logit
     in float32, and the gradient of the hidden states.
     """
     if model.vocab % degrees.tensor:
         return 0.0
-    states = summed(_addend_bytes(wanted) * work.rows * model.hidden, degrees.tensor)
-    return summed(3 * 4 * work.rows, degrees.tensor) + states
+    states = all_reduce_bytes(_addend_bytes(workload) * share.rows * model.hidden, degrees.tensor)
+    return all_reduce_bytes(3 * 4 * share.rows, degrees.tensor) + states
 
 
-def _addend_bytes(wanted: Workload) -> int:
+def _addend_bytes(workload: Workload) -> int:
     """A CPU sums in float32."""
-    return memory.NUMBER_BYTES[wanted.dtype] if wanted.cuda else 4
+    return memory.NUMBER_BYTES[workload.dtype] if workload.cuda else 4
 
 
-def _context(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _context(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Queries, keys and values to the ranks of their heads and results back, and the same in backward. Of a sequence on
     all ranks, the states of layers that keep one, and their gradients, or such layers' hidden states.
     """
     ranks, tensor = degrees.context, degrees.tensor
     heads, keys = model.heads // tensor, max(model.key_heads // tensor, 1)
     keys = heads if heads % ranks else math.lcm(keys, ranks)
-    heads, keys = (-(-number // ranks) * ranks for number in (heads, keys))
-    numbers = (heads + keys) * (model.key_dim + model.value_dim)
-    exchanged = memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.attending * numbers * (2 + work.recompute)
+    heads, keys = (-(-count // ranks) * ranks for count in (heads, keys))
+    elements = (heads + keys) * (model.key_dim + model.value_dim)
+    exchanged = memory.NUMBER_BYTES[workload.dtype] * share.rows * model.attending * elements * (2 + share.recompute)
     states = 0.0
     if model.is_whole:
-        hidden = work.rows * ranks * model.hidden * model.mixers
-        exchanged += memory.NUMBER_BYTES[wanted.dtype] * hidden * (2 + work.recompute)
+        hidden = share.rows * ranks * model.hidden * model.mixers
+        exchanged += memory.NUMBER_BYTES[workload.dtype] * hidden * (2 + share.recompute)
     elif ranks > 1:
         # Of two ranks, one sends states and the other their gradients.
-        states = 4 * model.state_numbers * work.micro_batches * (1 + work.recompute + (ranks > 2)) / degrees.pipeline
+        states = 4 * model.state_numbers * share.micro_batches * (1 + share.recompute + (ranks > 2)) / degrees.pipeline
     exchanged /= degrees.pipeline
-    return states + gathered(exchanged, ranks) + summed(4 * work.rows * ranks, ranks)  # the last: logprobs
+    return (
+        states + all_gather_bytes(exchanged, ranks) + all_reduce_bytes(4 * share.rows * ranks, ranks)
+    )  # the last: logprobs
 
 
-def _experts(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _experts(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Each row and its router's weight to each of its experts, and the result back; the same in backward. Tensor ranks
     send their share of the rows, and gather results and gradients.
     """
     if degrees.experts == 1:
         return 0.0
     down = [linear for linear in model.linears if linear.copies > 1 and linear.name.endswith("w2")]
-    rows, times = -(-work.rows // degrees.tensor), 2 + work.recompute
-    pairs = times * rows * sum(one.layers * one.active * (2 * one.outputs + 1) for one in down)
-    shared = rows * degrees.tensor * sum(one.layers * (times * one.outputs + one.active) for one in down)
-    number_bytes = memory.NUMBER_BYTES[wanted.dtype]
-    sent = gathered(number_bytes * pairs, degrees.experts) + gathered(number_bytes * shared, degrees.tensor)
-    return sent / degrees.pipeline
+    rows, times = -(-share.rows // degrees.tensor), 2 + share.recompute
+    pairs = times * rows * sum(w2.layers * w2.active * (2 * w2.outputs + 1) for w2 in down)
+    shared = rows * degrees.tensor * sum(w2.layers * (times * w2.outputs + w2.active) for w2 in down)
+    number_bytes = memory.NUMBER_BYTES[workload.dtype]
+    num_bytes = all_gather_bytes(number_bytes * pairs, degrees.experts) + all_gather_bytes(
+        number_bytes * shared, degrees.tensor
+    )
+    return num_bytes / degrees.pipeline
 
 
-def _stages(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _stages(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Rows to the next stage and their gradients to the one before: of two stages, each sends one of both."""
     messages = min(degrees.pipeline - 1, 2)
-    return messages * memory.NUMBER_BYTES[wanted.dtype] * work.rows * model.hidden
+    return messages * memory.NUMBER_BYTES[workload.dtype] * share.rows * model.hidden
 
 
-def _base(model: Architecture, wanted: Workload, degrees: Degrees, work: StepShare) -> float:
+def _base(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Each layer, gathered for the forward and for the backward of every micro-batch."""
     if not degrees.shard_base:
         return 0.0
     linears = [linear for linear in model.linears if degrees.experts == 1 or linear.copies == 1]
     split = sum(linear.numbers for linear in linears if linear.along)
-    numbers = split / degrees.tensor + sum(linear.numbers for linear in linears if not linear.along)
-    numbers += model.other_numbers
-    return 2 * work.micro_batches * gathered(memory.NUMBER_BYTES[wanted.dtype] * numbers, degrees.groups)
+    parameters = split / degrees.tensor + sum(linear.numbers for linear in linears if not linear.along)
+    parameters += model.other_numbers
+    return 2 * share.micro_batches * all_gather_bytes(memory.NUMBER_BYTES[workload.dtype] * parameters, degrees.groups)
 
 
 class StepTime(NamedTuple):
@@ -250,26 +256,26 @@ class StepTime(NamedTuple):
         return max(busy / (1 - self.waiting), self.base) + self.gradients
 
 
-def calls(model: Architecture, degrees: Degrees, work: StepShare) -> Traffic:
+def calls(model: Architecture, degrees: Degrees, share: StepShare) -> Traffic:
     """How many collectives a device takes part in, by kind, for one adapter."""
     outputs, inputs = _row_parallel(model)
-    forwards, times = 1 + work.recompute, work.micro_batches
+    forwards, times = 1 + share.recompute, share.micro_batches
     exchanges = EXCHANGES * model.attending + model.mixers
-    mixtures = sum(one.layers for one in model.linears if one.copies > 1 and one.name.endswith("w2"))
+    mixtures = sum(linear.layers for linear in model.linears if linear.copies > 1 and linear.name.endswith("w2"))
     return Traffic(
         tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
         logits=3.0 * times if degrees.tensor > 1 and model.vocab % degrees.tensor == 0 else 0.0,
         context=times * (exchanges * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
-        stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, work)),
+        stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, share)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
         gradients=2.0 if degrees.devices > 1 else 0.0,
         experts=times * mixtures * (4 * forwards + 3) / degrees.pipeline if degrees.experts > 1 else 0.0,
     )
 
 
-def _in_stages(degrees: Degrees, work: StepShare) -> int:
+def _in_stages(degrees: Degrees, share: StepShare) -> int:
     """Micro-batches of a step, which are more with stages."""
-    return max(work.micro_batches, memory.MICRO_BATCHES_PER_STAGE * degrees.pipeline)
+    return max(share.micro_batches, memory.MICRO_BATCHES_PER_STAGE * degrees.pipeline)
 
 
 EXCHANGES = 2
@@ -279,40 +285,40 @@ EXCHANGES = 2
 def _row_parallel(model: Architecture) -> tuple[int, int]:
     """The number of row-parallel linears, and of inputs that column-parallel ones share."""
     linears = [linear for linear in model.linears if linear.copies == 1]
-    readers = {(one.name.rpartition(".")[0], one.layers) for one in linears if one.along == "outputs"}
+    readers = {(linear.name.rpartition(".")[0], linear.layers) for linear in linears if linear.along == "outputs"}
     outputs = sum(linear.layers for linear in linears if linear.along == "inputs")
     return outputs, sum(layers for _, layers in readers)
 
 
-def step_time(plan: Plan, source: Device | Rates, work: StepShare) -> StepTime:
+def step_time(plan: Plan, source: Device | Rates, share: StepShare) -> StepTime:
     """An estimate for devices of this kind, or from measured rates."""
     rates = source.rates(plan) if isinstance(source, Device) else source
     degrees = plan.degrees
-    sent, times = traffic(plan.model, plan.wanted, degrees, work), calls(plan.model, degrees, work)
-    operations = OPERATIONS if work.recompute else KEPT_OPERATIONS
+    num_bytes, times = traffic(plan.model, plan.workload, degrees, share), calls(plan.model, degrees, share)
+    operations = OPERATIONS if share.recompute else KEPT_OPERATIONS
     active = plan.model.num_active
     if plan.model.is_whole:
         # The last context rank computes all rows of these layers.
         mixers = sum(linear.numbers_active for linear in plan.model.linears if linear.keeps_state)
         active += (degrees.context - 1) * mixers
     return StepTime(
-        compute=operations * active * work.rows / degrees.group_size / rates.operations_s,
-        tensor=rates.tensor.seconds(sent.tensor + sent.logits, times.tensor + times.logits),
-        context=rates.context.seconds(sent.context, times.context),
-        stages=rates.stages.seconds(sent.stages, times.stages),
-        base=rates.base.seconds(sent.base, times.base),
-        gradients=rates.gradients.seconds(sent.gradients, times.gradients),
-        experts=rates.experts.seconds(sent.experts, times.experts),
-        waiting=(degrees.pipeline - 1) / (_in_stages(degrees, work) + degrees.pipeline - 1),
+        compute=operations * active * share.rows / degrees.group_size / rates.operations_s,
+        tensor=rates.tensor.seconds(num_bytes.tensor + num_bytes.logits, times.tensor + times.logits),
+        context=rates.context.seconds(num_bytes.context, times.context),
+        stages=rates.stages.seconds(num_bytes.stages, times.stages),
+        base=rates.base.seconds(num_bytes.base, times.base),
+        gradients=rates.gradients.seconds(num_bytes.gradients, times.gradients),
+        experts=rates.experts.seconds(num_bytes.experts, times.experts),
+        waiting=(degrees.pipeline - 1) / (_in_stages(degrees, share) + degrees.pipeline - 1),
     )
 
 
 def token_s(plan: Plan, source: Device | Rates) -> float:
     """Seconds of one sampled token: all active weights are read, and a sharded base is gathered."""
     rates = source.rates(plan) if isinstance(source, Device) else source
-    model, wanted, degrees = plan.model, plan.wanted, plan.degrees
-    number_bytes = memory.QUANTISED_BYTES.get(wanted.quantize, memory.NUMBER_BYTES[wanted.dtype])
+    model, workload, degrees = plan.model, plan.workload, plan.degrees
+    number_bytes = memory.QUANTISED_BYTES.get(workload.quantize, memory.NUMBER_BYTES[workload.dtype])
     read = model.num_active * number_bytes / degrees.tensor / rates.memory_bytes_s
     times = calls(model, degrees, StepShare(1))
-    base = rates.base.seconds(_base(model, wanted, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
+    base = rates.base.seconds(_base(model, workload, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
     return max(read, base)

@@ -2,8 +2,8 @@
 
 All ranks call `measure` together, after `join`. Times are those of the slowest rank, in the fastest of REPEATS after
 one that is not counted, since other processes delay some. Latency is the time of a collective of SMALL numbers;
-bandwidth comes from the time that a large one takes beyond it, by the bytes that a rank sends (`plan.speed.gathered`,
-`summed`). Degrees of 1 exchange nothing.
+bandwidth comes from the time that a large one takes beyond it, by the bytes that a rank sends
+(`plan.speed.all_gather_bytes`, `all_reduce_bytes`). Degrees of 1 exchange nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.plan.measured import measured_products, settle
-from tinsmith.plan.speed import LinkRate, Rates, gathered, summed
+from tinsmith.plan.measured import measure_matmul, settle
+from tinsmith.plan.speed import LinkRate, Rates, all_gather_bytes, all_reduce_bytes
 
 SMALL = 64
 LARGE = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -43,15 +43,15 @@ def measure(ranks: Ranks, dtype: str, hidden: int, num_weights: int) -> list[lis
     """For `Rates.read`; the same on all ranks."""
     degrees, device = ranks.degrees, str(ranks.device)
     exchanges = {
-        "tensor": (ranks.sum_tensor, degrees.tensor, summed),
-        "context": (_exchanged(ranks), degrees.context, gathered),
+        "tensor": (ranks.sum_tensor, degrees.tensor, all_reduce_bytes),
+        "context": (_exchanged(ranks), degrees.context, all_gather_bytes),
         "stages": (_passed_on(ranks), degrees.pipeline, lambda num_bytes, _: num_bytes),
-        "experts": (_exchanged_experts(ranks), degrees.experts, gathered),
-        "base": (ranks.gather_replicas, degrees.groups, gathered),
-        "gradients": (ranks.sum_all, degrees.devices, summed),
+        "experts": (_exchanged_experts(ranks), degrees.experts, all_gather_bytes),
+        "base": (ranks.gather_replicas, degrees.groups, all_gather_bytes),
+        "gradients": (ranks.sum_all, degrees.devices, all_reduce_bytes),
     }
     ranks.sum_all(torch.zeros(1, device=ranks.device))  # so that the ranks compute at the same time
-    products = measured_products(dtype, hidden, num_weights, device)
+    products = measure_matmul(dtype, hidden, num_weights, device)
     slowest = [min(rates) for rates in zip(*cast("list[list[float]]", ranks.gather(list(products))), strict=True)]
     return [slowest, *(list(_measured(ranks, *exchanges[name])) for name in Rates._fields[2:])]
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.errors import SettingsError
-from tinsmith.plan.architecture import marked_layers, numbers_of, undivided
+from tinsmith.plan.architecture import decoder_layers, numbers_of, undivided
 from tinsmith.plan.memory import split_layers
 
 
@@ -180,7 +180,7 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
 
 def layers_of(decoder: nn.Module, name: str) -> list[nn.Module]:
     """The decoder's layers, in order. Raises SettingsError if it does not mark them."""
-    if not (layers := marked_layers(decoder)):
+    if not (layers := decoder_layers(decoder)):
         raise SettingsError(
             f"pipeline_parallel is set, and {name} does not mark which of its modules are layers; use data_parallel"
         )
