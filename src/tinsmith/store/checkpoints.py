@@ -55,8 +55,8 @@ class NewCheckpoint:
 
     def run(self, session_id: str) -> NewModel:
         """A run that only holds this checkpoint."""
-        facts = self.tenant_id, self.base_model, self.lora, self.optimizer_type, self.user_metadata
-        return NewModel(self.ref.training_run_id, session_id, *facts)
+        columns = self.tenant_id, self.base_model, self.lora, self.optimizer_type, self.user_metadata
+        return NewModel(self.ref.training_run_id, session_id, *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class CheckpointSearch:
 
 def parse_path(text: str, field: str = "path") -> CheckpointRef:
     """Parse a tinker:// path from the named field of a request. Raises UserError."""
-    prefix, _, rest = text.partition("://")
-    parts = rest.split("/")
+    prefix, _, address = text.partition("://")
+    parts = address.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise UserError(
             f"{field} {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME, "
@@ -142,49 +142,55 @@ class Checkpoints:
         return checkpoint
 
     def of_run(self, tenant_id: str, training_run_id: str) -> list[Checkpoint]:
-        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
-        return [Checkpoint(**row._mapping) for row in self._db.rows(_newest_first(mine))]
+        condition = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
+        return [Checkpoint(**row._mapping) for row in self._db.rows(_newest_first(condition))]
 
     def page(
         self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
         """A page of the tenant's checkpoints (of one project), newest first, and their total."""
-        mine = CHECKPOINTS.c.tenant_id == tenant_id
+        of_tenant = CHECKPOINTS.c.tenant_id == tenant_id
         if project_id is not None:
-            mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
-        rows, total = self._db.page(_newest_first(mine), limit, offset)
+            of_tenant = of_tenant & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
+        rows, total = self._db.page(_newest_first(of_tenant), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
 
     def search(self, tenant_id: str, search: CheckpointSearch) -> tuple[list[Checkpoint], bool]:
         """A page of the tenant's checkpoints that pass all filters, newest first, and whether there are more."""
-        found: list[Checkpoint] = []
+        matches: list[Checkpoint] = []
         after = search.after
-        while len(found) <= search.limit:
-            some = self._scan(tenant_id, search, after)
-            found += [each for each in some if search.user_metadata.items() <= (each.user_metadata or {}).items()]
-            if len(some) < _SCAN_ROWS:
+        while len(matches) <= search.limit:
+            batch = self._scan(tenant_id, search, after)
+            matches += [
+                checkpoint
+                for checkpoint in batch
+                if search.user_metadata.items() <= (checkpoint.user_metadata or {}).items()
+            ]
+            if len(batch) < _SCAN_ROWS:
                 break
-            after = (some[-1].created_at, some[-1].directory or "")
-        return found[: search.limit], len(found) > search.limit
+            after = (batch[-1].created_at, batch[-1].directory or "")
+        return matches[: search.limit], len(matches) > search.limit
 
     def _scan(self, tenant_id: str, search: CheckpointSearch, after: tuple[float, str] | None) -> list[Checkpoint]:
         """The next checkpoints that pass the filters that SQL evaluates in the same way on every database."""
         created_at, directory = CHECKPOINTS.c.created_at, CHECKPOINTS.c.directory
-        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)
+        condition = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)
         if search.base_models is not None:
-            mine = mine & CHECKPOINTS.c.base_model.in_(search.base_models)
+            condition = condition & CHECKPOINTS.c.base_model.in_(search.base_models)
         if search.project_ids is not None:
-            of_projects = [CHECKPOINTS.c.training_run_id.in_(ids_of_project(each)) for each in search.project_ids]
-            mine = mine & sa.or_(sa.false(), *of_projects)
+            of_projects = [
+                CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id)) for project_id in search.project_ids
+            ]
+            condition = condition & sa.or_(sa.false(), *of_projects)
         if after is not None:
-            mine = mine & ((created_at < after[0]) | ((created_at == after[0]) & (directory < after[1])))
-        query = _newest_first(mine).order_by(directory.desc()).limit(_SCAN_ROWS)
+            condition = condition & ((created_at < after[0]) | ((created_at == after[0]) & (directory < after[1])))
+        query = _newest_first(condition).order_by(directory.desc()).limit(_SCAN_ROWS)
         return [Checkpoint(**row._mapping) for row in self._db.rows(query)]
 
     def created_at(self, tenant_id: str, directory: str) -> float | None:
         """The creation time of the tenant's checkpoint with this directory; None if it does not exist."""
-        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.directory == directory)
-        return self._db.scalar(sa.select(CHECKPOINTS.c.created_at).where(mine))
+        of_directory = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.directory == directory)
+        return self._db.scalar(sa.select(CHECKPOINTS.c.created_at).where(of_directory))
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
@@ -200,8 +206,8 @@ class Checkpoints:
             yield path
 
     def _read_error(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
-        found = self.find(checkpoint.ref)
-        if found is None or found.directory != checkpoint.directory:
+        current = self.find(checkpoint.ref)
+        if current is None or current.directory != checkpoint.directory:
             return NotFoundError(f"checkpoint {checkpoint.ref.path!r} was deleted or overwritten meanwhile")
         return CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}")
 
@@ -214,13 +220,15 @@ class Checkpoints:
 
     def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
         """Delete the tenant's own checkpoint with its files."""
-        mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
+        is_deletable = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         with self._db.write() as connection:
             # In the same transaction: an overwrite in between would leave its files behind.
-            row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine).with_for_update()).one_or_none()
+            row = connection.execute(
+                sa.select(CHECKPOINTS.c.directory).where(is_deletable).with_for_update()
+            ).one_or_none()
             if row is None:
                 raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
-            connection.execute(CHECKPOINTS.delete().where(mine))
+            connection.execute(CHECKPOINTS.delete().where(is_deletable))
         self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
@@ -308,9 +316,13 @@ class Checkpoints:
 
     def recover(self, base_model: str, engine_id: str) -> None:
         """After a restart of this engine: fail the interrupted saves of its runs and of unowned runs."""
-        others = sa.exists().where(MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id)
-        mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~others
-        self._db.execute(CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted"))
+        has_other_engine = sa.exists().where(
+            MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id
+        )
+        is_orphaned = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~has_other_engine
+        self._db.execute(
+            CHECKPOINTS.update().where(is_orphaned).values(state="failed", error="the save was interrupted")
+        )
 
 
 def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[sa.Executable]:
@@ -325,8 +337,8 @@ def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[
     if new.keep_last:
         of_run = (CHECKPOINTS.c.training_run_id == new.ref.training_run_id) & (CHECKPOINTS.c.kind == new.ref.kind)
         newest = sa.select(CHECKPOINTS.c.name).where(of_run, visible()).order_by(CHECKPOINTS.c.created_at.desc())
-        kept = sa.select(newest.limit(new.keep_last).subquery().c.name)
-        older = CHECKPOINTS.update().where(of_run, visible(), CHECKPOINTS.c.name.not_in(kept))
+        newest_names = sa.select(newest.limit(new.keep_last).subquery().c.name)
+        older = CHECKPOINTS.update().where(of_run, visible(), CHECKPOINTS.c.name.not_in(newest_names))
         statements.append(older.where(CHECKPOINTS.c.public.is_(False)).values(expires_at=now()))
     return statements
 
@@ -344,8 +356,8 @@ def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:
     )
 
 
-def _newest_first(where: sa.ColumnElement[bool]) -> sa.Select:
-    return sa.select(CHECKPOINTS).where(where, visible()).order_by(CHECKPOINTS.c.created_at.desc())
+def _newest_first(condition: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(CHECKPOINTS).where(condition, visible()).order_by(CHECKPOINTS.c.created_at.desc())
 
 
 def visible() -> sa.ColumnElement[bool]:

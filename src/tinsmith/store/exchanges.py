@@ -75,7 +75,7 @@ class Trajectory:
 
 def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
     """The trajectories of one session's exchanges, in the order of their first exchanges."""
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     ends: dict[bytes, list[Trajectory]] = {}  # by all tokens so far
     lengths: set[int] = set()
     for exchange in exchanges:
@@ -88,11 +88,11 @@ def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
             trajectory = Trajectory(
                 f"{_PREFIX}{exchange.exchange_id}", exchange.session, exchange.reward, exchange.created_at
             )
-            found.append(trajectory)
+            trajectories.append(trajectory)
         trajectory.add(exchange)
         ends.setdefault(np.array(trajectory.tokens, np.int32).tobytes(), []).append(trajectory)
         lengths.add(len(trajectory.tokens))
-    return found
+    return trajectories
 
 
 class Exchanges:
@@ -130,15 +130,15 @@ class Exchanges:
 
     def answered(self, tenant_id: str, session: str, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
         """The index of the first digest of a recorded chat, with the chat's prompt and its newest answer."""
-        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
-        digest, number = EXCHANGES.c.digest, EXCHANGES.c.exchange_id
-        newest = sa.select(digest, sa.func.max(number)).where(mine, digest.in_(digests)).group_by(digest)
-        found = {row[0]: row[1] for row in self._db.rows(newest)}
-        index = next((index for index, digest in enumerate(digests) if digest in found), None)
+        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        digest, exchange_id = EXCHANGES.c.digest, EXCHANGES.c.exchange_id
+        newest = sa.select(digest, sa.func.max(exchange_id)).where(of_session, digest.in_(digests)).group_by(digest)
+        id_by_digest = {row[0]: row[1] for row in self._db.rows(newest)}
+        index = next((index for index, digest in enumerate(digests) if digest in id_by_digest), None)
         if index is None:
             return None
         query = sa.select(EXCHANGES.c.prompt, EXCHANGES.c.tokens)
-        row = self._db.first(query.where(EXCHANGES.c.exchange_id == found[digests[index]]))
+        row = self._db.first(query.where(EXCHANGES.c.exchange_id == id_by_digest[digests[index]]))
         if row is None:
             return None
         prompt_T, tokens_T = (np.frombuffer(_unpacked(packed), "<i4") for packed in row)
@@ -146,9 +146,9 @@ class Exchanges:
 
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
         """The merged trajectories. Raises UserError if the session has more than MAX_EXCHANGES exchanges."""
-        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
-        query = sa.select(*columns).where(mine).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES + 1)
+        query = sa.select(*columns).where(of_session).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES + 1)
         rows = self._db.rows(query)
         if len(rows) > MAX_EXCHANGES:
             raise UserError(
@@ -159,25 +159,27 @@ class Exchanges:
 
     def sessions(self, tenant_id: str, limit: int, after: str) -> tuple[list[str], bool]:
         """A page of session names in their order, and whether there are more."""
-        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session > after)
-        query = sa.select(EXCHANGES.c.session).where(mine).distinct().order_by(EXCHANGES.c.session).limit(limit + 1)
-        found = self._db.scalars(query)
-        return found[:limit], len(found) > limit
+        condition = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session > after)
+        query = (
+            sa.select(EXCHANGES.c.session).where(condition).distinct().order_by(EXCHANGES.c.session).limit(limit + 1)
+        )
+        names = self._db.scalars(query)
+        return names[:limit], len(names) > limit
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> None:
         """Set the rewards of trajectories by id. Raises NotFoundError, and changes nothing, if one does not exist."""
         with self._db.write() as connection:
             for trajectory_id, reward in rewards.items():
-                number = trajectory_id.removeprefix(_PREFIX)
-                if not (number.isascii() and number.isdigit() and len(number) < 19):
+                exchange_id = trajectory_id.removeprefix(_PREFIX)
+                if not (exchange_id.isascii() and exchange_id.isdigit() and len(exchange_id) < 19):
                     raise NotFoundError(f"trajectory {trajectory_id[:80]!a} does not exist")
-                mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.exchange_id == int(number))
-                if connection.execute(EXCHANGES.update().where(mine).values(reward=reward)).rowcount != 1:
+                of_exchange = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.exchange_id == int(exchange_id))
+                if connection.execute(EXCHANGES.update().where(of_exchange).values(reward=reward)).rowcount != 1:
                     raise NotFoundError(f"trajectory {trajectory_id!a} does not exist")
 
     def delete(self, tenant_id: str, session: str) -> int:
-        mine = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
-        return self._db.execute(EXCHANGES.delete().where(mine))
+        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        return self._db.execute(EXCHANGES.delete().where(of_session))
 
     def sweep(self) -> int:
         return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
@@ -189,9 +191,9 @@ _COLUMNS = (
 
 
 def _exchange(row: Sequence[Any]) -> Exchange:
-    exchange_id, session, version, prompt, tokens, logprobs, *rest = row
+    exchange_id, session, version, prompt, tokens, logprobs, *fields = row
     arrays = np.frombuffer(_unpacked(prompt), "<i4"), np.frombuffer(_unpacked(tokens), "<i4")
-    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpacked(logprobs), "<f4"), *rest)
+    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpacked(logprobs), "<f4"), *fields)
 
 
 def _packed(array: I32 | F32) -> bytes:

@@ -81,16 +81,16 @@ class Files:
         """The bytes, for reading and seeking. Raises FileNotFoundError."""
         return self._store.open(self._key(file_id))
 
-    def store(self, file_id: str, pieces: Iterable[bytes]) -> StoredBytes:
+    def store(self, file_id: str, chunks: Iterable[bytes]) -> StoredBytes:
         """Write bytes durably, replacing earlier ones of this id."""
         if self._is_local:
             make_private(Path(self._root))
         digest, size_bytes = hashlib.sha256(), 0
         with self._store.open_writer(self._key(file_id)) as writer:
-            for piece in pieces:
-                digest.update(piece)
-                size_bytes += len(piece)
-                writer.write(piece)
+            for chunk in chunks:
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                writer.write(chunk)
         return StoredBytes(file_id, size_bytes, digest.hexdigest())
 
     def share(self, file_id: str, location: str) -> None:
@@ -157,9 +157,9 @@ class Files:
         swept: list[str] = []
         for start in range(0, len(old), PAGE):
             names = old[start : start + PAGE]
-            named = set(self._db.scalars(sa.select(_ID).where(_ID.in_(names))))
+            referenced = set(self._db.scalars(sa.select(_ID).where(_ID.in_(names))))
             for name in names:
-                if name not in named:
+                if name not in referenced:
                     self.discard(name)
                     swept.append(name)
         return swept

@@ -245,10 +245,10 @@ counts, since the result names the sampling session.
 def _same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
     """Whether the body is the stored one, of which only the length is known once it is freed."""
     field = RENUMBERED.get(new.kind)
-    given = orjson.loads(new.body) if field else {}
-    if field not in given:
+    fields = orjson.loads(new.body) if field else {}
+    if field not in fields:
         return body_bytes == len(new.body) and stored in (None, new.body)
-    return stored is None or {**orjson.loads(stored), field: None} == {**given, field: None}
+    return stored is None or {**orjson.loads(stored), field: None} == {**fields, field: None}
 
 
 def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
@@ -257,20 +257,22 @@ def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bo
     The length of a body is always compared, its bytes until it is freed. Requests without a seq_id are not compared,
     because their request_id names their effect.
     """
-    found = _STORED.first(connection, {"request_id": new.request_id})
+    stored = _STORED.first(connection, {"request_id": new.request_id})
     owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
-    if found is None:
+    if stored is None:
         raise SeqIdTakenError(
             f"seq_id {new.seq_id} of {owner} belongs to another request, which was sent without a seq_id and took the "
             "next number; send all requests of a model with a seq_id, or all without"
         )
-    kind, body_bytes, packed = found
+    kind, body_bytes, packed = stored
     if new.seq_id is None:
         return
-    same = kind == new.kind
-    if same and compare_bodies and body_bytes:
-        same = _same_body(new, body_bytes, None if packed is None else zstandard.ZstdDecompressor().decompress(packed))
-    if not same:
+    is_same = kind == new.kind
+    if is_same and compare_bodies and body_bytes:
+        is_same = _same_body(
+            new, body_bytes, None if packed is None else zstandard.ZstdDecompressor().decompress(packed)
+        )
+    if not is_same:
         raise SeqIdTakenError(
             f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only an identical "
             "request may be sent again under its seq_id, so use the next number"
@@ -363,7 +365,7 @@ class Futures:
 
     def settled_among(self, request_ids: Sequence[str]) -> list[str]:
         """Those of `request_ids` that are settled."""
-        parts = (self._db.scalars(_SETTLED_AMONG, {"request_ids": some}) for some in chunks(request_ids))
+        parts = (self._db.scalars(_SETTLED_AMONG, {"request_ids": chunk}) for chunk in chunks(request_ids))
         return [request_id for part in parts for request_id in part]
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
@@ -413,8 +415,8 @@ class Futures:
         return self._db.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
     def kind_of(self, tenant_id: str, request_id: str) -> str | None:
-        mine = (FUTURES.c.request_id == request_id) & (FUTURES.c.tenant_id == tenant_id)
-        return self._db.scalar(sa.select(FUTURES.c.kind).where(mine))
+        of_tenant = (FUTURES.c.request_id == request_id) & (FUTURES.c.tenant_id == tenant_id)
+        return self._db.scalar(sa.select(FUTURES.c.kind).where(of_tenant))
 
     def next_seq_id(self, model_id: str) -> int:
         """One more than the model's highest seq_id; another request may take it first."""
@@ -442,7 +444,7 @@ class Futures:
         with self._db.write() as connection:
             deleted = connection.execute(FUTURES.delete().where(some).returning(*_USAGE_COLUMNS))
             usage = [FutureUsage(**row._mapping) for row in deleted]
-            ids = [one.request_id for one in usage]
+            ids = [usage_row.request_id for usage_row in usage]
             for table in (RESULTS, BODIES):
                 connection.execute(table.delete().where(table.c.request_id.in_(ids)))
             for effect in keep(usage):
@@ -453,21 +455,21 @@ class Futures:
 
     def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
         """The refused requests of a model from `from_seq_id` on, which the engine skips."""
-        mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
-        query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
+        from_number = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
+        query = sa.select(*_COLUMNS).where(from_number, FUTURES.c.state == "refused")
         return [Pending(**row._mapping) for row in self._db.rows(query)]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies as the clients sent them, by request_id."""
-        found: dict[str, bytes] = {}
+        body_by_id: dict[str, bytes] = {}
         unpack = zstandard.ZstdDecompressor().decompress
         with self._db.read() as connection:
-            for some in chunks(request_ids):
-                one = len(some) == 1  # the usual case; an IN list is compiled for each length
-                rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
-                for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
-                    found[request_id] = unpack(body)
-        return found
+            for chunk in chunks(request_ids):
+                is_single = len(chunk) == 1  # the usual case; an IN list is compiled for each length
+                rows = _BODY.rows(connection, {"request_id": chunk[0]}) if is_single else None
+                for request_id, body in rows or connection.execute(_BODIES, {"request_ids": chunk}):
+                    body_by_id[request_id] = unpack(body)
+        return body_by_id
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
         """Settle a step in one transaction: results, freed bodies, effects and the progress of each model."""
@@ -475,7 +477,7 @@ class Futures:
         with self._db.write() as connection:
             settled_at = now()  # once the write lock is held
             if not self._db.is_sqlite:
-                connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
+                connection.execute(_LOCK_SESSIONS, {"request_ids": [outcome.request_id for outcome in settlements]})
             for settlement in settlements:
                 error = settlement.error
                 changed = _SETTLE.count(

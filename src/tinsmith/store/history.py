@@ -92,8 +92,8 @@ class Curves:
             newest = sa.select(sa.func.max(CURVE_POINTS.c.step)).where(_of(model_id, SERVER))
             default = int(connection.scalar(newest) or 0) if any(step is None for step, _ in points) else 0
             merged: dict[int, dict[str, float]] = {}
-            for given, metrics in points:
-                merged.setdefault(default if given is None else given, {}).update(metrics)
+            for number, metrics in points:
+                merged.setdefault(default if number is None else number, {}).update(metrics)
             for step, metrics in sorted(merged.items()):
                 _merge(connection, self._add, model_id, step, metrics)
             if (connection.scalar(_count(model_id, CLIENT)) or 0) > MAX_POINTS:
@@ -118,48 +118,48 @@ class Curves:
             .group_by(CURVE_POINTS.c.model_id)
             .subquery()
         )
-        same = (CURVE_POINTS.c.model_id == newest.c.model_id) & (CURVE_POINTS.c.step == newest.c.step)
-        query = sa.select(CURVE_POINTS).join(newest, same).where(CURVE_POINTS.c.source == SERVER)
+        is_newest = (CURVE_POINTS.c.model_id == newest.c.model_id) & (CURVE_POINTS.c.step == newest.c.step)
+        query = sa.select(CURVE_POINTS).join(newest, is_newest).where(CURVE_POINTS.c.source == SERVER)
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
-    def outlines(self, model_ids: Sequence[str], names: Sequence[str], most: int) -> dict[str, Outline]:
+    def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
         """For each run, the first of `names` that it has, at up to `most` evenly spaced steps including the last."""
-        found: dict[str, Outline] = {}
+        outline_of: dict[str, Outline] = {}
         with self._db.read() as connection:
             for model_id in model_ids:
                 for source in (CLIENT, SERVER):
-                    mine = _of(model_id, source)
-                    steps = list(connection.scalars(sa.select(CURVE_POINTS.c.step).where(mine).order_by("step")))
-                    width = max(1, -(-len(steps) // most))
-                    some = mine & CURVE_POINTS.c.step.in_(steps[::-1][::width])
-                    points = sa.select(CURVE_POINTS.c.step, CURVE_POINTS.c.metrics).where(some).order_by("step")
+                    of_source = _of(model_id, source)
+                    steps = list(connection.scalars(sa.select(CURVE_POINTS.c.step).where(of_source).order_by("step")))
+                    width = max(1, -(-len(steps) // max_points))
+                    at_steps = of_source & CURVE_POINTS.c.step.in_(steps[::-1][::width])
+                    points = sa.select(CURVE_POINTS.c.step, CURVE_POINTS.c.metrics).where(at_steps).order_by("step")
                     rows = connection.execute(points).all() if steps else ()
                     name = next((name for name in names if any(name in row.metrics for row in rows)), None)
                     if name is not None:
                         values = [row.metrics[name] for row in rows if row.metrics.get(name) is not None]
-                        found[model_id] = Outline(name, values)
+                        outline_of[model_id] = Outline(name, values)
                         break
-        return found
+        return outline_of
 
 
 def _merge(connection: sa.Connection, add: Statement, model_id: str, step: int, metrics: Mapping[str, float]) -> None:
-    mine = _of(model_id, CLIENT) & (CURVE_POINTS.c.step == step)
+    at_step = _of(model_id, CLIENT) & (CURVE_POINTS.c.step == step)
     add.count(connection, _row(model_id, CLIENT, step, {}))
-    found = connection.scalar(sa.select(CURVE_POINTS.c.metrics).where(mine).with_for_update())
-    merged = {**(found or {}), **metrics}
+    stored = connection.scalar(sa.select(CURVE_POINTS.c.metrics).where(at_step).with_for_update())
+    merged = {**(stored or {}), **metrics}
     if len(merged) > MAX_NAMES:
         raise UserError(f"step {step} would have {len(merged)} metrics; at most {MAX_NAMES} are kept")
-    connection.execute(CURVE_POINTS.update().where(mine).values(metrics=merged, recorded_at=now()))
+    connection.execute(CURVE_POINTS.update().where(at_step).values(metrics=merged, recorded_at=now()))
 
 
 def thin_points(model_id: str, source: str, low: int, high: int) -> sa.Executable:
     """A statement that keeps about KEPT_POINTS of a run's points, the last of each interval of steps."""
     width = max(1, math.ceil((high - low + 1) / KEPT_POINTS))
     all_points = CURVE_POINTS.alias("all_points")
-    mine = (all_points.c.model_id == model_id) & (all_points.c.source == source)
+    of_source = (all_points.c.model_id == model_id) & (all_points.c.source == source)
     interval = (all_points.c.step - low) // sa.literal(width, sa.BigInteger)
-    kept = sa.select(sa.func.max(all_points.c.step)).where(mine).group_by(interval)
-    return CURVE_POINTS.delete().where(_of(model_id, source), CURVE_POINTS.c.step.not_in(kept))
+    last_of_intervals = sa.select(sa.func.max(all_points.c.step)).where(of_source).group_by(interval)
+    return CURVE_POINTS.delete().where(_of(model_id, source), CURVE_POINTS.c.step.not_in(last_of_intervals))
 
 
 def _of(model_id: str, source: str) -> sa.ColumnElement[bool]:
@@ -172,8 +172,8 @@ def _count(model_id: str, source: str) -> sa.Select:
 
 def _row(model_id: str, source: str, step: int, metrics: Mapping[str, float]) -> dict[str, object]:
     # JSON has no infinity or NaN: such values are stored as null.
-    shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return {"model_id": model_id, "source": source, "step": step, "metrics": json.dumps(shown), "recorded_at": now()}
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return {"model_id": model_id, "source": source, "step": step, "metrics": json.dumps(finite), "recorded_at": now()}
 
 
 RETENTION_S = 86400.0
@@ -262,9 +262,11 @@ class KeptSample:
     created_at: float
 
 
-def _nth_newest(table: sa.FromClause, name: str, mine: sa.ColumnElement[bool], newer: object) -> sa.ScalarSelect[Any]:
+def _nth_newest(
+    table: sa.FromClause, name: str, condition: sa.ColumnElement[bool], newer: object
+) -> sa.ScalarSelect[Any]:
     """A column of the row that has `newer` newer ones among `mine`."""
-    column = sa.select(table.c[name]).where(mine).order_by(table.c.position.desc())
+    column = sa.select(table.c[name]).where(condition).order_by(table.c.position.desc())
     return column.offset(newer).limit(1).scalar_subquery()  # type: ignore[arg-type]
 
 
@@ -303,30 +305,30 @@ class KeptSamples:
         self, tenant_id: str, limit: int, offset: int, search: str = ""
     ) -> tuple[list[tuple[KeptSample, SampleContent]], int]:
         """A page of the tenant's kept samples, newest first, and their total; `search` is part of an id or a name."""
-        mine = KEPT_SAMPLES.c.tenant_id == tenant_id
+        condition = KEPT_SAMPLES.c.tenant_id == tenant_id
         if search:
-            named = sa.func.coalesce(KEPT_SAMPLES.c.weights, KEPT_SAMPLES.c.base_model)
-            mine &= named.contains(search, autoescape=True) | KEPT_SAMPLES.c.request_id.contains(
+            name = sa.func.coalesce(KEPT_SAMPLES.c.weights, KEPT_SAMPLES.c.base_model)
+            condition &= name.contains(search, autoescape=True) | KEPT_SAMPLES.c.request_id.contains(
                 search, autoescape=True
             )
-        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(mine).order_by(KEPT_SAMPLES.c.position.desc())
+        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(condition).order_by(KEPT_SAMPLES.c.position.desc())
         rows, total = self._db.page(query, limit, offset)
-        return [(KeptSample(*facts), _read(packed)) for *facts, packed in rows], total
+        return [(KeptSample(*fields), _read(packed)) for *fields, packed in rows], total
 
     def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
-        mine = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)
-        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(mine)
+        of_request = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)
+        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(of_request)
         row = self._db.first(query.order_by(KEPT_SAMPLES.c.position.desc()))
         if row is None:
             raise NotFoundError(f"sample {request_id!r} is not kept; only recent samples are")
-        *facts, packed = row
-        return KeptSample(*facts), _read(packed)
+        *fields, packed = row
+        return KeptSample(*fields), _read(packed)
 
     def turns_before(self, sample: KeptSample, content: SampleContent) -> list[str]:
         """The earlier turns of the sample's conversation among the kept samples of its session, oldest first."""
-        mine = (KEPT_SAMPLES.c.tenant_id == sample.tenant_id) & (KEPT_SAMPLES.c.session_id == sample.session_id)
+        of_session = (KEPT_SAMPLES.c.tenant_id == sample.tenant_id) & (KEPT_SAMPLES.c.session_id == sample.session_id)
         shorter = KEPT_SAMPLES.c.prompt_tokens < sample.prompt_tokens
-        query = sa.select(KEPT_SAMPLES.c.request_id, KEPT_SAMPLES.c.content).where(mine, shorter)
+        query = sa.select(KEPT_SAMPLES.c.request_id, KEPT_SAMPLES.c.content).where(of_session, shorter)
         if content.prompt_cut:
             return []
         rows = self._db.rows(query.order_by(KEPT_SAMPLES.c.prompt_tokens))
@@ -343,10 +345,15 @@ class KeptSamples:
     def note_training(self, trained: Sequence[TrainedAnswer]) -> None:
         """Record training on answers. Only the first training step of an answer is recorded."""
         with self._db.write() as connection:
-            for one in trained:
-                packed = zstandard.ZstdCompressor(level=1).compress(one.logprobs.astype("<f4").tobytes())
-                values = {"model_id": one.model_id, "step": one.step, "advantage": one.advantage, "logprobs": packed}
-                _TRAIN.count(connection, values | {"of_tenant": one.tenant_id, "of_digest": one.digest})
+            for answer in trained:
+                packed = zstandard.ZstdCompressor(level=1).compress(answer.logprobs.astype("<f4").tobytes())
+                values = {
+                    "model_id": answer.model_id,
+                    "step": answer.step,
+                    "advantage": answer.advantage,
+                    "logprobs": packed,
+                }
+                _TRAIN.count(connection, values | {"of_tenant": answer.tenant_id, "of_digest": answer.digest})
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of kept answers by digest; returns how many changed. After training, a reward is final."""
@@ -359,30 +366,30 @@ class KeptSamples:
     def notes(self, tenant_id: str, request_ids: Sequence[str]) -> dict[tuple[str, int], AnswerNotes]:
         """The notes on kept answers, by request_id and number of the sequence."""
         columns = [KEPT_ANSWERS.c[name] for name in AnswerNotes.__dataclass_fields__]
-        mine = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.request_id.in_(request_ids)
-        rows = self._db.rows(sa.select(*columns).where(mine).order_by(KEPT_ANSWERS.c.position))
+        of_requests = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.request_id.in_(request_ids)
+        rows = self._db.rows(sa.select(*columns).where(of_requests).order_by(KEPT_ANSWERS.c.position))
         return {
-            (request_id, number): AnswerNotes(request_id, number, reward, run, step, advantage, _numbers(packed))
-            for request_id, number, reward, run, step, advantage, packed in rows
+            (request_id, index): AnswerNotes(request_id, index, reward, run, step, advantage, _numbers(packed))
+            for request_id, index, reward, run, step, advantage, packed in rows
         }
 
 
-def keep_sample(sample: KeptSample, content: SampleContent, most: int) -> list[Effect]:
+def keep_sample(sample: KeptSample, content: SampleContent, max_samples: int) -> list[Effect]:
     """Statements for the transaction that settles the sample; they keep at most `most` samples of the tenant."""
     packed = zstandard.ZstdCompressor(level=1).compress(orjson.dumps(content))
     answers = [
         {
             "tenant_id": sample.tenant_id,
             "request_id": sample.request_id,
-            "number": number,
+            "number": index,
             "digest": sequence.digest,
             "num_tokens": sequence.num_tokens,
             "created_at": sample.created_at,
         }
-        for number, sequence in enumerate(content.sequences)
+        for index, sequence in enumerate(content.sequences)
         if sequence.digest
     ]
-    oldest = {"tenant_id": sample.tenant_id, "newer": most - 1}
+    oldest = {"tenant_id": sample.tenant_id, "newer": max_samples - 1}
     return [
         Bound(_ADD, {**asdict(sample), "content": packed}),
         Bound(_THIN, oldest),
@@ -404,21 +411,21 @@ def new_sample(request_id: str, tenant_id: str, session_id: str, base_model: str
 
 
 def _read(content: bytes) -> SampleContent:
-    found = orjson.loads(zstandard.ZstdDecompressor().decompress(content))
-    sequences = [KeptSequence(**one) for one in found["sequences"]]
-    images = tuple(KeptImage(**one) for one in found.get("images", ()))
-    return SampleContent(found["prompt"], found["prompt_cut"], found["params"], sequences, images)
+    fields = orjson.loads(zstandard.ZstdDecompressor().decompress(content))
+    sequences = [KeptSequence(**entry) for entry in fields["sequences"]]
+    images = tuple(KeptImage(**entry) for entry in fields.get("images", ()))
+    return SampleContent(fields["prompt"], fields["prompt_cut"], fields["params"], sequences, images)
 
 
 def _leads_to(earlier: SampleContent, prompt: Sequence[int]) -> bool:
     if earlier.prompt_cut:
         return False
     for sequence in earlier.sequences:
-        whole = [*earlier.prompt, *sequence.tokens]
-        if len(whole) < len(prompt) and list(prompt[: len(whole)]) == whole:
+        transcript = [*earlier.prompt, *sequence.tokens]
+        if len(transcript) < len(prompt) and list(prompt[: len(transcript)]) == transcript:
             return True
         # The next prompt may encode the end of the answer differently.
-        if len(sequence.tokens) > 1 and list(prompt[: len(whole) - 1]) == whole[:-1]:
+        if len(sequence.tokens) > 1 and list(prompt[: len(transcript) - 1]) == transcript[:-1]:
             return True
     return False
 
@@ -455,19 +462,21 @@ class RecentSteps:
         self._db = db
 
     def add(self, base_model: str, steps: Sequence[RecentStep]) -> None:
-        mine = RECENT_STEPS.c.base_model == base_model
-        others = RECENT_STEPS.alias("others")
-        oldest_kept = _nth_newest(others, "position", others.c.base_model == base_model, KEPT_STEPS - 1)
+        of_base = RECENT_STEPS.c.base_model == base_model
+        all_steps = RECENT_STEPS.alias("others")
+        oldest_kept = _nth_newest(all_steps, "position", all_steps.c.base_model == base_model, KEPT_STEPS - 1)
         with self._db.write() as connection:
             connection.execute(RECENT_STEPS.insert(), [{"base_model": base_model, **_values(step)} for step in steps])
-            connection.execute(RECENT_STEPS.delete().where(mine, RECENT_STEPS.c.position < oldest_kept))
+            connection.execute(RECENT_STEPS.delete().where(of_base, RECENT_STEPS.c.position < oldest_kept))
 
     def newest(
         self, base_model: str, limit: int = KEPT_STEPS, *, snapshots: bool = False
     ) -> list[tuple[int, RecentStep]]:
         """The newest steps, or snapshots, of a base model with their positions, newest first."""
-        work = RECENT_STEPS.c.num_passes + RECENT_STEPS.c.num_optim_steps + RECENT_STEPS.c.num_singles
-        mine = (RECENT_STEPS.c.base_model == base_model) & (work == 0 if snapshots else work > 0)
-        query = sa.select(RECENT_STEPS.c.position, *_STEP_COLUMNS).where(mine)
+        num_operations = RECENT_STEPS.c.num_passes + RECENT_STEPS.c.num_optim_steps + RECENT_STEPS.c.num_singles
+        condition = (RECENT_STEPS.c.base_model == base_model) & (
+            num_operations == 0 if snapshots else num_operations > 0
+        )
+        query = sa.select(RECENT_STEPS.c.position, *_STEP_COLUMNS).where(condition)
         query = query.order_by(RECENT_STEPS.c.position.desc()).limit(limit)
         return [(position, RecentStep(*values)) for position, *values in self._db.rows(query)]

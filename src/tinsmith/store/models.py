@@ -120,8 +120,8 @@ class Models:
         row = self._db.first(_WITH_SESSION, {"model_id": model_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
-        *columns, ended = row
-        return Model(*columns), ended
+        *columns, session_ended = row
+        return Model(*columns), session_ended
 
     def find(self, model_id: str) -> Model | None:
         """A model of any tenant; for the engine."""
@@ -147,9 +147,9 @@ class Models:
         Frees the bodies that both cover. Returns the directory that is no longer needed: the third newest, or
         `directory` if the model is unloaded or has a newer snapshot.
         """
-        mine = MODELS.c.model_id == model_id
+        of_model = MODELS.c.model_id == model_id
         with self._db.write() as connection:
-            row = connection.execute(sa.select(MODELS).where(mine).with_for_update()).one_or_none()
+            row = connection.execute(sa.select(MODELS).where(of_model).with_for_update()).one_or_none()
             if row is None or row.state == "unloaded":
                 return directory
             if row.snapshot_seq_id is not None and row.snapshot_seq_id >= seq_id:
@@ -160,7 +160,7 @@ class Models:
                 "previous_snapshot_seq_id": row.snapshot_seq_id,
                 "previous_snapshot_directory": row.snapshot_directory,
             }
-            connection.execute(MODELS.update().where(mine).values(**values))
+            connection.execute(MODELS.update().where(of_model).values(**values))
             if row.snapshot_seq_id is not None:
                 # The bodies below were freed when an earlier snapshot was recorded.
                 freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
@@ -171,14 +171,14 @@ class Models:
 
     def forget_snapshot(self, model_id: str, directory: str) -> None:
         """Drop the newest snapshot, in `directory`, because it is damaged; the previous one becomes the newest."""
-        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
+        of_snapshot = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
         values = {
             "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
             "snapshot_directory": MODELS.c.previous_snapshot_directory,
             "previous_snapshot_seq_id": None,
             "previous_snapshot_directory": None,
         }
-        self._db.execute(MODELS.update().where(mine).values(values))
+        self._db.execute(MODELS.update().where(of_snapshot).values(values))
 
     def snapshot_directories(self) -> set[str]:
         """The directories of all recorded snapshots."""
@@ -188,10 +188,10 @@ class Models:
 
     def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
         """A page of the tenant's models (of one project), newest first, and their total."""
-        mine = MODELS.c.tenant_id == tenant_id
+        of_tenant = MODELS.c.tenant_id == tenant_id
         if project_id is not None:
-            mine = mine & MODELS.c.model_id.in_(ids_of_project(project_id))
-        query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc(), MODELS.c.model_id.desc())
+            of_tenant = of_tenant & MODELS.c.model_id.in_(ids_of_project(project_id))
+        query = sa.select(MODELS).where(of_tenant).order_by(MODELS.c.created_at.desc(), MODELS.c.model_id.desc())
         rows, total = self._db.page(query, limit, offset)
         return [Model(**row._mapping) for row in rows], total
 
@@ -204,9 +204,9 @@ def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executa
 def _model(new: NewModel, state: str, reason: str | None = None, project_id: str | None = None) -> Model:
     created_at = now()
     names = ("model_id", "session_id", "tenant_id", "base_model", "optimizer_type", "user_metadata", "engine_id")
-    given: dict[str, Any] = {name: getattr(new, name) for name in names} | lora_columns(new.lora)
-    given |= {"created_at": created_at, "last_request_at": created_at}
-    return Model(**given, lora_seed=new.lora.seed, state=state, reason=reason, project_id=project_id)
+    values: dict[str, Any] = {name: getattr(new, name) for name in names} | lora_columns(new.lora)
+    values |= {"created_at": created_at, "last_request_at": created_at}
+    return Model(**values, lora_seed=new.lora.seed, state=state, reason=reason, project_id=project_id)
 
 
 def lora_columns(spec: LoraSpec) -> dict[str, object]:
@@ -239,8 +239,8 @@ def unload_request(model: Model, body: bytes) -> NewFuture:
 def unload_statement(model_id: str, reason: str) -> sa.Executable:
     """A statement for the transaction that settles the unloading, which is final."""
     snapshots = ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
-    gone = dict.fromkeys((*snapshots, "engine_id"))
-    return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
+    cleared = dict.fromkeys((*snapshots, "engine_id"))
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **cleared)
 
 
 def set_alpha(model_id: str, alpha: float) -> sa.Executable:

@@ -50,28 +50,28 @@ class Sequences:
     def admit(self, session_id: str, pass_: Pass, spans: Sequence[DatumSpans]) -> None:
         """Raise UserError unless the spans of every datum are valid; a pass that trains renews their sequences."""
         sequence_ids = sorted({span.sequence_id for datum in spans for _, _, span in _all_spans(datum)})
-        found = self._find(sequence_ids)
-        check_spans(session_id, pass_, spans, found, now())
+        sequences = self._find(sequence_ids)
+        check_spans(session_id, pass_, spans, sequences, now())
         soon = now() + VALID_S
-        ageing = [sequence_id for sequence_id in sequence_ids if found[sequence_id].valid_until < soon]
+        ageing = [sequence_id for sequence_id in sequence_ids if sequences[sequence_id].valid_until < soon]
         if ageing and not pass_.forward_only:
             with self._db.write() as connection:
-                for some in chunks(ageing, _MAX_VARIABLES):
-                    connection.execute(_RENEW, {"sequence_ids": some, "until": soon + SLACK_S})
+                for chunk in chunks(ageing, _MAX_VARIABLES):
+                    connection.execute(_RENEW, {"sequence_ids": chunk, "until": soon + SLACK_S})
 
     def sweep(self) -> int:
         """Delete sequences that are no longer valid; returns how many."""
         return self._db.execute(SEQUENCES.delete().where(SEQUENCES.c.valid_until < now()))
 
     def _find(self, sequence_ids: Sequence[str]) -> dict[str, RecordedSequence]:
-        found: dict[str, RecordedSequence] = {}
+        sequences: dict[str, RecordedSequence] = {}
         with self._db.read() as connection:
-            for some in chunks(sequence_ids, _MAX_VARIABLES):
-                for row in connection.execute(_FIND, {"sequence_ids": some}):
-                    found[row.sequence_id] = RecordedSequence(
+            for chunk in chunks(sequence_ids, _MAX_VARIABLES):
+                for row in connection.execute(_FIND, {"sequence_ids": chunk}):
+                    sequences[row.sequence_id] = RecordedSequence(
                         row.session_id, row.prompt_tokens, row.sampled_tokens, row.valid_until
                     )
-        return found
+        return sequences
 
 
 def insertion(session_id: str, request_id: str, prompt_tokens: int, sampled_tokens: Sequence[int]) -> sa.Executable:
@@ -96,21 +96,21 @@ def check_spans(
     pass_: Pass,
     spans: Sequence[DatumSpans],
     recorded: Mapping[str, RecordedSequence],
-    moment: float,
+    at: float,
 ) -> None:
     """Raise a UserError that names datum, span, value and rule."""
     for index, (datum, origin) in enumerate(zip(pass_.data, spans, strict=True)):
-        where = f"data[{index}]"
+        path = f"data[{index}]"
         if not origin.model_input or not origin.loss_fn_inputs:
             missing = "model_input_spans" if not origin.model_input else "loss_fn_input_spans"
             raise UserError(
-                f"{where}.{missing} is empty; stable_reinforce needs both lists of spans (Datum.with_provenance)"
+                f"{path}.{missing} is empty; stable_reinforce needs both lists of spans (Datum.with_provenance)"
             )
         targets = datum.inputs["target_tokens"]
-        _check_tiling(f"{where}.model_input_spans", origin.model_input, len(datum.tokens_N), "model_input")
-        _check_tiling(f"{where}.loss_fn_input_spans", origin.loss_fn_inputs, targets.shape[0], "target_tokens")
+        _check_tiling(f"{path}.model_input_spans", origin.model_input, len(datum.tokens_N), "model_input")
+        _check_tiling(f"{path}.loss_fn_input_spans", origin.loss_fn_inputs, targets.shape[0], "target_tokens")
         for name, number, span in _all_spans(origin):
-            _check_span(f"{where}.{name}[{number}]", span, session_id, recorded.get(span.sequence_id), moment)
+            _check_span(f"{path}.{name}[{number}]", span, session_id, recorded.get(span.sequence_id), at)
         advantages = datum.inputs["advantages"]
         assert not isinstance(advantages, SparseRows)  # of rank 1, so dense
         sampled_N = np.repeat([s.sampled for s in origin.loss_fn_inputs], [s.length for s in origin.loss_fn_inputs])
@@ -118,42 +118,42 @@ def check_spans(
         if len(wrong_N):
             position = int(wrong_N[0])
             raise UserError(
-                f"{where}.loss_fn_inputs['advantages'] is {advantages[position]} at position {position}, which "
+                f"{path}.loss_fn_inputs['advantages'] is {advantages[position]} at position {position}, which "
                 "loss_fn_input_spans says was not sampled; stable_reinforce takes advantages on sampled tokens only"
             )
 
 
-def _check_tiling(where: str, spans: Sequence[Span], length: int, field: str) -> None:
-    for number, span in enumerate(spans):
+def _check_tiling(path: str, spans: Sequence[Span], length: int, field: str) -> None:
+    for index, span in enumerate(spans):
         if span.length < 0 or span.offset < 0:
             raise UserError(
-                f"{where}[{number}] has offset {span.offset} and length {span.length}; neither may be negative"
+                f"{path}[{index}] has offset {span.offset} and length {span.length}; neither may be negative"
             )
     covered = sum(span.length for span in spans)
     if covered != length:
-        raise UserError(f"{where} cover {covered} positions, and {field} has {length}; they must tile it exactly")
+        raise UserError(f"{path} cover {covered} positions, and {field} has {length}; they must tile it exactly")
 
 
-def _check_span(where: str, span: Span, session_id: str, found: RecordedSequence | None, moment: float) -> None:
+def _check_span(path: str, span: Span, session_id: str, recorded: RecordedSequence | None, at: float) -> None:
     name = ascii(span.sequence_id[:128])
-    if found is None or found.session_id != session_id:
+    if recorded is None or recorded.session_id != session_id:
         raise UserError(
-            f"{where} names sequence {name}, which is not recorded in session {session_id!r}: sample it there with "
+            f"{path} names sequence {name}, which is not recorded in session {session_id!r}: sample it there with "
             "record_stability_info, and train on it within a day"
         )
-    if found.valid_until < moment:
+    if recorded.valid_until < at:
         raise UserError(
-            f"{where} names sequence {name}, which was recorded, or last trained on, more than a day ago; sample again"
+            f"{path} names sequence {name}, which was recorded, or last trained on, more than a day ago; sample again"
         )
-    length, what = (found.sampled_tokens, "sampled") if span.sampled else (found.prompt_tokens, "prompt")
+    length, noun = (recorded.sampled_tokens, "sampled") if span.sampled else (recorded.prompt_tokens, "prompt")
     if span.offset + span.length > length:
         raise UserError(
-            f"{where} claims {what} tokens {span.offset} to {span.offset + span.length} of sequence {name}, which "
+            f"{path} claims {noun} tokens {span.offset} to {span.offset + span.length} of sequence {name}, which "
             f"has {length} of them"
         )
 
 
 def _all_spans(datum: DatumSpans) -> Iterator[tuple[str, int, Span]]:
     for name, spans in (("model_input_spans", datum.model_input), ("loss_fn_input_spans", datum.loss_fn_inputs)):
-        for number, span in enumerate(spans):
-            yield name, number, span
+        for index, span in enumerate(spans):
+            yield name, index, span

@@ -115,11 +115,11 @@ class SamplingSessions:
         with self._db.write() as connection:
             if connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()}).rowcount == 0:
                 row = _BY_ID.first(connection, {"sampling_session_id": new.sampling_session_id})
-                found = None if row is None else SamplingSession(*row)
-                if found and (found.base_model, found.model_path) != (new.base_model, new.model_path):
+                stored = None if row is None else SamplingSession(*row)
+                if stored and (stored.base_model, stored.model_path) != (new.base_model, new.model_path):
                     raise SeqIdTakenError(
                         f"sampling session {new.sampling_session_id!r} exists already and samples "
-                        f"{found.model_path or found.base_model!r}; use another sampling_session_seq_id"
+                        f"{stored.model_path or stored.base_model!r}; use another sampling_session_seq_id"
                     )
         return new.sampling_session_id
 
@@ -136,12 +136,14 @@ class SamplingSessions:
 
     def join(self, tenant_id: str, sampling_session_id: str) -> int:
         """Add a client and return its number; the client that created the session has 0. Raises NotFoundError."""
-        mine = SAMPLERS.c.sampling_session_id == sampling_session_id, SAMPLERS.c.tenant_id == tenant_id
+        of_tenant = SAMPLERS.c.sampling_session_id == sampling_session_id, SAMPLERS.c.tenant_id == tenant_id
         with self._db.write() as connection:
-            joined = connection.execute(SAMPLERS.update().where(*mine).values(num_clones=SAMPLERS.c.num_clones + 1))
+            joined = connection.execute(
+                SAMPLERS.update().where(*of_tenant).values(num_clones=SAMPLERS.c.num_clones + 1)
+            )
             if joined.rowcount != 1:
                 raise NotFoundError(f"sampling_session_id {sampling_session_id!r} is unknown")
-            return connection.scalar(sa.select(SAMPLERS.c.num_clones).where(*mine)) or 0
+            return connection.scalar(sa.select(SAMPLERS.c.num_clones).where(*of_tenant)) or 0
 
     def completions(self, sampling_session_id: str, clone: int, after_order: int) -> list[Completion]:
         """One client's samples that were settled after `after_order`, at most MAX_COMPLETIONS."""
@@ -153,14 +155,14 @@ class SamplingSessions:
     def pending(self, sampling_session_id: str, clone: int) -> list[str]:
         """The request_ids of one client's samples that are not settled, at most MAX_COMPLETIONS."""
         first = clone * CLONE_SIZE
-        mine = (FUTURES.c.sampling_session_id == sampling_session_id) & (FUTURES.c.state == "pending")
-        mine &= FUTURES.c.seq_id.between(first, first + CLONE_SIZE - 1)
-        query = sa.select(FUTURES.c.request_id).where(mine, FUTURES.c.kind == "sample")
+        is_pending = (FUTURES.c.sampling_session_id == sampling_session_id) & (FUTURES.c.state == "pending")
+        is_pending &= FUTURES.c.seq_id.between(first, first + CLONE_SIZE - 1)
+        query = sa.select(FUTURES.c.request_id).where(is_pending, FUTURES.c.kind == "sample")
         return self._db.scalars(query.order_by(FUTURES.c.seq_id).limit(MAX_COMPLETIONS))
 
     def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
         """The last settle_order of each sampling session."""
-        parts = (self._db.rows(_LAST_ORDERS, {"sampling_session_ids": some}) for some in chunks(sampling_session_ids))
+        parts = (self._db.rows(_LAST_ORDERS, {"sampling_session_ids": chunk}) for chunk in chunks(sampling_session_ids))
         return {row.sampling_session_id: row.settle_order for rows in parts for row in rows}
 
     def acknowledge(self, sampling_session_id: str, request_ids: Iterable[str]) -> None:
@@ -168,16 +170,16 @@ class SamplingSessions:
 
         The marks are in memory: after a restart, the results are deleted with their session.
         """
-        mine = f"{sampling_session_id}:"
-        self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(mine))
+        prefix = f"{sampling_session_id}:"
+        self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(prefix))
 
     def delete_acknowledged(self) -> int:
         """Delete the results acknowledged since the last call; returns how many. Batched, because a write for each poll
         would delay other writers.
         """
         ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
-        for some in chunks(ids):
-            self._db.execute(_DELETE_RESULTS, {"request_ids": some})
+        for chunk in chunks(ids):
+            self._db.execute(_DELETE_RESULTS, {"request_ids": chunk})
         return len(ids)
 
     def written(self, version_id: str, directory: str) -> str | None:
@@ -215,7 +217,7 @@ class SamplingSessions:
     def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
         """Those of `session_ids` without a heartbeat or poll for `silent_s` seconds."""
         silent = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.last_heartbeat_at < now() - silent_s)
-        parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(some))) for some in chunks(session_ids))
+        parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(chunk))) for chunk in chunks(session_ids))
         return {session_id for part in parts for session_id in part}
 
     def of_session(self, session_id: str) -> list[str]:

@@ -128,29 +128,29 @@ class Sessions:
 
     def is_sign_due(self, session_id: str) -> bool:
         """Whether to call `record_poll` for this poll: once in POLL_SIGN_S. Must be called from one thread."""
-        moment = time.monotonic()
-        if moment - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
+        read_at = time.monotonic()
+        if read_at - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
             return False
         self._polled_at.pop(session_id, None)
-        self._polled_at[session_id] = moment
-        while moment - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
+        self._polled_at[session_id] = read_at
+        while read_at - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
             del self._polled_at[oldest]
         return True
 
     def record_poll(self, tenant_id: str, session_id: str) -> None:
         """Record a poll as a heartbeat of the session."""
-        mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
+        is_open = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
         stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
-        if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is not None:
-            self._db.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
+        if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*is_open, stale)) is not None:
+            self._db.execute(SESSIONS.update().where(*is_open, stale).values(last_heartbeat_at=now()))
 
     def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
         """Finish a session with one of FINISH_TYPES; returns False if it had finished or expired."""
         self.get(tenant_id, session_id)
         reason = _finish_reason(finish_type, detail)
-        mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
-        ended = mine.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
-        return self._db.execute(ended) == 1
+        update = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
+        finished = update.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+        return self._db.execute(finished) == 1
 
     def set_project(self, tenant_id: str, session_id: str, project_id: str) -> None:
         self.get(tenant_id, session_id)
@@ -162,7 +162,8 @@ class Sessions:
     def projects(self, tenant_id: str) -> list[str]:
         """The projects of the tenant's sessions and copies."""
         of = (
-            sa.select(each.c.project_id).where(each.c.tenant_id == tenant_id).distinct() for each in (SESSIONS, MODELS)
+            sa.select(table.c.project_id).where(table.c.tenant_id == tenant_id).distinct()
+            for table in (SESSIONS, MODELS)
         )
         return [name for query in of for name in self._db.scalars(query) if name is not None]
 
@@ -183,15 +184,15 @@ class Sessions:
         self, tenant_id: str, filters: SessionSearch, has_metadata: Callable[[Session], bool]
     ) -> tuple[list[Session], bool]:
         """A page of the tenant's sessions, newest first, and whether more follow. `has_metadata` filters, too."""
-        found: list[Session] = []
+        sessions: list[Session] = []
         after = filters.after
-        while len(found) <= filters.limit:
-            some = self._scan(tenant_id, filters, after)
-            found += [session for session in some if _is_named(session, filters) and has_metadata(session)]
-            if len(some) < _SCAN_ROWS:
+        while len(sessions) <= filters.limit:
+            batch = self._scan(tenant_id, filters, after)
+            sessions += [session for session in batch if _is_named(session, filters) and has_metadata(session)]
+            if len(batch) < _SCAN_ROWS:
                 break
-            after = (some[-1].created_at, some[-1].session_id)
-        return found[: filters.limit], len(found) > filters.limit
+            after = (batch[-1].created_at, batch[-1].session_id)
+        return sessions[: filters.limit], len(sessions) > filters.limit
 
     def _scan(self, tenant_id: str, filters: SessionSearch, after: tuple[float, str] | None) -> list[Session]:
         """The next sessions that pass the filters that SQL evaluates in the same way on every database."""
@@ -237,12 +238,12 @@ class Sessions:
             connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
         return True
 
-    def closed_before(self, moment: float, *, tenant_id: str | None = None) -> list[str]:
+    def closed_before(self, before: float, *, tenant_id: str | None = None) -> list[str]:
         """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
         has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         deletable = has_futures.where(FUTURES.c.state != "pending") | ~has_futures
-        kept = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
-        query = sa.select(SESSIONS.c.session_id).where(kept, deletable).limit(_DELETE_BATCH)
+        is_stored = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < before)
+        query = sa.select(SESSIONS.c.session_id).where(is_stored, deletable).limit(_DELETE_BATCH)
         if tenant_id is not None:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
         return self._db.scalars(query)

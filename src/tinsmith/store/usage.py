@@ -60,17 +60,17 @@ class Usage:
     def rows(self, tenant_id: str, start: float, end: float) -> list[UsageRow]:
         """The tenant's usage from `start` until before `end`, both full hours; by hour, then by quantity."""
         # One statement, so that a row which is folded concurrently is counted exactly once.
-        both = sa.union_all(self._live(tenant_id, start, end), _folded(tenant_id, start, end)).subquery()
-        keys = [both.c.bucket_start, both.c.session_id, both.c.base_model]
-        query = sa.select(*keys, *(sa.func.sum(both.c[name]).label(name) for name in TYPES)).group_by(*keys)
+        combined = sa.union_all(self._live(tenant_id, start, end), _folded(tenant_id, start, end)).subquery()
+        keys = [combined.c.bucket_start, combined.c.session_id, combined.c.base_model]
+        query = sa.select(*keys, *(sa.func.sum(combined.c[name]).label(name) for name in TYPES)).group_by(*keys)
         with self._db.read() as connection:
-            found = [
+            usage_rows = [
                 UsageRow(float(row.bucket_start), row.session_id, row.base_model, name, int(row._mapping[name]))
                 for row in connection.execute(query)
                 for name in TYPES
                 if row._mapping[name]
             ]
-        return sorted(found, key=lambda row: (row.bucket_start, -row.quantity, row.session_id, row.type))
+        return sorted(usage_rows, key=lambda row: (row.bucket_start, -row.quantity, row.session_id, row.type))
 
     def _live(self, tenant_id: str, start: float, end: float) -> sa.Select:
         passed = FUTURES.c.kind.in_(TRAINING_KINDS)
@@ -91,11 +91,11 @@ class Usage:
             .group_by(bucket, FUTURES.c.session_id, FUTURES.c.base_model)
         )
 
-    def _hour_of(self, moment: sa.ColumnElement[float]) -> sa.ColumnElement:
+    def _hour_of(self, timestamp: sa.ColumnElement[float]) -> sa.ColumnElement:
         # SQLite's cast truncates and Postgres' rounds; not every SQLite has floor.
-        hours = moment / float(HOUR_S)
-        whole = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
-        return whole * float(HOUR_S)
+        hours = timestamp / float(HOUR_S)
+        hour = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
+        return hour * float(HOUR_S)
 
     def stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
         """The tenant's existing checkpoints, or those of one project."""
@@ -131,12 +131,12 @@ class Usage:
         """The byte-seconds of the existing checkpoints in each hour."""
         totals: Counter[tuple[float, str | None, str]] = Counter()
         end = min(end, now())
-        for one in self.stored(tenant_id):
-            since = max(start, one.created_at)
+        for checkpoint in self.stored(tenant_id):
+            since = max(start, checkpoint.created_at)
             bucket = since // HOUR_S * HOUR_S
             while bucket < end:
                 held_s = min(bucket + HOUR_S, end) - max(bucket, since)
-                totals[bucket, one.project_id, one.base_model] += one.size_bytes * held_s  # type: ignore[assignment]
+                totals[bucket, checkpoint.project_id, checkpoint.base_model] += checkpoint.size_bytes * held_s  # type: ignore[assignment]
                 bucket += HOUR_S
         rows = [StorageRow(*key, byte_seconds) for key, byte_seconds in totals.items()]
         return sorted(rows, key=lambda row: (row.bucket_start, row.project_id or "", row.base_model))
@@ -155,16 +155,16 @@ def _folded(tenant_id: str, start: float, end: float) -> sa.Select:
 def fold_usage(usage: Iterable[FutureUsage]) -> list[sa.Executable]:
     """Statements that add the usage of futures to hourly rows, for the transaction that deletes the futures."""
     totals: Counter[tuple[str, float, str, str, str]] = Counter()
-    for one in usage:
-        if one.state != "done" or one.settled_at is None:
+    for record in usage:
+        if record.state != "done" or record.settled_at is None:
             continue
-        where = (one.tenant_id, one.settled_at // HOUR_S * HOUR_S, one.session_id, one.base_model)
-        if one.kind in TRAINING_KINDS:
-            totals[*where, "training"] += one.num_tokens
-        cached = one.cached_tokens or 0
-        totals[*where, "sampling_prefill"] += (one.prefill_tokens or 0) - cached
-        totals[*where, "sampling_cached"] += cached
-        totals[*where, "sampling_sample"] += one.sampled_tokens or 0
+        key = (record.tenant_id, record.settled_at // HOUR_S * HOUR_S, record.session_id, record.base_model)
+        if record.kind in TRAINING_KINDS:
+            totals[*key, "training"] += record.num_tokens
+        cached = record.cached_tokens or 0
+        totals[*key, "sampling_prefill"] += (record.prefill_tokens or 0) - cached
+        totals[*key, "sampling_cached"] += cached
+        totals[*key, "sampling_sample"] += record.sampled_tokens or 0
     statements = [
         added(tenant_id, session_id, base_model, type_, quantity, bucket)
         for (tenant_id, bucket, session_id, base_model, type_), quantity in totals.items()
