@@ -76,7 +76,7 @@ def submit(  # noqa: PLR0913  each is a flag
     from tinsmith.batch.client.job import Job
 
     with _client() as client:
-        writers = [_writer(given) for given in outputs]
+        writers = [_writer(output) for output in outputs]
         failed = _writer(errors) if errors else None
         options: dict[str, Any] = {
             "batch_size": batch_size,
@@ -90,11 +90,11 @@ def submit(  # noqa: PLR0913  each is a flag
             "resume_from": resume_from,
             "if_exists": _if_exists(if_exists, [*writers, *([failed] if failed else [])], yes),
             "errors": failed,
-            **_named(more or []),
+            **_parse_assignments(more or []),
         }
-        given = {name: value for name, value in options.items() if value is not None}
+        chosen = {name: value for name, value in options.items() if value is not None}
         mapper = _mapper(function, sample, json_object("--sample-options", sample_options))
-        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **given)
+        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **chosen)
         assert isinstance(job, Job)
         _follow(client, job.job_id, detach, as_json)
 
@@ -105,14 +105,14 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
     with _client() as client:
-        found = client.jobs(limit)
+        jobs = client.jobs(limit)
 
     def row(job: Status) -> tuple[object, ...]:
         batches = f"{job['batch_completed_batches']}/{job['batch_total_batches']}"
-        done = Text.from_markup(_coloured(job["status"])), batches, job["rows_ok"], job["rows_failed"]
-        return job["job_id"], job["name"], *done, job["pool"], _moment(job["created_at"])
+        cells = Text.from_markup(_color_status(job["status"])), batches, job["rows_ok"], job["rows_failed"]
+        return job["job_id"], job["name"], *cells, job["pool"], _moment(job["created_at"])
 
-    print_rows(as_json, found, ("id", "name", "status", "batches", "rows", "failed", "pool", "created"), row)
+    print_rows(as_json, jobs, ("id", "name", "status", "batches", "rows", "failed", "pool", "created"), row)
 
 
 @app.command()
@@ -126,11 +126,13 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     from tinsmith.batch.client.job import first_error_lines, progress_of
 
     now = progress_of(status)
-    left = "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
+    remaining = (
+        "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
+    )
     lines = {
         "job": f"{job_id} {escape(status['name'])}".strip(),
-        "status": _coloured(status["status"]),
-        "batches": f"{now.batches_done} of {now.batches}{left}",
+        "status": _color_status(status["status"]),
+        "batches": f"{now.batches_done} of {now.batches}{remaining}",
         "rows": f"{now.rows_ok} ok, {now.rows_failed} failed, of {now.rows}; {now.rows_per_second:.0f} a second",
         "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
         "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
@@ -138,8 +140,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "started": _moment(status["started_at"]),
         "ended": _moment(status["ended_at"]),
         "error": escape(status["error"] or ""),
-        **{f"worker {index}": escape(_work_of(each)) for index, each in enumerate(status["workers"])},
-        **{f"output {index}": escape(_said(each)) for index, each in enumerate(status["outputs"])},
+        **{f"worker {index}": escape(_work_of(worker)) for index, worker in enumerate(status["workers"])},
+        **{f"output {index}": escape(_said(output)) for index, output in enumerate(status["outputs"])},
     }
     for name, text in lines.items():
         if text:
@@ -192,13 +194,13 @@ def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
     with _client() as client:
         status = client.status(job_id)
         if status["status"] not in ENDED:
-            done = f"{status['batch_completed_batches']} of {status['batch_total_batches']} batches are done"
-            _confirm(f"End bulk job {job_id}, of which {done}?", yes)
+            progress = f"{status['batch_completed_batches']} of {status['batch_total_batches']} batches are done"
+            _confirm(f"End bulk job {job_id}, of which {progress}?", yes)
         status = client.cancel(job_id)
     if as_json:
         print_json(status)
     else:
-        output.print(f"bulk job {job_id} is {_coloured(status['status'])}")
+        output.print(f"bulk job {job_id} is {_color_status(status['status'])}")
 
 
 @app.command()
@@ -218,9 +220,9 @@ def purge(
             job["job_id"] for job in client.jobs(MAX_PURGED) if job["status"] in ("FAILED", "CANCELLED")
         ]
         if chosen:
-            _confirm(f"Delete the parts of {_counted(chosen)}, which can then not be resumed?", yes)
+            _confirm(f"Delete the parts of {_count_jobs(chosen)}, which can then not be resumed?", yes)
         purged = [client.purge(job_id) for job_id in chosen]
-    say(as_json, purged, f"the parts of {_counted(chosen)} are being deleted" if chosen else "nothing to delete")
+    say(as_json, purged, f"the parts of {_count_jobs(chosen)} are being deleted" if chosen else "nothing to delete")
 
 
 def _work_of(worker: dict[str, Any]) -> str:
@@ -229,23 +231,23 @@ def _work_of(worker: dict[str, Any]) -> str:
     return f"{worker['worker_id']}: {works}"
 
 
-def _named(given: list[str]) -> dict[str, Any]:
+def _parse_assignments(flags: list[str]) -> dict[str, Any]:
     """Options from NAME=VALUE. Raises UserError."""
-    found: dict[str, Any] = {}
-    for text in given:
+    values: dict[str, Any] = {}
+    for text in flags:
         name, equals, value = text.partition("=")
         if not equals or name in ("output", "client", "errors", "stream"):
             raise UserError(
                 f"--option is {text!r}; it must be NAME=VALUE, with an option of Dataset.map that has no flag"
             )
         try:
-            found[name] = json.loads(value)
+            values[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
-def _counted(job_ids: list[int]) -> str:
+def _count_jobs(job_ids: list[int]) -> str:
     return f"bulk job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} bulk jobs"
 
 
@@ -264,7 +266,7 @@ def resume(
     from tinsmith.batch.client.job import Job
 
     with _client() as client:
-        writers = [_writer(given) for given in outputs or ()]
+        writers = [_writer(output) for output in outputs or ()]
         job = Job(job_id, client).resume(format=format or None, output=writers or None)
         _follow(client, job.job_id, detach, as_json)
 
@@ -283,8 +285,8 @@ def export(
     from tinsmith.batch.formats.lines import LinesWriter
 
     with _client() as client:
-        what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
-        info = Job(job_id, client).export(target, number, what)
+        choice = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
+        info = Job(job_id, client).export(target, number, choice)
     say(as_json, info.to_dict(), _said(info.to_dict()))
 
 
@@ -292,11 +294,11 @@ def export(
 def pools(as_json: AsJson = False) -> None:
     """List the pools that jobs can run on."""
     with _client() as client:
-        found = client.pools()
+        rows = client.pools()
     names = "name", "workers", "accelerators_per_worker"
     print_rows(
         as_json,
-        found,
+        rows,
         ("pool", "workers", "accelerators", "jobs"),
         lambda pool: (*(pool[name] for name in names), ", ".join(map(str, pool["jobs"]))),
     )
@@ -317,8 +319,8 @@ def task(
 
     name, _, path = pool.partition("=")
     settings = load({})
-    found = skypilot_task(name, Path(path), machines, task_envs(settings))
-    typer.echo(json.dumps(found) if as_json else yaml.safe_dump(found, sort_keys=False), nl=as_json)
+    text = skypilot_task(name, Path(path), machines, task_envs(settings))
+    typer.echo(json.dumps(text) if as_json else yaml.safe_dump(text, sort_keys=False), nl=as_json)
 
 
 @contextmanager
@@ -354,8 +356,8 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         if status["status"] != "SUCCEEDED":
             raise typer.Exit(NOT_SUCCEEDED)
         return
-    for each in status["outputs"]:
-        output.print(escape(_said(each)))
+    for entry in status["outputs"]:
+        output.print(escape(_said(entry)))
 
 
 def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -365,7 +367,7 @@ def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa:
     if reference:
         if fields:
             raise UserError("--sample-options belong to --sample; a file's operations have their own")
-        return _loaded(reference)
+        return _load_function(reference)
     from tinsmith.batch.operations.sample import Sample
 
     try:
@@ -374,7 +376,7 @@ def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa:
         raise UserError(f"--sample-options: {error}") from None
 
 
-def _loaded(reference: str) -> Any:  # noqa: ANN401
+def _load_function(reference: str) -> Any:  # noqa: ANN401
     """The function, class or operations under a name in a file; without a name, the file's only function."""
     import importlib.util
 
@@ -394,56 +396,54 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     except Exception as error:
         raise UserError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
     if name:
-        found = getattr(module, name, None)
-        if not (callable(found) or isinstance(found, RowOperation | list)):
+        function = getattr(module, name, None)
+        if not (callable(function) or isinstance(function, RowOperation | list)):
             raise UserError(f"{file} has no function and no operations {name!r}")
-        return found
-    own = {
-        name: each
-        for name, each in vars(module).items()
-        if callable(each) and getattr(each, "__module__", None) == module.__name__ and not name.startswith("_")
+        return function
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
     }
-    marked = {name: each for name, each in own.items() if is_remote_function(each)}
-    meant = marked or own
+    marked = {name: value for name, value in functions.items() if is_remote_function(value)}
+    meant = marked or functions
     if len(meant) != 1:
         raise UserError(f"{file} has {sorted(meant) or 'no functions'}; name one: {file}:FUNCTION")
     return next(iter(meant.values()))
 
 
-def _reader(given: str) -> InputReader:
+def _reader(text: str) -> InputReader:
     from tinsmith.batch.formats import registry
 
-    return _found(registry.INPUT_READER_REGISTRY, given)
+    return _find_format(registry.INPUT_READER_REGISTRY, text)
 
 
-def _writer(given: str) -> OutputWriter:
+def _writer(text: str) -> OutputWriter:
     from tinsmith.batch.formats import registry
 
-    return _found(registry.OUTPUT_WRITER_REGISTRY, given)
+    return _find_format(registry.OUTPUT_WRITER_REGISTRY, text)
 
 
-def _found(registry: Registry[T], given: str) -> T:
+def _find_format(registry: Registry[T], text: str) -> T:
     """The reader or writer of `[FORMAT:]PATH`. The scheme of a URL is not a format."""
     from tinsmith.batch.formats.registry import format_of
 
-    name, colon, path = given.partition(":")
+    name, colon, path = text.partition(":")
     if colon and name in registry.names():
         return registry.find(name)(path)  # type: ignore[call-arg]
     try:
-        return registry.find(format_of(given))(given)  # type: ignore[call-arg]
+        return registry.find(format_of(text))(text)  # type: ignore[call-arg]
     except UserError as error:
         names = ", ".join(registry.names())
-        raise UserError(
-            f"the format of {given!r} is not known by its ending: write FORMAT:{given} ({names})"
-        ) from error
+        raise UserError(f"the format of {text!r} is not known by its ending: write FORMAT:{text} ({names})") from error
 
 
-def _if_exists(given: str, writers: list[OutputWriter], yes: bool) -> str:
+def _if_exists(flag: str, writers: list[OutputWriter], yes: bool) -> str:
     """The job's `if_exists`; for `ask`, asks if an output exists."""
     from tinsmith.batch.formats.publishing import check_output
 
-    if given != "ask":
-        return given
+    if flag != "ask":
+        return flag
     for writer in writers:
         try:
             if writer.in_store:
@@ -467,7 +467,7 @@ def _said(info: Status) -> str:
     return f"{info['path']}: {info['rows']} rows, {info['bytes']} bytes"
 
 
-def _coloured(status: str) -> str:
+def _color_status(status: str) -> str:
     colour = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "CANCELLING": "yellow"}.get(status)
     return f"[{colour}]{status}[/]" if colour else status
 

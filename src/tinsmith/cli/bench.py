@@ -73,16 +73,16 @@ def targets_of(
     urls: Sequence[str], models: Sequence[str], keys: Sequence[str], dialects: Sequence[str] = ()
 ) -> list[BenchTarget]:
     """Make a target for each URL. Other flags are given once, or once per URL. Raises SettingsError."""
-    if unknown := [each for each in dialects if each not in DIALECTS]:
+    if unknown := [name for name in dialects if name not in DIALECTS]:
         raise SettingsError(f"--dialect is {unknown[0]!r}; it must be {' or '.join(DIALECTS)}")
     for flag, values in (("--model", models), ("--key", keys), ("--dialect", dialects)):
         if len(values) not in (0, 1, len(urls)):
             raise SettingsError(
                 f"{flag} is given {len(values)} times and --url {len(urls)}; give one for all, or one for each"
             )
-    every = [[*given] if len(given) == len(urls) else [*given, None][:1] * len(urls) for given in (models, dialects)]
+    every = [[*flags] if len(flags) == len(urls) else [*flags, None][:1] * len(urls) for flags in (models, dialects)]
     every_key = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
-    return [BenchTarget(*each) for each in zip(urls, every_key, *every, strict=True)]
+    return [BenchTarget(*fields) for fields in zip(urls, every_key, *every, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,10 @@ class Comparison:
 
     def ratio(self, index: int) -> float | None:
         """The server's speed relative to the first server's."""
-        first, own = self.figures[0].value, self.figures[index].value
-        if first is None or own is None:
+        first, value = self.figures[0].value, self.figures[index].value
+        if first is None or value is None:
             return None
-        return own / first if self.measure.is_rate else first / own
+        return value / first if self.measure.is_rate else first / value
 
     def as_json(self, clients: Sequence[BenchClient]) -> dict[str, object]:
         servers = [
@@ -274,12 +274,12 @@ class JsonClient(BenchClient):
 
     def train(self, rows: Sequence[np.ndarray], *, forward_only: bool = False) -> None:
         kind = "forward" if forward_only else "forward_backward"
-        given = {"data": [_json_datum(tokens.tolist()) for tokens in rows], "loss_fn": "cross_entropy"}
-        sent = [self._submit(kind, {f"{kind}_input": given})]
+        batch = {"data": [_json_datum(tokens.tolist()) for tokens in rows], "loss_fn": "cross_entropy"}
+        request_ids = [self._submit(kind, {f"{kind}_input": batch})]
         if not forward_only:
             adam = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
-            sent.append(self._submit("optim_step", {"adam_params": adam}))
-        for request_id in sent:
+            request_ids.append(self._submit("optim_step", {"adam_params": adam}))
+        for request_id in request_ids:
             self._result(request_id)
 
     def sample(self, prompts: Sequence[np.ndarray], new: int, *, published: bool = False) -> int:
@@ -292,8 +292,8 @@ class JsonClient(BenchClient):
             chunks = [{"type": "encoded_text", "tokens": prompt.tolist()}]
             params = {"max_tokens": new, "temperature": 1.0}
             body = {"prompt": {"chunks": chunks}, "num_samples": 1, "sampling_params": params, "type": "sample"}
-            sent = self._post("asample", body | whose | {"seq_id": next(self._drawn)})
-            return sum(len(sequence["tokens"]) for sequence in self._result(sent["request_id"])["sequences"])
+            submission = self._post("asample", body | whose | {"seq_id": next(self._drawn)})
+            return sum(len(sequence["tokens"]) for sequence in self._result(submission["request_id"])["sequences"])
 
         return sum(self._threads.map(draw, prompts))
 
@@ -311,12 +311,12 @@ class JsonClient(BenchClient):
             answer = self._http.post("retrieve_future", json={"request_id": request_id})
             if answer.status_code == httpx.codes.OK and "json" not in answer.headers.get("content-type", ""):
                 answer = self._http.get(f"retrieve_future/{request_id}")  # this path returns JSON instead of protobuf
-            found = {} if answer.status_code == httpx.codes.REQUEST_TIMEOUT else _read(answer)
-            status = found.get("status")
-            if found.get("error") or status in ("failed", "error"):
-                raise BenchError(f"{request_id} failed: {found.get('error') or found}"[:SHOWN])
-            if found and found.get("type") != "try_again" and status not in ("pending", "processing"):
-                return found["result"] if "result" in found and status == "completed" else found
+            result = {} if answer.status_code == httpx.codes.REQUEST_TIMEOUT else _read(answer)
+            status = result.get("status")
+            if result.get("error") or status in ("failed", "error"):
+                raise BenchError(f"{request_id} failed: {result.get('error') or result}"[:SHOWN])
+            if result and result.get("type") != "try_again" and status not in ("pending", "processing"):
+                return result["result"] if "result" in result and status == "completed" else result
             time.sleep(POLL_S)
         raise BenchError(f"{request_id} had no result within {self._patience_s:g} s")
 
@@ -376,10 +376,10 @@ def compare(clients: Sequence[BenchClient], runs: int) -> Iterator[Comparison]:
     """Yield the measures as they complete."""
     for measure in MEASURES:
         figures = tuple(Figure() for _ in clients)
-        for number in range(WARM_UP + runs):
+        for round_index in range(WARM_UP + runs):
             for client, figure in zip(clients, figures, strict=True):
                 if figure.error is None:
-                    _take(measure, client, figure, counts=number >= WARM_UP)
+                    _take(measure, client, figure, counts=round_index >= WARM_UP)
         yield Comparison(measure, figures)
 
 
@@ -410,7 +410,7 @@ def _first_model(target: BenchTarget) -> str:
             served = _read(http.get("get_server_capabilities")).get("supported_models") or []
     except BenchError as error:
         raise SettingsError(f"{target.url} names no base model ({error}); give one with --model") from None
-    names = [one.get("model_name") if isinstance(one, dict) else one for one in served]
+    names = [model.get("model_name") if isinstance(model, dict) else model for model in served]
     if not (names and names[0]):
         raise SettingsError(f"{target.url} names no base model; give one with --model")
     return str(names[0])
@@ -446,8 +446,8 @@ def bench_as_json(
     """Run the benchmark and return plain values. Raises SettingsError."""
     with clients_of(targets, rank=rank, patience_s=patience_s) as clients:
         rows = list(compare(clients, runs))
-        whole = not any(figure.error for row in rows for figure in row.figures)
-        return whole, [row.as_json(clients) for row in rows]
+        is_complete = not any(figure.error for row in rows for figure in row.figures)
+        return is_complete, [row.as_json(clients) for row in rows]
 
 
 def _table(clients: Sequence[BenchClient]) -> Table:

@@ -40,15 +40,16 @@ def list_checkpoints(
     as_json: AsJson = False,
 ) -> None:
     """List checkpoints, newest first."""
-    with refusals(), server() as there:
+    with refusals(), server() as client:
         path = f"training_runs/{quote(run, safe='')}/checkpoints" if run else "checkpoints"
-        found = there.get(path, {} if run else {"limit": limit})["checkpoints"][:limit]
+        rows = client.get(path, {} if run else {"limit": limit})["checkpoints"][:limit]
 
-    def row(one: dict[str, Any]) -> tuple[str, ...]:
-        expires = moment(one["expires_at"]) or "never"
-        return one["tinker_path"], one["checkpoint_type"], size(one["size_bytes"]), moment(one["time"]), expires
+    def row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
+        expires = moment(checkpoint["expires_at"]) or "never"
+        cells = (size(checkpoint["size_bytes"]), moment(checkpoint["time"]), expires)
+        return checkpoint["tinker_path"], checkpoint["checkpoint_type"], *cells
 
-    print_rows(as_json, found, ("checkpoint", "kind", "size", "created", "expires"), row)
+    print_rows(as_json, rows, ("checkpoint", "kind", "size", "created", "expires"), row)
 
 
 @app.command()
@@ -60,14 +61,14 @@ def pull(
     """Download a checkpoint as a directory for PEFT, vLLM and SGLang."""
     from tinsmith.exchange import transfer
 
-    with refusals(), server() as there, _bar("pulling", as_json) as progress:
+    with refusals(), server() as client, _bar("pulling", as_json) as progress:
         if directory.name.endswith(transfer.ARCHIVES):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".pull-") as scratch:
-                files = there.pull(path, Path(scratch) / "files", progress)
+                files = client.pull(path, Path(scratch) / "files", progress)
                 transfer.pack(Path(scratch) / "files", directory)
         else:
-            files = there.pull(path, directory, progress)
+            files = client.pull(path, directory, progress)
     size_bytes = sum(files.values())
     say(
         as_json,
@@ -83,8 +84,8 @@ def push(
     """Upload an adapter as a training checkpoint, with its optimizer state if present."""
     from tinsmith.exchange.transfer import adapter_directory
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as found:
-        _push(found, base, name, ttl, as_json)
+    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as adapter:
+        _push(adapter, base, name, ttl, as_json)
 
 
 @app.command("import")
@@ -102,12 +103,12 @@ def import_adapter(
     from tinsmith.exchange import adapters, merging
     from tinsmith.exchange.transfer import adapter_directory
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as found:
+    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as adapter:
         rewritten = Path(scratch) / "adapter"
-        named = base_directory or base or adapters.read(found).base_name
-        facts = merging.rewrite(found, rewritten, lambda: _base_directory(named))
+        base_name = base_directory or base or adapters.read(adapter).base_name
+        rewritten_adapter = merging.rewrite(adapter, rewritten, lambda: _base_directory(base_name))
         if not as_json:
-            notes.print(f"rewrote {len(facts.linears)} linear layers with rank {facts.rank}")
+            notes.print(f"rewrote {len(rewritten_adapter.linears)} linear layers with rank {rewritten_adapter.rank}")
         _push(rewritten, base, name, ttl, as_json)
 
 
@@ -132,8 +133,8 @@ def merge(
         source = Path(adapter)
         if adapter.startswith("tinker://"):
             source = Path(scratch) / "adapter"
-            with server() as there, _bar("pulling", as_json) as progress:
-                there.pull(adapter, source, progress)
+            with server() as client, _bar("pulling", as_json) as progress:
+                client.pull(adapter, source, progress)
         base_directory = _base_directory(base or adapters.read(source).base_name)
         with _bar("merging", as_json, "tensors") as progress:
             shard_bytes = round(max_shard_gb * 1e9)
@@ -152,13 +153,13 @@ def merge(
 def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool) -> None:
     from tinsmith.exchange import adapters
 
-    named = adapters.read(directory, plain=True).base_name  # before anything is sent
-    base = base or named
+    base_name = adapters.read(directory, plain=True).base_name  # before anything is sent
+    base = base or base_name
     if not base:
         raise UserError(f"{adapters.CONFIG_FILE} names no base model; name the served one: --base NAME")
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
-    with server() as there, _bar("pushing", as_json) as progress:
-        answer = there.push(directory, fields, progress)
+    with server() as client, _bar("pushing", as_json) as progress:
+        answer = client.push(directory, fields, progress)
     say(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
 
 
@@ -188,20 +189,21 @@ def _converter(gguf: Path | None, llama_cpp: Path | None) -> Path | None:
 
 def _convert(script: Path, model: Path, target: Path) -> None:
     command = [sys.executable, str(script), str(model), "--outfile", str(target)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0 or not target.is_file():
+    completed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if completed.returncode != 0 or not target.is_file():
         raise UserError(
-            f"{script.name} failed ({done.returncode}); {model} is complete. Its output: {done.stdout[-2000:]}"
+            f"{script.name} failed ({completed.returncode}); {model} is complete. "
+            f"Its output: {completed.stdout[-2000:]}"
         )
 
 
 @contextmanager
-def _bar(what: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+def _bar(label: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error if it is a terminal."""
     columns = (TextColumn(unit),) if unit else (DownloadColumn(), TransferSpeedColumn())
     bar = Progress(
-        TextColumn(what), BarColumn(), *columns, console=notes, disable=quiet or not notes.is_terminal, transient=True
+        TextColumn(label), BarColumn(), *columns, console=notes, disable=quiet or not notes.is_terminal, transient=True
     )
-    task = bar.add_task(what, total=None)
+    task = bar.add_task(label, total=None)
     with bar:
         yield lambda done, total: bar.update(task, completed=done, total=total or None)

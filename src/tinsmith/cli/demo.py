@@ -111,7 +111,7 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lea
     rng = random.Random(2)
     started = time.monotonic()
     for step in range(SFT_STEPS):
-        data = [_supervised(chat, draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
+        data = [_make_supervised_datum(chat, draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
         # Both requests are submitted before the first is awaited; the server runs them in order.
         passed = client.forward_backward(data, "cross_entropy")
         stepped = client.optim_step(types.AdamParams(learning_rate=SFT_RATE * (1 - step / SFT_STEPS)))
@@ -170,12 +170,13 @@ def _rollouts(
         mean = sum(group) / len(group)
         if 0.0 < mean < 1.0:
             data += [
-                _reinforced(prompt, sequence, reward - mean) for sequence, reward in zip(sequences, group, strict=True)
+                _make_rl_datum(prompt, sequence, reward - mean)
+                for sequence, reward in zip(sequences, group, strict=True)
             ]
     return data, rewards
 
 
-def _supervised(chat: Chat, example: PromptExample) -> types.Datum:
+def _make_supervised_datum(chat: Chat, example: PromptExample) -> types.Datum:
     prompt, answer = chat.prompt(example), chat.answer(example)
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
@@ -185,7 +186,7 @@ def _supervised(chat: Chat, example: PromptExample) -> types.Datum:
     )
 
 
-def _reinforced(prompt: Sequence[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
+def _make_rl_datum(prompt: Sequence[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
     assert sequence.logprobs is not None
     tokens = [*prompt, *sequence.tokens]
     before = [0.0] * (len(prompt) - 1)
@@ -219,9 +220,9 @@ def _examples(task: str, split: Split, count: int, seed: int) -> list[PromptExam
     return [draw(task, rng, split) for _ in range(count)]
 
 
-def _show_step(output: Console, step: int, steps: int, what: str, value: float, full: float) -> None:
+def _show_step(output: Console, step: int, steps: int, metric: str, value: float, full: float) -> None:
     bar = "#" * round(40 * min(value / full, 1.0))
-    output.print(f"step {step + 1:2d}/{steps}  {what} {value:6.3f}  {bar}", highlight=False)
+    output.print(f"step {step + 1:2d}/{steps}  {metric} {value:6.3f}  {bar}", highlight=False)
 
 
 def _show_answers(

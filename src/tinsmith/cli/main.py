@@ -77,12 +77,14 @@ def settings_options(*names: str, **groups: Sequence[str]) -> Callable[[Callable
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def call(**values: object) -> None:
-            found = {name: values.pop(name) for name in panels}
-            return command({name: value for name, value in found.items() if value not in (None, [])}, **values)
+            flags = {name: values.pop(name) for name in panels}
+            return command({name: value for name, value in flags.items() if value not in (None, [])}, **values)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        call.__dict__["__signature__"] = inspect.Signature([*(_option(*one) for one in panels.items()), *own])
+        parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        call.__dict__["__signature__"] = inspect.Signature(
+            [*(_option(*panel) for panel in panels.items()), *parameters]
+        )
         call.__annotations__ = {}
         return call
 
@@ -121,10 +123,10 @@ def serve(
 
 def _json_settings(text: str) -> dict[str, object]:
     """Parse --backend-options. Raises SettingsError unless the text is a JSON object of settings."""
-    found = json_object("--backend-options", text, "a JSON object of settings")
-    if unknown := sorted(found.keys() - Settings.model_fields.keys()):
+    settings = json_object("--backend-options", text, "a JSON object of settings")
+    if unknown := sorted(settings.keys() - Settings.model_fields.keys()):
         raise SettingsError(f"--backend-options names {unknown[0]!r}, which is not a setting; see docs/settings.md")
-    return found
+    return settings
 
 
 app.add_typer(keys_cli.app, name="keys")
@@ -165,8 +167,8 @@ def rank(
     from tinsmith.cli.rank import run_ranks
 
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _signal, _frame: stopping.set())
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, lambda _signal, _frame: stopping.set())
     raise typer.Exit(run_ranks(load(given), join, ranks, stopping, once=False))
 
 
@@ -208,8 +210,8 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         from tinsmith.cli.plan import PlanRequest
 
         degrees = (tensor_parallel, data_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel)
-        asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize, *degrees, machines)
-        _show_plan(asked, load(given) if measure else None, as_json=as_json)
+        request = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize, *degrees, machines)
+        _show_plan(request, load(given) if measure else None, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
@@ -252,34 +254,34 @@ def bench(
     default_url, default_key = client_address()
     targets = targets_of(url or [default_url], model or [], key or [default_key], dialect or [])
     if as_json:
-        whole, found = bench_as_json(targets, runs=runs, rank=rank, patience_s=timeout)
-        typer.echo(json.dumps(found, indent=2))
+        is_complete, result = bench_as_json(targets, runs=runs, rank=rank, patience_s=timeout)
+        typer.echo(json.dumps(result, indent=2))
     else:
-        whole = run_bench(output, targets, runs=runs, rank=rank, patience_s=timeout)
-    if not whole:
+        is_complete = run_bench(output, targets, runs=runs, rank=rank, patience_s=timeout)
+    if not is_complete:
         raise typer.Exit(1)
 
 
-def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) -> None:
+def _show_plan(request: PlanRequest, measured: Settings | None, *, as_json: bool) -> None:
     """With `measured`, the settings of the ranks, these are started and measured."""
     from tinsmith.cli import plan as report
     from tinsmith.cli.doctor import measured_rates
     from tinsmith.cli.plan import plan_of
 
-    plan = plan_of(asked)
+    plan = plan_of(request)
     if measured is not None and plan.fits:
         speeds = list(report.describe_measurement(plan, measured_rates(measured, plan)))
     else:
         speeds = list(report.speeds(plan))
-    advice, command = report.recommend(asked, plan)
+    advice, command = report.recommend(request, plan)
     if as_json:
-        found = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
-        print_json(found | {"launches": report.launches(asked, plan)})
+        fields = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
+        print_json(fields | {"launches": report.launches(request, plan)})
         raise typer.Exit(0 if plan.fits else 1)
     output.print(report.summary(plan), highlight=False, soft_wrap=True)
     table = plain_table("memory of each device", "")
-    for what, size in report.rows(plan):
-        table.add_row(what, size)
+    for label, size in report.rows(plan):
+        table.add_row(label, size)
     output.print(table)
     colour = "green" if plan.fits else "red"
     output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
@@ -289,8 +291,8 @@ def _show_plan(asked: PlanRequest, measured: Settings | None, *, as_json: bool) 
         output.print(f"  {line}", highlight=False, soft_wrap=True)
     if advice:
         output.print(f"  {advice}", highlight=False, soft_wrap=True)
-    for place, line in report.launches(asked, plan).items():
-        output.print(f"  {place}: {escape(line)}", highlight=False, soft_wrap=True)
+    for target, line in report.launches(request, plan).items():
+        output.print(f"  {target}: {escape(line)}", highlight=False, soft_wrap=True)
     output.print(f"[bold]{escape(command)}[/]", highlight=False, soft_wrap=True)
     if not plan.fits:
         raise typer.Exit(1)
@@ -334,8 +336,8 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
     def announce(url: str) -> None:
         models = [shape.name for shape in server.bases]
         if as_json:
-            found = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir), "role": settings.role}
-            typer.echo(json.dumps(found | {"takes_any_key": server.accepts_anyone}))
+            fields = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir), "role": settings.role}
+            typer.echo(json.dumps(fields | {"takes_any_key": server.accepts_anyone}))
             return
         names = ", ".join(models)
         if not settings.answers_clients:
@@ -345,22 +347,22 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
             return
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
         key = "tml-local" if server.accepts_anyone else "..."
-        for what, line in (
+        for label, line in (
             ("tinker SDK", f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}"),
             ("dashboard", f"{url}/"),
             ("data", f"{settings.resolved_data_dir}"),
             ("API key", "any" if server.accepts_anyone else "tinsmith keys create TENANT"),
         ):
-            output.print(f"  {what:<11} {line}", highlight=False, soft_wrap=True)
+            output.print(f"  {label:<11} {line}", highlight=False, soft_wrap=True)
         output.print("Press Ctrl-C to stop.", highlight=False)
 
-    def told_to_stop(polls: int, engines: int) -> None:
-        held = f"answering {polls} held request(s), then " if polls else ""
+    def announce_stop(polls: int, engines: int) -> None:
+        polls_text = f"answering {polls} held request(s), then " if polls else ""
         runs = f"waiting for {engines} engine process(es) to save their runs" if engines else "exiting"
-        output.print(f"Stopping: {held}{runs}.", highlight=False)
+        output.print(f"Stopping: {polls_text}{runs}.", highlight=False)
 
     if not as_json:
-        server.on_stop = told_to_stop
+        server.on_stop = announce_stop
     if not quiet:
         threading.Thread(target=_report_work, args=(server,), daemon=True).start()
     server.run(announce)
@@ -371,19 +373,19 @@ def _report_work(server: Server) -> None:
     before = server.work()
     while True:
         time.sleep(WORK_LINE_S)
-        work = server.work()
-        if line := work_line({name: work[name] - before[name] for name in work}, WORK_LINE_S):
+        counts = server.work()
+        if line := work_line({name: counts[name] - before[name] for name in counts}, WORK_LINE_S):
             output.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
-        before = work
+        before = counts
 
 
-def work_line(done: Mapping[str, float], seconds: float) -> str:
+def work_line(counts: Mapping[str, float], seconds: float) -> str:
     """Summarize the work of some seconds; empty if there was none."""
-    if not any(value > 0 for value in done.values()):
+    if not any(value > 0 for value in counts.values()):
         return ""
     return (
-        f"{done['requests']:,.0f} requests, {done['trained'] / seconds:,.1f} trained and "
-        f"{done['sampled'] / seconds:,.1f} sampled tokens/s"
+        f"{counts['requests']:,.0f} requests, {counts['trained'] / seconds:,.1f} trained and "
+        f"{counts['sampled'] / seconds:,.1f} sampled tokens/s"
     )
 
 

@@ -74,9 +74,9 @@ def _run_once(spec: dict[str, object], environment: dict[str, str], stopping: th
                 process.stdin.flush()
         log.info("ranks started", join=spec["join"], ranks=ranks)
         while not stopping.wait(WATCH_S):
-            if ended := [process for process in processes if process.poll() is not None]:
-                log.info("a rank has ended", status=ended[0].returncode)
-                return REFUSED if any(process.returncode == REFUSED for process in ended) else 1
+            if exited := [process for process in processes if process.poll() is not None]:
+                log.info("a rank has ended", status=exited[0].returncode)
+                return REFUSED if any(process.returncode == REFUSED for process in exited) else 1
         return 0
     finally:
         for process in processes:
@@ -113,9 +113,9 @@ def _own_address(join: str) -> str:
     if not host or not port.isdecimal():
         raise SettingsError(f"--join is {join!r}; it must be HOST:PORT, where the engine's log says that it waits")
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
         return host

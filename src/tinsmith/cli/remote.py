@@ -42,29 +42,29 @@ MAX_WIDTH = 1000
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def json_object(flag: str, text: str, what: str = "a JSON object") -> dict[str, Any]:
+def json_object(flag: str, text: str, noun: str = "a JSON object") -> dict[str, Any]:
     """Parse a flag. Raises SettingsError unless it is a JSON object."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise SettingsError(f"{flag} is {text!r}, which is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{flag} is {text!r}; it must be {what}")
-    return found
+    if not isinstance(value, dict):
+        raise SettingsError(f"{flag} is {text!r}; it must be {noun}")
+    return value
 
 
 def plain_table(*columns: str) -> Table:
     return Table(*columns, box=None, pad_edge=False)
 
 
-def print_rows(as_json: bool, found: Sequence[T], columns: Sequence[str], row: Callable[[T], Iterable[object]]) -> None:
+def print_rows(as_json: bool, rows: Sequence[T], columns: Sequence[str], row: Callable[[T], Iterable[object]]) -> None:
     """Print a list: as JSON, or as a table of the cells that `row` makes of each. Only cells of `Text` have markup."""
     if as_json:
-        print_json(found)
+        print_json(rows)
         return
     table = plain_table(*columns)
-    for each in found:
-        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row(each)))
+    for item in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else escape(str(cell)) for cell in row(item)))
     print_table(table)
 
 
@@ -83,19 +83,19 @@ def server() -> Iterator[TinkerServer]:
     from tinsmith import settings
     from tinsmith.exchange.transfer import TinkerServer
 
-    found = TinkerServer(*settings.client_address())
+    client = TinkerServer(*settings.client_address())
     try:
-        yield found
+        yield client
     finally:
-        found.close()
+        client.close()
 
 
 @contextmanager
-def refusals(*more: type[Exception]) -> Iterator[None]:
+def refusals(*kinds: type[Exception]) -> Iterator[None]:
     """End the command with one line and status 2 on an expected error, or one of `more`."""
     try:
         yield
-    except (TinsmithError, OSError, *more) as error:
+    except (TinsmithError, OSError, *kinds) as error:
         notes.print(f"[red]error:[/] {escape(str(error))}")
         raise typer.Exit(REFUSED) from None
 

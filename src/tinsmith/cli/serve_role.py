@@ -23,13 +23,13 @@ from tinsmith.settings import Settings, load
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.readline())
+    spec = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        settings = load(given["settings"])
-        if given["signing_key"]:
-            keep_secret(bytes.fromhex(given["signing_key"]), Path(settings.resolved_data_dir))
-        if join := given.get("join"):
+        settings = load(spec["settings"])
+        if spec["signing_key"]:
+            keep_secret(bytes.fromhex(spec["signing_key"]), Path(settings.resolved_data_dir))
+        if join := spec.get("join"):
             sys.exit(_run_ranks(settings, join))
         serve_until_signal(settings, as_json=True)
     except SettingsError as error:

@@ -95,8 +95,8 @@ def up(  # noqa: PLR0913 - one parameter a flag
     """Run engines, samplers and batch workers on a Ray cluster, scaled by demand.
 
     With `--ray local` everything ends with this command; on a cluster, with `tinsmith down`."""
-    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir, "machines": machines}
-    settings = load({name: value for name, value in given.items() if value is not None})
+    flags = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir, "machines": machines}
+    settings = load({name: value for name, value in flags.items() if value is not None})
     _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
     engine = replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
@@ -131,7 +131,7 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Drain and remove everything that `tinsmith up` started."""
-    with _connected(ray, data_dir) as cluster:
+    with _connect(ray, data_dir) as cluster:
         late = cluster.stop_all(patience)
     if as_json:
         typer.echo(json.dumps({"killed": late}))
@@ -143,20 +143,24 @@ def down(
 
 def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show what is running and waiting on a cluster. Exits 1 if no controller is running."""
-    with _connected(ray, data_dir) as cluster:
-        seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
+    with _connect(ray, data_dir) as cluster:
+        seats, is_controlled, controller_report = (
+            cluster.RayCluster().seats(),
+            cluster.has_controller(),
+            cluster.report(),
+        )
     if as_json:
-        shown = [{name: getattr(seat, name) for name in seat.__slots__} | {"role": seat.role} for seat in seats]
-        print_json({"controller": kept, "processes": shown, **found})
+        rows = [{name: getattr(seat, name) for name in seat.__slots__} | {"role": seat.role} for seat in seats]
+        print_json({"controller": is_controlled, "processes": rows, **controller_report})
     else:
         table = plain_table("process", "state", "node", "pid", "restarts", "")
-        for seat in sorted(seats, key=lambda each: (each.role, each.index)):
+        for seat in sorted(seats, key=lambda process: (process.role, process.index)):
             table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
         print_table(table)
-        for role, waiting in (found.get("waiting") or {}).items():
+        for role, waiting in (controller_report.get("waiting") or {}).items():
             amounts = ", ".join(f"{amount:,.0f} {base}".strip() for base, amount in waiting.items() if amount)
-            output.print(f"{role}: {found['wanted'].get(role, 0)} wanted; waiting: {amounts or 'nothing'}")
-    if not kept:
+            output.print(f"{role}: {controller_report['wanted'].get(role, 0)} wanted; waiting: {amounts or 'nothing'}")
+    if not is_controlled:
         raise typer.Exit(1)
 
 
@@ -232,7 +236,7 @@ def _cluster(token_path: Path | None) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None, data_dir: Path | None) -> Iterator[Any]:
+def _connect(address: str | None, data_dir: Path | None) -> Iterator[Any]:
     settings = load({"data_dir": data_dir} if data_dir else {})
     data = settings.resolved_data_dir
     cluster = _cluster(None if address else data / TOKEN_FILE)
@@ -265,8 +269,8 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
                 f"RAY_TMPDIR is {ray_root()!r}, too long for Ray's sockets; set a shorter one, such as /tmp"
             )
         address = cluster.start_local(fleet, directory)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda _signal, _frame: stop.set())
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signal_number, lambda _signal, _frame: stop.set())
         cluster.start_controller(fleet.with_ray_address(address))
         file.write_text(address)
         _announce(fleet, address, as_json)
@@ -278,8 +282,8 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
             while cluster.RayCluster().seats():
                 stop.wait(WATCH_S)
     finally:
-        for each in (file, settings.resolved_data_dir / TOKEN_FILE):
-            each.unlink(missing_ok=True)
+        for path in (file, settings.resolved_data_dir / TOKEN_FILE):
+            path.unlink(missing_ok=True)
         cluster.disconnect()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -289,5 +293,5 @@ def _announce(fleet: Fleet, address: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"ray": address, "models": list(fleet.base_models), "roles": counts}))
         return
-    shown = ", ".join(f"{name} {least}:{most}" for name, (least, most) in counts.items() if most)
-    output.print(f"{shown} at {address}, for {', '.join(fleet.base_models)}; `tinsmith status` shows their state")
+    text = ", ".join(f"{name} {lower}:{upper}" for name, (lower, upper) in counts.items() if upper)
+    output.print(f"{text} at {address}, for {', '.join(fleet.base_models)}; `tinsmith status` shows their state")

@@ -71,34 +71,34 @@ _UTILISATION = Utilisation()
     answer=fields({"rates": ANYTHING, "queue": ANYTHING, "engines": LIST, "utilisation": ANYTHING}),
 )
 def machine(call: Call) -> JsonObject:
-    services, moment = call.services, now()
+    services, read_at = call.services, now()
     memory = services.meters.memory()
     waiting = services.overview.waiting(call.tenant_id)
     engines: list[JsonObject] = []
     training = 0.0
     for shape in services.bases:
-        steps = [step for _, step in services.recent_steps.newest(shape.name) if step.ended_at > moment - RATE_S]
+        steps = [step for _, step in services.recent_steps.newest(shape.name) if step.ended_at > read_at - RATE_S]
         # During the first minute of a base model the window is shorter.
-        begun = min((step.ended_at - step.duration_s for step in steps), default=moment - RATE_S)
-        span = max(1.0, min(RATE_S, moment - begun))
+        window_start = min((step.ended_at - step.duration_s for step in steps), default=read_at - RATE_S)
+        span = max(1.0, min(RATE_S, read_at - window_start))
         training += sum(step.num_tokens for step in steps) / span
-        held = dict(memory.get(shape.name, {}))
-        budget = held.pop("budget", 0)
+        holders = dict(memory.get(shape.name, {}))
+        budget = holders.pop("budget", 0)
         state, reason = services.queue_state(shape.name)
         busy = min(1.0, sum(step.duration_s for step in steps) / span)
         engines.append(
             {"base_model": shape.name, "state": state, "reason": reason, "busy": busy}
-            | {"memory_bytes": sum(held.values()), "memory_budget": budget or None}
+            | {"memory_bytes": sum(holders.values()), "memory_budget": budget or None}
         )
     return {
         "rates": {
             "training_tokens": training,
-            "sampling_tokens": services.overview.sampled_tokens(call.tenant_id, moment - RATE_S) / RATE_S,
+            "sampling_tokens": services.overview.sampled_tokens(call.tenant_id, read_at - RATE_S) / RATE_S,
             "seconds": RATE_S,
         },
         "queue": {
             "requests": sum(row["requests"] for row in waiting),
-            "oldest_s": max((moment - row["oldest_at"] for row in waiting), default=None),
+            "oldest_s": max((read_at - row["oldest_at"] for row in waiting), default=None),
         },
         "engines": engines,
         "utilisation": _UTILISATION.read(),
@@ -113,9 +113,9 @@ def machine(call: Call) -> JsonObject:
 )
 def timeline(call: Call) -> JsonObject:
     """Return the caller's requests and snapshots by run or sampler, and other tenants' tokens and sampling times."""
-    moment = now()
-    since = moment - 60.0 * _minutes(call.query.get("minutes", str(MINUTES)))
-    ended = call.services.overview.settled(call.tenant_id, since, MAX_REQUESTS)
+    read_at = now()
+    since = read_at - 60.0 * _minutes(call.query.get("minutes", str(MINUTES)))
+    settled = call.services.overview.settled(call.tenant_id, since, MAX_REQUESTS)
     steps = [
         {
             "base_model": shape.name,
@@ -128,9 +128,9 @@ def timeline(call: Call) -> JsonObject:
         if step.ended_at >= since
     ]
     return {
-        "now": moment,
+        "now": read_at,
         "since": since,
-        "requests": ended,
+        "requests": settled,
         "waiting": call.services.overview.waiting(call.tenant_id),
         "steps": [step for step in steps if step["others_tokens"]],
         "snapshots": [
@@ -149,12 +149,12 @@ def timeline(call: Call) -> JsonObject:
 
 def _minutes(text: str) -> float:
     try:
-        found = float(text)
+        minutes = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found <= MAX_MINUTES:
+        minutes = math.nan
+    if not 0 < minutes <= MAX_MINUTES:
         raise UserError(f"the query's minutes is {show(text)}; it must be above 0 and at most {MAX_MINUTES:.0f}")
-    return found
+    return minutes
 
 
 def why(call: Call, row: Row, waiting: Sequence[Row], seats: Sequence[Row]) -> str:
@@ -163,11 +163,13 @@ def why(call: Call, row: Row, waiting: Sequence[Row], seats: Sequence[Row]) -> s
     state, reason = call.services.queue_state(base_model)
     if state != "active":
         return f"The engine accepts no work: {reason or state.replace('_', ' ')}."
-    mine = [seat for seat in seats if seat["base_model"] == base_model]
-    if mine and not any(seat["state"] == "ready" for seat in mine):
-        states = ", ".join(f"{seat['name']} is {seat['state']}" for seat in mine)
+    of_base = [seat for seat in seats if seat["base_model"] == base_model]
+    if of_base and not any(seat["state"] == "ready" for seat in of_base):
+        states = ", ".join(f"{seat['name']} is {seat['state']}" for seat in of_base)
         return f"No engine of {base_model} is ready: {states}."
-    earlier = [one for one in waiting if one["lane"] == row["lane"] and one["oldest_at"] < row["oldest_at"]]
+    earlier = [
+        request for request in waiting if request["lane"] == row["lane"] and request["oldest_at"] < row["oldest_at"]
+    ]
     if row["kind"] == "sample":
         return "It is being sampled, or waits for a free slot in the sampler."
     if earlier:

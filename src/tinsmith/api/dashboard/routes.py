@@ -62,13 +62,13 @@ class Asset:
 @cache
 def assets() -> dict[str, Asset]:
     """Return the static files by name."""
-    found: dict[str, Asset] = {}
-    for one in resources.files("tinsmith.api.dashboard").joinpath("static").iterdir():
-        media_type = MEDIA_TYPES.get(PurePath(one.name).suffix)
+    asset_by_name: dict[str, Asset] = {}
+    for file in resources.files("tinsmith.api.dashboard").joinpath("static").iterdir():
+        media_type = MEDIA_TYPES.get(PurePath(file.name).suffix)
         if media_type:
-            content = one.read_bytes()
-            found[one.name] = Asset(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
-    return found
+            content = file.read_bytes()
+            asset_by_name[file.name] = Asset(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return asset_by_name
 
 
 async def page(request: Request) -> Response:
@@ -91,13 +91,13 @@ async def file(request: Request) -> Response:
 
 
 def _asset(request: Request, name: str) -> Response:
-    found = assets().get(name)
-    if found is None:
+    asset = assets().get(name)
+    if asset is None:
         raise NotFoundError("no such file in the dashboard")
-    headers = HEADERS | {"etag": found.etag}
-    if request.headers.get("if-none-match") == found.etag:
+    headers = HEADERS | {"etag": asset.etag}
+    if request.headers.get("if-none-match") == asset.etag:
         return Response(status_code=304, headers=headers)
-    return Response(found.content, headers=headers, media_type=found.media_type)
+    return Response(asset.content, headers=headers, media_type=asset.media_type)
 
 
 ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, methods=["GET"])]
@@ -138,12 +138,12 @@ def overview(call: Call) -> JsonObject:
 
 
 def _engines(call: Call) -> list[JsonObject]:
-    found: list[JsonObject] = []
+    engines: list[JsonObject] = []
     for shape in call.services.bases:
         state, reason = call.services.queue_state(shape.name)
         limits = {"max_context_length": shape.max_context_length, "vocab_size": shape.vocab_size}
-        found.append({"base_model": shape.name, "state": state, "reason": reason, **limits})
-    return found
+        engines.append({"base_model": shape.name, "state": state, "reason": reason, **limits})
+    return engines
 
 
 @listing(
@@ -167,14 +167,14 @@ def runs(call: Call) -> JsonObject:
         raise UserError(f"the query's sort is {show(sort)}; it must be one of {', '.join(SORTS)}")
     if order not in ("asc", "desc"):
         raise UserError(f"the query's order is {show(order)}; it must be 'asc' or 'desc'")
-    found, total = call.services.overview.runs(call.tenant_id, search, sort, order == "desc", limit, offset)
-    model_ids = [one["model_id"] for one in found]
+    rows, total = call.services.overview.runs(call.tenant_id, search, sort, order == "desc", limit, offset)
+    model_ids = [row["model_id"] for row in rows]
     newest = call.services.curves.newest(model_ids)
     outlines: dict[str, Outline] = {}
     if call.query.get("outlines") == "true":
         outlines = call.services.curves.outlines(model_ids, OUTLINED, OUTLINE_VALUES)
     return {
-        "runs": [_run(one, newest.get(one["model_id"])) | {"outline": outlines.get(one["model_id"])} for one in found],
+        "runs": [_run(row, newest.get(row["model_id"])) | {"outline": outlines.get(row["model_id"])} for row in rows],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
@@ -188,8 +188,8 @@ def search_of(call: Call) -> str:
 
 @operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))
 def run(call: Call) -> JsonObject:
-    found = call.services.overview.run(call.tenant_id, call.path["run_id"])
-    return _run(found, call.services.curves.newest([found["model_id"]]).get(found["model_id"]))
+    row = call.services.overview.run(call.tenant_id, call.path["run_id"])
+    return _run(row, call.services.curves.newest([row["model_id"]]).get(row["model_id"]))
 
 
 def _check_tags(tags: list[str]) -> list[str]:
@@ -218,29 +218,30 @@ class DescribeRunRequest(ClosedBody):
 def describe_run(call: Call, request: DescribeRunRequest) -> JsonObject:
     """Store both in the run's user_metadata: `name`, and `tags` separated by commas."""
     changes = {"name": request.name, "tags": None if request.tags is None else ",".join(request.tags)}
-    given = {name: value for name, value in changes.items() if value is not None}
-    call.services.overview.describe(call.tenant_id, call.path["run_id"], given)
+    metadata = {name: value for name, value in changes.items() if value is not None}
+    call.services.overview.describe(call.tenant_id, call.path["run_id"], metadata)
     return run(call)
 
 
 @operation("GET", "/dashboard/runs/{run_id}/lineage", "Show the lineage of a run", answer=fields({"links": LIST}))
 def lineage(call: Call) -> JsonObject:
     """Return the loads of checkpoints into this run or from it. A parent may belong to another tenant."""
-    found = call.services.overview.run(call.tenant_id, call.path["run_id"])
-    links = call.services.overview.lineage(call.tenant_id, found["model_id"], MAX_LINKS)
+    row = call.services.overview.run(call.tenant_id, call.path["run_id"])
+    links = call.services.overview.lineage(call.tenant_id, row["model_id"], MAX_LINKS)
     return {
         "links": [
-            {"parent": one.parent, "path": one.path, "child": one.model_id, "time": iso(one.loaded_at)} for one in links
+            {"parent": link.parent, "path": link.path, "child": link.model_id, "time": iso(link.loaded_at)}
+            for link in links
         ]
     }
 
 
-def _run(found: Row, newest: Point | None) -> JsonObject:
+def _run(row: Row, newest: Point | None) -> JsonObject:
     return {
-        **found,
-        "created_at": iso(found["created_at"]),
-        "last_request_at": iso(found["last_request_at"]),
-        "user_metadata": text_values(found["user_metadata"]),
+        **row,
+        "created_at": iso(row["created_at"]),
+        "last_request_at": iso(row["last_request_at"]),
+        "user_metadata": text_values(row["user_metadata"]),
         "step": newest.step if newest else 0,
         "metrics": newest.metrics if newest else {},
     }
@@ -255,7 +256,7 @@ def queue(call: Call) -> JsonObject:
     return {
         "now": iso(time.time()),
         "waiting": [
-            one | {"oldest_at": iso(one["oldest_at"]), "why": why(call, one, waiting, seats)} for one in waiting
+            row | {"oldest_at": iso(row["oldest_at"]), "why": why(call, row, waiting, seats)} for row in waiting
         ],
         "engines": [engine | {"steps": _steps(call, str(engine["base_model"]))} for engine in _engines(call)],
         "step_token_budget": call.services.settings.step_token_budget,
@@ -263,20 +264,20 @@ def queue(call: Call) -> JsonObject:
 
 
 def _steps(call: Call, base_model: str) -> list[JsonObject]:
-    found = call.services.recent_steps.newest(base_model, SHOWN_STEPS)
-    return [_step(call.tenant_id, position, step) for position, step in found]
+    newest = call.services.recent_steps.newest(base_model, SHOWN_STEPS)
+    return [_step(call.tenant_id, position, step) for position, step in newest]
 
 
 def _step(tenant_id: str, position: int, step: RecentStep) -> JsonObject:
-    mine = step.shares.get(tenant_id, {})
+    own_shares = step.shares.get(tenant_id, {})
     names = ("duration_s", "num_passes", "num_optim_steps", "num_singles", "num_tokens")
     return {
         "position": position,
         "ended_at": iso(step.ended_at),
         **{name: getattr(step, name) for name in names},
         "num_tenants": len(step.shares),
-        "own_tokens": sum(mine.values()),
-        "own_runs": [{"model_id": model_id, "tokens": tokens} for model_id, tokens in mine.items()],
+        "own_tokens": sum(own_shares.values()),
+        "own_runs": [{"model_id": model_id, "tokens": tokens} for model_id, tokens in own_shares.items()],
     }
 
 

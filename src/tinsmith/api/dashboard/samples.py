@@ -37,9 +37,11 @@ MAX_STEP = 2**53 - 1
 def samples(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=50)
     search = search_of(call)
-    found, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
+    rows, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
     return {
-        "samples": [_shown(one) | _preview(_text(call, one.base_model), content) for one, content in found],
+        "samples": [
+            _sample_fields(sample) | _preview(_text(call, sample.base_model), content) for sample, content in rows
+        ],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
         "kept": call.services.settings.kept_samples,
     }
@@ -52,37 +54,37 @@ def samples(call: Call) -> JsonObject:
     answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
 )
 def sample(call: Call) -> JsonObject:
-    kept = call.services.kept_samples
-    found, content = kept.get(call.tenant_id, call.path["request_id"])
-    text = _text(call, found.base_model)
-    notes = kept.notes(call.tenant_id, [found.request_id])
-    return _shown(found) | {
+    store = call.services.kept_samples
+    row, content = store.get(call.tenant_id, call.path["request_id"])
+    text = _text(call, row.base_model)
+    notes = store.notes(call.tenant_id, [row.request_id])
+    return _sample_fields(row) | {
         "prompt": _tokens(text, content.prompt),
         "prompt_cut": content.prompt_cut,
         "params": content.params,
         "images": content.images,
         "sequences": [
-            _tokens(text, one.tokens)
-            | {"logprobs": one.logprobs, "stop_reason": one.stop_reason}
-            | _training(one, notes.get((found.request_id, number)))
-            for number, one in enumerate(content.sequences)
+            _tokens(text, sequence.tokens)
+            | {"logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
+            | _training(sequence, notes.get((row.request_id, index)))
+            for index, sequence in enumerate(content.sequences)
         ],
-        "turns_before": kept.turns_before(found, content),
+        "turns_before": store.turns_before(row, content),
     }
 
 
 def _training(sequence: KeptSequence, notes: AnswerNotes | None) -> JsonObject:
     """Return the notes of an answer. `training_logprobs` has one entry per kept token."""
-    known: JsonObject = {"reward": None, "run": None, "step": None, "advantage": None, "training_logprobs": None}
+    fields: JsonObject = {"reward": None, "run": None, "step": None, "advantage": None, "training_logprobs": None}
     if notes is None:
-        return known
-    known |= {"reward": notes.reward, "run": notes.model_id, "step": notes.step, "advantage": notes.advantage}
+        return fields
+    fields |= {"reward": notes.reward, "run": notes.model_id, "step": notes.step, "advantage": notes.advantage}
     if notes.logprobs is not None:
         # The logprobs end at the answer's last token, which is not kept if the answer was truncated.
         before = sequence.num_tokens - len(notes.logprobs)
         at = (index - before for index in range(len(sequence.tokens)))
-        known["training_logprobs"] = [notes.logprobs[index] if index >= 0 else None for index in at]
-    return known
+        fields["training_logprobs"] = [notes.logprobs[index] if index >= 0 else None for index in at]
+    return fields
 
 
 class AnswerRewardBody(ClosedBody):
@@ -104,8 +106,8 @@ class AnswerRewardsRequest(ClosedBody):
 )
 def rewards(call: Call, request: AnswerRewardsRequest) -> JsonObject:
     """Rewards of answers that are not kept are ignored. The digest is types.tokens_digest of prompt and answer."""
-    given = {each.digest: each.reward for each in request.rewards}
-    return {"updated": call.services.kept_samples.set_rewards(call.tenant_id, given)}
+    reward_by_digest = {entry.digest: entry.reward for entry in request.rewards}
+    return {"updated": call.services.kept_samples.set_rewards(call.tenant_id, reward_by_digest)}
 
 
 # Groups.
@@ -131,23 +133,23 @@ class _Answer:
 
 
 SORTS: dict[str, Callable[[Sequence[_Answer]], float | None]] = {
-    "newest": lambda answers: max(one.sample.created_at for one in answers),
-    "reward": lambda answers: _mean([one.note("reward") for one in answers]),
-    "spread": lambda answers: _spread([one.note("reward") for one in answers]),
-    "advantage": lambda answers: max((abs(one.note("advantage") or 0.0) for one in answers), default=None),
-    "length": lambda answers: _mean([float(one.length) for one in answers]),
-    "step": lambda answers: max((float(one.note("step") or 0) for one in answers), default=None),
+    "newest": lambda answers: max(answer.sample.created_at for answer in answers),
+    "reward": lambda answers: _mean([answer.note("reward") for answer in answers]),
+    "spread": lambda answers: _spread([answer.note("reward") for answer in answers]),
+    "advantage": lambda answers: max((abs(answer.note("advantage") or 0.0) for answer in answers), default=None),
+    "length": lambda answers: _mean([float(answer.length) for answer in answers]),
+    "step": lambda answers: max((float(answer.note("step") or 0) for answer in answers), default=None),
 }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return math.fsum(found) / len(found) if found else None
+    reported = [value for value in values if value is not None]
+    return math.fsum(reported) / len(reported) if reported else None
 
 
 def _spread(values: Sequence[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return max(found) - min(found) if found else None
+    reported = [value for value in values if value is not None]
+    return max(reported) - min(reported) if reported else None
 
 
 @listing(
@@ -173,11 +175,11 @@ def groups(call: Call) -> JsonObject:
     if sort not in SORTS or order not in ("asc", "desc"):
         raise UserError(f"the query's sort is {show(sort)} and its order {show(order)}; see /openapi.json for both")
     passes = _filter(call)
-    found = [answers for answers in _grouped(call) if any(passes(one) for one in answers)]
+    passing = [answers for answers in _group_answers(call) if any(passes(answer) for answer in answers)]
     # Groups without a value come last in both orders.
     sign = -1.0 if order == "desc" else 1.0
-    keyed = [(SORTS[sort](answers), answers) for answers in found]
-    keyed.sort(key=lambda each: math.inf if each[0] is None else sign * each[0])
+    keyed = [(SORTS[sort](answers), answers) for answers in passing]
+    keyed.sort(key=lambda entry: math.inf if entry[0] is None else sign * entry[0])
     ordered = [answers for _, answers in keyed]
     return {
         "groups": [_group(call, answers) for answers in ordered[offset : offset + limit]],
@@ -186,58 +188,58 @@ def groups(call: Call) -> JsonObject:
     }
 
 
-def _grouped(call: Call) -> Iterator[list[_Answer]]:
-    kept = call.services.kept_samples
-    page, _ = kept.page(call.tenant_id, MAX_GROUPED, 0)
-    notes = kept.notes(call.tenant_id, [one.request_id for one, _ in page])
-    found: dict[tuple[str, str | None, tuple[int, ...]], list[_Answer]] = {}
-    for one, content in page:
-        key = one.session_id, one.weights, tuple(content.prompt)
-        found.setdefault(key, []).extend(
-            _Answer(one, content, number, notes.get((one.request_id, number)))
-            for number in range(len(content.sequences))
+def _group_answers(call: Call) -> Iterator[list[_Answer]]:
+    store = call.services.kept_samples
+    page, _ = store.page(call.tenant_id, MAX_GROUPED, 0)
+    notes = store.notes(call.tenant_id, [sample.request_id for sample, _ in page])
+    answers_by_prompt: dict[tuple[str, str | None, tuple[int, ...]], list[_Answer]] = {}
+    for sample, content in page:
+        key = sample.session_id, sample.weights, tuple(content.prompt)
+        answers_by_prompt.setdefault(key, []).extend(
+            _Answer(sample, content, index, notes.get((sample.request_id, index)))
+            for index in range(len(content.sequences))
         )
-    return (answers for answers in found.values() if answers)
+    return (answers for answers in answers_by_prompt.values() if answers)
 
 
 def _filter(call: Call) -> Callable[[_Answer], bool]:
     run, text = call.query.get("run"), call.query.get("text", "").lower()
     if len(text) > MAX_SEARCH:
         raise UserError(f"the query's text has {len(text)} characters; use at most {MAX_SEARCH}")
-    step, least, most = (_number(call, name) for name in ("step", "least", "most"))
+    step, lower, upper = (_number(call, name) for name in ("step", "least", "most"))
 
-    def passes(one: _Answer) -> bool:
-        reward = one.note("reward")
-        if run and run != (one.notes and one.notes.model_id) and run not in (one.sample.weights or ""):
+    def passes(answer: _Answer) -> bool:
+        reward = answer.note("reward")
+        if run and run != (answer.notes and answer.notes.model_id) and run not in (answer.sample.weights or ""):
             return False
-        if step is not None and one.note("step") != step:
+        if step is not None and answer.note("step") != step:
             return False
-        if least is not None and (reward is None or reward < least):
+        if lower is not None and (reward is None or reward < lower):
             return False
-        if most is not None and (reward is None or reward > most):
+        if upper is not None and (reward is None or reward > upper):
             return False
-        return not text or text in _whole(call, one).lower()
+        return not text or text in _whole(call, answer).lower()
 
     return passes
 
 
 def _number(call: Call, name: str) -> float | None:
-    given = call.query.get(name)
-    if given is None:
+    text = call.query.get(name)
+    if text is None:
         return None
     try:
-        found = float(given)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise UserError(f"the query's {name} is {show(given)}; it must be a number")
-    return found
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"the query's {name} is {show(text)}; it must be a number")
+    return number
 
 
-def _whole(call: Call, one: _Answer) -> str:
+def _whole(call: Call, answer: _Answer) -> str:
     """Return prompt and answer as text, for the search."""
-    tokens = [*one.content.prompt, *one.sequence.tokens]
-    return _words(_text(call, one.sample.base_model), tokens) or " ".join(map(str, tokens))
+    tokens = [*answer.content.prompt, *answer.sequence.tokens]
+    return _words(_text(call, answer.sample.base_model), tokens) or " ".join(map(str, tokens))
 
 
 def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
@@ -248,19 +250,19 @@ def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
         "prompt_tokens": first.sample.prompt_tokens,
         "weights": first.sample.weights,
         "base_model": first.sample.base_model,
-        "created_at": iso(max(one.sample.created_at for one in answers)),
+        "created_at": iso(max(answer.sample.created_at for answer in answers)),
         "answers": [
             {
-                "request_id": one.sample.request_id,
-                "number": one.number,
-                "begins": _words(text, one.sequence.tokens[: 2 * PREVIEW_TOKENS]),
-                "tokens": one.length,
-                "stop_reason": one.sequence.stop_reason,
-                "logprob": _mean(one.sequence.logprobs),
-                **{name: one.note(name) for name in ("reward", "advantage", "step")},
-                "run": one.notes.model_id if one.notes else None,
+                "request_id": answer.sample.request_id,
+                "number": answer.number,
+                "begins": _words(text, answer.sequence.tokens[: 2 * PREVIEW_TOKENS]),
+                "tokens": answer.length,
+                "stop_reason": answer.sequence.stop_reason,
+                "logprob": _mean(answer.sequence.logprobs),
+                **{name: answer.note(name) for name in ("reward", "advantage", "step")},
+                "run": answer.notes.model_id if answer.notes else None,
             }
-            for one in answers
+            for answer in answers
         ],
     }
 
@@ -268,10 +270,10 @@ def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
 # Decoded text.
 
 
-def _shown(sample: KeptSample) -> JsonObject:
-    shown: JsonObject = {**asdict(sample), "created_at": iso(sample.created_at)}
-    del shown["tenant_id"]
-    return shown
+def _sample_fields(sample: KeptSample) -> JsonObject:
+    fields: JsonObject = {**asdict(sample), "created_at": iso(sample.created_at)}
+    del fields["tenant_id"]
+    return fields
 
 
 def _preview(text: ModelText | None, content: SampleContent) -> JsonObject:
@@ -300,5 +302,5 @@ def _text(call: Call, base_model: str) -> ModelText | None:
 def _tokens(text: ModelText | None, tokens: Sequence[int]) -> JsonObject:
     if text is None:
         return {"tokens": tokens, "pieces": None, "text": None}
-    pieces = [text.token_bytes(token).decode(errors="replace") for token in tokens]
-    return {"tokens": tokens, "pieces": pieces, "text": text.tokenizer.decode(list(tokens), skip_special_tokens=False)}
+    texts = [text.token_bytes(token).decode(errors="replace") for token in tokens]
+    return {"tokens": tokens, "pieces": texts, "text": text.tokenizer.decode(list(tokens), skip_special_tokens=False)}
