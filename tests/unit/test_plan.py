@@ -523,10 +523,10 @@ def test_the_command_of_a_mixture_spreads_its_experts() -> None:
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:
     for one in KNOWN:
-        found = report.known(f"owner/{one.name}")
+        found = report.find_known_model(f"owner/{one.name}")
         assert found is not None and found.num_parameters == one.model.num_parameters
-    assert report.known("owner/Qwen3-8B-distilled") is None
-    assert report.known("name=Qwen3-8B") is report.known(str(tmp_path)) is None
+    assert report.find_known_model("owner/Qwen3-8B-distilled") is None
+    assert report.find_known_model("name=Qwen3-8B") is report.known(str(tmp_path)) is None
 
 
 def test_speeds_are_those_of_the_formulas() -> None:
