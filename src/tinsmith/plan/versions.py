@@ -1,0 +1,84 @@
+"""Releases of torch and transformers that the tests pass with, and how the installed ones compare.
+
+`tinsmith doctor` reports a release outside of these ranges, and an engine then checks every model at start as it checks
+models with a state (`backends.torch.start_check`). Reads the metadata of installed packages and imports none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class VersionRange(NamedTuple):
+    """Minor releases of a package, from the oldest to the newest tested one, both included."""
+
+    package: str
+    oldest: str
+    newest: str
+
+    def includes(self, release: str) -> bool:
+        return _minor(self.oldest) <= _minor(release) <= _minor(self.newest)
+
+    @property
+    def requirement(self) -> str:
+        """What pip installs a tested release for."""
+        major, minor = _minor(self.newest)
+        return f"{self.package}>={self.oldest},<{major}.{minor + 1}"
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.oldest} to {self.newest}"
+
+
+TORCH = VersionRange("torch", "2.13", "2.15")
+
+TRANSFORMERS = VersionRange("transformers", "5.16", "5.24")
+
+TRANSFORMERS_WITH_STATES = VersionRange("transformers", "5.21", "5.24")
+"""For models whose layers keep a state instead of keys and values."""
+
+TESTED = (TORCH, TRANSFORMERS)
+
+
+class InstalledVersion(NamedTuple):
+    """A release in this environment, and the tested ones."""
+
+    release: str
+    tested: VersionRange
+
+    @property
+    def is_tested(self) -> bool:
+        return self.tested.includes(self.release)
+
+    def __str__(self) -> str:
+        return f"{self.tested.package} {self.release}"
+
+
+def installed_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
+    """The installed release of each package; without those that are not installed."""
+    versions = []
+    for package_range in tested:
+        try:
+            versions.append(InstalledVersion(version(package_range.package), package_range))
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def untested_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
+    """The installed releases outside of the tested ranges."""
+    return [installed for installed in installed_versions(tested) if not installed.is_tested]
+
+
+def install_command(tested: tuple[VersionRange, ...] = TESTED) -> str:
+    """A shell command that installs tested releases."""
+    return " ".join(["pip install", *(f"'{package_range.requirement}'" for package_range in tested)])
+
+
+def _minor(release: str) -> tuple[int, int]:
+    """Major and minor number; a local or pre-release part does not count."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    if match is None:
+        raise ValueError(f"{release!r} is not a version number")
+    return int(match[1]), int(match[2])
