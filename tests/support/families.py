@@ -7,14 +7,16 @@ in it has a test.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, __version__
 
 from support import tiny_models, vision_models
+from tinsmith.plan.versions import TORCH, TRANSFORMERS, VersionRange
 from tinsmith.types import ModelShape
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -90,7 +92,9 @@ AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_e
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`model_type` as config.json has it. `states`: some layers are recurrent. `core`: the test is in `make test`."""
+    """`model_type` as config.json has it. `states`: some layers are recurrent. `core`: the test is in `make test`.
+    `since`: the oldest release of transformers with which it is served.
+    """
 
     model_type: str
     title: str
@@ -99,9 +103,10 @@ class Family:
     experts: bool = False
     states: bool = False
     core: bool = False
+    since: str = TRANSFORMERS.oldest
 
 
-FAMILIES = (
+ALL_FAMILIES = (
     Family("llama", "Llama 3", "scaled RoPE", {"rope_parameters": LLAMA3_ROPE}, core=True),
     Family("qwen2", "Qwen2.5", "biases on queries, keys and values", core=True),
     Family("qwen3", "Qwen3", "norms of queries and keys, tied embeddings", {"tie_word_embeddings": True}, core=True),
@@ -128,7 +133,8 @@ FAMILIES = (
            {**SHARED_EXPERT, **GATED_DELTA}, experts=True, states=True),
     Family("kimi_linear", "Kimi Linear", "delta nets with a gate for each channel, latent attention, experts",
            {**EXPERTS, **LATENT, **STATES_FIRST, "q_lora_rank": None, "num_experts_per_token": 2, "linear_head_dim": 8,
-            "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}, experts=True, states=True),
+            "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+           experts=True, states=True, since="5.17"),
     Family("granitemoehybrid", "Granite 4", "Mamba-2, experts, a shared expert",
            {**MAMBA2, **STATES_FIRST, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
             "logits_scaling": 4.0, "attention_multiplier": 0.2}, experts=True, states=True, core=True),
@@ -136,7 +142,8 @@ FAMILIES = (
            {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
             "num_hidden_layers": 4}, states=True),
     Family("bamba", "Bamba", "Mamba-2", {**MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [2]}, states=True),
-    Family("falcon_h1", "Falcon-H1", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 64}, states=True),
+    Family("falcon_h1", "Falcon-H1", "Mamba-2 beside attention", {**MAMBA2, "mamba_d_ssm": 64}, states=True,
+           since="5.17"),
     Family("jamba", "Jamba", "Mamba-1, experts",
            {"num_hidden_layers": 3, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 2,
             "mamba_d_state": 6, "mamba_dt_rank": 4}, experts=True, states=True),
@@ -205,7 +212,7 @@ FAMILIES = (
            {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}, experts=True),
     Family("exaone_moe", "EXAONE MoE", "experts",
            {**EXPERTS, "n_group": 1, "topk_group": 1, "sliding_window": WINDOW}, experts=True),
-    Family("internlm3", "InternLM 3"),
+    Family("internlm3", "InternLM 3", since="5.23"),
     Family("ministral3", "Ministral 3"),
     Family("bitnet", "BitNet"),
     Family("vaultgemma", "VaultGemma", "", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
@@ -226,10 +233,10 @@ FAMILIES = (
            experts=True, states=True),
     Family("deepseek_v32", "DeepSeek-V3.2 up to index_topk tokens", "latent attention, experts, shared experts",
            {**EXPERTS, **LATENT, **INDEXER, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
-            "mlp_layer_types": ["dense", "sparse"]}, experts=True),
+            "mlp_layer_types": ["dense", "sparse"]}, experts=True, since="5.18"),
     Family("glm_moe_dsa", "GLM-5 up to index_topk tokens", "latent attention, experts, shared experts",
            {**EXPERTS, **LATENT, **INDEXER, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-            "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}, experts=True),
+            "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]}, experts=True, since="5.18"),
     Family("llama4_text", "Llama 4 (text)", "chunked attention, layers without RoPE, experts, a shared expert",
            {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 24,
             "intermediate_size_mlp": 40, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1],
@@ -238,8 +245,18 @@ FAMILIES = (
            {"num_heads": 8, "head_dim": 8, "expand": 2, "state_size": 6, "n_groups": 2, "chunk_size": 8}, states=True),
     Family("mamba", "Mamba", "Mamba-1 alone", {"state_size": 6, "time_step_rank": 4}, states=True),
     Family("falcon_mamba", "Falcon Mamba", "Mamba-1 alone", {"state_size": 6, "time_step_rank": 4}, states=True),
+    Family("gptj", "GPT-J", "attention beside the MLP, partial RoPE",
+           {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 40, "rotary_dim": 4}, since="5.24"),
 )  # fmt: skip
 
+
+def is_installed(since: str = TRANSFORMERS.oldest, until: str = TRANSFORMERS.newest) -> bool:
+    """Whether a release of transformers from `since` to `until` is installed; later ones than tested count as that."""
+    return VersionRange("transformers", since, "99.0" if until == TRANSFORMERS.newest else until).includes(__version__)
+
+
+FAMILIES = tuple(family for family in ALL_FAMILIES if is_installed(family.since))
+"""Those of the installed release of transformers."""
 
 VISION = tuple(
     Family(model_type, title, what, vision_models.configuration(model_type))
@@ -256,12 +273,14 @@ VISION = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` is part of the server's error at start."""
+    """`reason` is part of the server's error at start. `since` and `until`: the releases of transformers with it."""
 
     model_type: str
     title: str
     reason: str
     config: Mapping[str, object] = field(default_factory=dict)
+    since: str = TRANSFORMERS.oldest
+    until: str = TRANSFORMERS.newest
 
 
 UNKNOWN_STATE = "whose state is not supported"
@@ -271,18 +290,20 @@ OWN_MASK = "does not pass on the attention plan or builds its own mask"
 NO_LINEARS = "has no linear attention projections to adapt"
 MANY_MATRICES = "in a form that cannot carry adapters here"
 
-REFUSED = (
+ALL_REFUSED = (
     # It needs adapters on one linear that several layers share, each with low-rank weights of its own.
     Refusal("zamba2", "Zamba 2", UNKNOWN_STATE, {"layers_block_type": ["mamba", "hybrid"]}),
     Refusal("rwkv", "RWKV", NOT_ATTENDING),
     # Its layers keep their state in themselves, and not in transformers' cache.
-    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE),
+    Refusal("recurrent_gemma", "RecurrentGemma", UNKNOWN_STATE, since="5.23"),
+    Refusal("recurrent_gemma", "RecurrentGemma", NO_LINEARS, until="5.22"),
     # It needs a row for each expert's weighted input.
     Refusal("llama4_text", "Llama 4 with several experts for each token", "experts of Llama 4 are served with 1",
             {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # It needs keys of the indexer in the cache.
     Refusal("deepseek_v32", "DeepSeek-V3.2 beyond index_topk tokens", "tokens that an indexer selects",
-            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
+            {**EXPERTS, **LATENT, **INDEXER, "index_topk": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+            since="5.18"),
     Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
     Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
     Refusal("bert", "BERT", "attends to later tokens"),
@@ -290,13 +311,15 @@ REFUSED = (
     Refusal("mpt", "MPT", "cannot be served", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
     Refusal("gpt2", "GPT-2", NO_LINEARS, {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}),
     Refusal("gptj", "GPT-J", "cannot be served",
-            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "rotary_dim": 4}),
+            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "rotary_dim": 4}, until="5.23"),
     Refusal("stablelm", "StableLM", OWN_MASK),
     Refusal("nemotron", "Nemotron-4", OWN_MASK),
     Refusal("doge", "Doge", OWN_MASK),
     Refusal("diffllama", "DiffLlama", "layer 0 attends 2 times"),
     Refusal("jetmoe", "JetMoE", MANY_MATRICES),
 )  # fmt: skip
+
+REFUSED = tuple(refusal for refusal in ALL_REFUSED if is_installed(refusal.since, refusal.until))
 
 
 def make(directory: Path, family: Family) -> ModelShape:
@@ -309,6 +332,17 @@ def build(family: Family) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma's norms multiply by one more than their weight.
     return randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
+
+
+def make_later(directory: Path, family: Family) -> ModelShape:
+    """A family of a later release of transformers; only its config.json where the installed one has no class for it."""
+    try:
+        return make(directory, family)
+    except ValueError:
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps({"model_type": family.model_type}))
+        (directory / "model.safetensors").touch()
+        return ModelShape(f"tiny/{family.model_type}", str(directory), tiny_models.VOCAB, 128, family.model_type)
 
 
 def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
@@ -340,8 +374,8 @@ INTRODUCTION = """# Model families
 `tests/unit/test_families.py` trains, publishes, samples and saves two adapters of a small random model of each family
 below. The logprobs of training, answers and prompts are those of `transformers` to 1e-4 in float32, also with the saved
 adapter loaded by PEFT. `make test-families` tests all, also through a server, and `make test` those with a star. This
-page is made by `scripts/write-models` from `tests/support/families.py`; in brackets is a `model_type` that differs from
-the name.
+page is made by `scripts/write-models` from `tests/support/families.py`; in brackets are a `model_type` that differs
+from the name, and the releases of transformers if not all tested ones.
 
 """
 
@@ -357,6 +391,21 @@ own. Of a model with another vision tower only the text part is served (Mistral 
 `train_attn` trains layers with a state, too; `train_mlp` trains experts, shared experts and dense layers, never the
 router.
 
+## Releases of transformers and torch
+
+{releases}. These ranges are in `src/tinsmith/plan/versions.py`.
+
+How layers with a state exchange it changes between releases of transformers, so an engine checks every model with such
+layers when it starts (`backends/torch/start_check.py`), and every model under a release that was not tested. The
+reference is transformers' forward of the whole sequence:
+
+- One layer of each class computes a row of two sequences, with gradients, and a sequence in pieces, in single rows and
+  continued twice from one state.
+- The whole model samples some tokens, also from a saved state.
+
+A layer that does not use the cache that it gets, or asks it for something unknown, is an error whenever it runs. The
+error of a refused model names the installed and the tested releases and the command that installs those.
+
 ## Refused at start
 
 The error gives the reason:
@@ -365,19 +414,24 @@ The error gives the reason:
 
 
 def _named(family: Family | Refusal) -> str:
-    differs = family.title.lower() != family.model_type
-    return f"{family.title} (`{family.model_type}`)" if differs else family.title
+    notes = [f"`{family.model_type}`"] if family.title.lower() != family.model_type else []
+    if family.since != TRANSFORMERS.oldest:
+        notes.append(f"from {family.since} on")
+    if isinstance(family, Refusal) and family.until != TRANSFORMERS.newest:
+        notes.append(f"up to {family.until}")
+    return f"{family.title} ({', '.join(notes)})" if notes else family.title
 
 
 def render() -> str:
     served: dict[str, list[str]] = {}
-    for family in FAMILIES:
+    for family in ALL_FAMILIES:
         name = f"{_named(family)}{'*' if family.core else ''}"
         served.setdefault(family.what or "no peculiarity", []).append(name)
     refused: dict[str, list[str]] = {}
-    for refusal in REFUSED:
+    for refusal in ALL_REFUSED:
         refused.setdefault(refusal.reason, []).append(_named(refusal))
     kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
     images = "- " + ", ".join(_named(family) for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
-    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN + "".join(reasons)
+    releases = f"Tested with {TRANSFORMERS} and {TORCH}"
+    return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN.format(releases=releases) + "".join(reasons)

@@ -60,7 +60,7 @@ def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor,
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
     given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
     with torch.no_grad():
-        modules = base._through_modules(*given)
+        modules = base.through_modules(*given)
         assert base._fused is not None
         ours = base.hidden(*given)
         assert base._fused is not None and base._fused._is_packed, "the two were compared; it is in use"
@@ -121,7 +121,7 @@ def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: 
         hidden = base.hidden(*given)
         assert base._fused is not None and not base._fused._is_packed
         assert base._fused.packed_bytes == 0
-        torch.testing.assert_close(hidden, base._through_modules(*given), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(hidden, base.through_modules(*given), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2"])  # without and with biases
@@ -162,7 +162,7 @@ def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(decoder_module, "silu", torch.relu)
     given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
     with torch.no_grad():
-        assert torch.equal(base.hidden(*given), base._through_modules(*given))
+        assert torch.equal(base.hidden(*given), base.through_modules(*given))
     assert base._fused is None
 
 
@@ -177,7 +177,7 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
     """As `both`, for sequences of these lengths."""
     given = (*rows_of(lengths), PackedCausal(lengths), Routing.of(adapters, lengths))
     with torch.no_grad():
-        return base._through_modules(*given), base.hidden(*given)
+        return base.through_modules(*given), base.hidden(*given)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

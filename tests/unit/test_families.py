@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from support import tiny_models
-from support.families import DOCUMENT, FAMILIES, REFUSED, Family, Refusal, make, make_refused, render
+from support.families import (
+    ALL_FAMILIES,
+    DOCUMENT,
+    FAMILIES,
+    REFUSED,
+    Family,
+    Refusal,
+    make,
+    make_later,
+    make_refused,
+    render,
+)
 from support.local_sampling import make_prompt, make_sample, run
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
@@ -190,6 +201,13 @@ def test_unsupported_models_are_refused_with_a_reason(refusal: Refusal, tmp_path
     with pytest.raises(SettingsError) as refused:
         BaseModel.load(shape, device="cpu")
     assert refusal.reason in str(refused.value)
+
+
+def test_a_family_of_a_later_release_is_refused(tmp_path: Path) -> None:
+    for family in ALL_FAMILIES:
+        if family not in FAMILIES:
+            with pytest.raises(SettingsError):
+                BaseModel.load(make_later(tmp_path / family.model_type, family), device="cpu")
 
 
 def test_the_document_is_what_the_tests_verify() -> None:

@@ -164,7 +164,7 @@ def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, gro
     routing = Routing.of([None, adapter, adapter, None], lengths)
     given = tokens_T, positions_T, PackedCausal(lengths), routing
     with torch.inference_mode():
-        expected_TD = base._through_modules(*given).float()
+        expected_TD = base.through_modules(*given).float()
         found_TD = base.hidden(*given).float()
         plain_TD = base.hidden(*given[:3], Routing.of([None], [sum(lengths)])).float()
     own = slice(40, 296)

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from support import tiny_models
-from tinsmith.backends.torch import servable
 from tinsmith.backends.torch.attention import AttentionProbe, Window
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import check_config, check_layers, refusing
@@ -137,14 +136,6 @@ def test_a_cpu_keeps_the_dtype_of_the_checkpoint_if_it_can_multiply_it(
     assert base.dtype == expected
     planned = memory.choose_dtype(wanted, cuda=False, stored=read_directory(tmp_path).stored)
     assert getattr(torch, planned) == expected, "the plan counts with the dtype that the backend loads"
-
-
-def test_layers_with_a_state_name_the_version_of_transformers_that_they_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(servable, "Cache", object)
-    with pytest.raises(SettingsError, match=r"'qwen3_5_text' has layers with a state, which need transformers 5\.21"):
-        BaseModel.load(tiny_models.make(tmp_path, "qwen3_5"), device="cpu")
 
 
 def test_the_dtype_of_a_checkpoint_is_found_in_all_forms_of_a_configuration() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.plan import versions
-from tinsmith.plan.versions import TORCH, TRANSFORMERS, TRANSFORMERS_WITH_STATES, VersionRange
+from tinsmith.plan.versions import VersionRange
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,3 @@ def test_an_installed_release_outside_of_its_range_is_named(monkeypatch: pytest.
 
 def test_a_package_that_is_not_installed_is_left_out() -> None:
     assert versions.installed_versions((VersionRange("no-such-package", "1.0", "1.1"),)) == []
-
-
-def test_ranges_of_one_package_end_at_the_same_release() -> None:
-    assert TRANSFORMERS_WITH_STATES.newest == TRANSFORMERS.newest
-    assert {package_range.package for package_range in versions.TESTED} == {TORCH.package, TRANSFORMERS.package}

@@ -258,19 +258,21 @@ class _PassedState(LayerCache):
         self.returning: Returning = []
         self._like, self._continued, self._goes_on = like, continued, goes_on
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **options: Any) -> Tensor:  # noqa: ANN401
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
         if self._continued:
             empty = [x for x in self.state if x is not None]
             received = _Received.apply(anchor(self.ranks.device), self.ranks, *empty)
             for x, values in zip(empty, cast("tuple[Tensor, ...]", received), strict=True):
                 x.copy_(values)
-        seen_nCL = super().update_conv_state(conv_states, layer_idx, **options)
+        seen_nCL = super().update_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size=conv_kernel_size)
         if self._like.recurrent is None:
             self._send()
         return seen_nCL
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_: object) -> Tensor:
-        super().update_recurrent_state(recurrent_states, layer_idx)
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        super().update_recurrent_state(recurrent_states, layer_idx, state_idx)
         self._send()
         return recurrent_states
 

@@ -250,7 +250,7 @@ class ShardedBase(BaseModel):
         check_stages(name, config, ranks.degrees.pipeline)
         token_T = torch.zeros(2, dtype=torch.int64)
         probe = partial(
-            self._through_modules, token_T, torch.arange(2), AttentionProbe(), Routing([Segment(0, 2, None)])
+            self.through_modules, token_T, torch.arange(2), AttentionProbe(), Routing([Segment(0, 2, None)])
         )
         layers, embeddings = layers_of(self._decoder, name), self.model.get_input_embeddings()
         boundaries = boundaries_of(layers, probe, 2, name)

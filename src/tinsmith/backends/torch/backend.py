@@ -41,7 +41,7 @@ from tinsmith.backends.torch.memory import (
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.products import set_precision
 from tinsmith.backends.torch.profiling import StepTraces, stage
-from tinsmith.backends.torch.recurrent import MIXER_LIBRARIES
+from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError

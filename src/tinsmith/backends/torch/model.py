@@ -50,7 +50,13 @@ from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.routing import Routing, Segment
-from tinsmith.backends.torch.servable import check_config, check_layers, check_mixers, check_parameters, refusing
+from tinsmith.backends.torch.servable import (
+    check_config,
+    check_layers,
+    check_parameters,
+    check_stateful_layers,
+    refusing,
+)
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
@@ -58,6 +64,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
+from tinsmith.plan.versions import untested_versions
 from tinsmith.runtime import malloc
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
@@ -137,7 +144,7 @@ class BaseModel:
         safe = {"trust_remote_code": False, "local_files_only": True}
         with refusing(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
-            check_mixers(model.config, model)
+            check_stateful_layers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
             vision = Vision.load(model, shape) if shape.vision else None
@@ -147,6 +154,7 @@ class BaseModel:
                     f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
                 )
             base.check_servable()
+            base.check_releases()
         base._check_training()
         return base
 
@@ -224,7 +232,7 @@ class BaseModel:
         """
         self._threads.fit(len(tokens_T), len(routing.segments))
         if images is not None:
-            hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, images)
+            hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing, images)
             return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
         decoder = self._fused
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
@@ -232,10 +240,10 @@ class BaseModel:
         if decoder is not None:
             recompute = self.recompute.active
             return decoder.hidden(tokens_T, positions_T, plan, routing, wanted, recompute=recompute)
-        hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
+        hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing)
         return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
 
-    def _through_modules(
+    def through_modules(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -243,6 +251,7 @@ class BaseModel:
         routing: Routing,
         images: ImageRows | None = None,
     ) -> Tensor:
+        """[T, D]: the same through transformers' modules."""
         inputs: dict[str, object] = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
         if images is not None:
             embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
@@ -250,7 +259,8 @@ class BaseModel:
             inputs = {"position_ids": positions, **images.inputs(embed(tokens_T))}
         with self._routed(routing, plan, len(tokens_T)):
             output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
-        return output.last_hidden_state[0]
+        # Where residuals are float32, so is the output of the last norm.
+        return output.last_hidden_state[0].to(self.dtype)
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
         """[T, V] float32, without a gradient. The routing covers exactly these rows."""
@@ -292,9 +302,9 @@ class BaseModel:
         """The decoder if it agrees with the modules in the current gradient mode, else None."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
-        given = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
-        expected, found = self._through_modules(*given), decoder.hidden(*given)
-        error = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
+        expected, actual = self.through_modules(*inputs), decoder.hidden(*inputs)
+        error = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
         if error < (1e-4 if self.dtype == torch.float32 else 0.05):
             return decoder
         log.warning("fused layers differ from the model's own and are not used", error=error)
@@ -319,7 +329,7 @@ class BaseModel:
 
     def _check_layers(self) -> None:
         seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
+        self.through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
@@ -336,11 +346,22 @@ class BaseModel:
             plan = PackedCausal(lengths, self.device)
             routing = Routing([Segment(0, sum(lengths), None)])
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-            hidden_TD = self._through_modules(torch.cat(tokens), positions_T, plan, routing)
+            hidden_TD = self.through_modules(torch.cat(tokens), positions_T, plan, routing)
             found.append(self.logits(hidden_TD, routing))
-        reference = self._own_logits(input_ids=second[None])
+        reference = self.own_logits(input_ids=second[None])
         self._compare(found[1], reference, "under packed attention")
         self._compare(found[0][len(first) :], reference, "beside another sequence")
+
+    def check_releases(self) -> None:
+        """Check the installed releases (`start_check`) if the model has states or a release was not tested; raises
+        ReleaseError.
+        """
+        if self.mixers or untested_versions():
+            # Here, since it needs a sampler's module, and samplers import this package.
+            from tinsmith.backends.torch.start_check import check_mixers, check_sampling
+
+            check_mixers(self.mixers, self._context, self.model.config.get_text_config().hidden_size, self)
+            check_sampling(self, self.shape.vocab_size)
 
     def _check_images(self, vision: Vision) -> None:
         """The same with an image next to text."""
@@ -353,12 +374,12 @@ class BaseModel:
         routing = Routing([Segment(0, length, None)])
         plan = PackedCausal([length], self.device, [placed.seen(0, length)])
         positions_T = torch.from_numpy(positions).to(self.device)
-        hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing, rows)
-        reference = self._own_logits(input_ids=tokens_T[None], **vision.own_inputs(image, tokens_T))
+        hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing, rows)
+        reference = self.own_logits(input_ids=tokens_T[None], **vision.own_inputs(image, tokens_T))
         self._compare(self.logits(hidden_TD, routing), reference, "with an image")
         vision.keep_within(0)
 
-    def _own_logits(self, **inputs: Tensor) -> Tensor:
+    def own_logits(self, **inputs: Tensor) -> Tensor:
         """[T, V]: the logits of the model's own forward."""
         self.model.set_attn_implementation("eager")
         logits_TV = self.model(**inputs, use_cache=False).logits[0].float()

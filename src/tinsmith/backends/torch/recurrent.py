@@ -28,12 +28,10 @@ from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
 from tinsmith.plan.mixers import STEPWISE, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
-
-MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
-"""Libraries that transformers uses for stateful layers, if installed."""
 
 State: TypeAlias = "MixerState | LayerCache"
 
@@ -67,19 +65,22 @@ def _by_device(chosen: Callable[..., object], plain: Callable[..., object], *arg
 
 
 class SequenceMixer:
-    """One layer's mixer over n sequences of L rows; see `attention.Mixer`."""
+    """One layer's mixer over n sequences of L rows; see `attention.Mixer`. Raises ReleaseError if the module does not
+    exchange its state through the cache that it gets.
+    """
 
     def __init__(self, module: nn.Module, context: ForwardContext) -> None:
         self.layer = cast(int, module.layer_idx)
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
+        self.name = type(module).__name__
         self.is_whole = is_whole(module)
         self.state_like = STATELESS
         """One sequence's state without its values, known after a call with `keep`."""
-        self._is_stepwise = type(module).__name__ in STEPWISE
+        self._is_stepwise = self.name in STEPWISE
         self._context = context
-        known = inspect.signature(self._forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
-        self._required: dict[str, None] = {"position_embeddings": None} if "position_embeddings" in known else {}
+        self._cache_argument = cache_argument(self.name, self._forward)
+        takes_positions = "position_embeddings" in inspect.signature(self._forward).parameters
+        self._required: dict[str, None] = {"position_embeddings": None} if takes_positions else {}
 
     def __call__(
         self, x_nLD: Tensor, starts: tuple[int, ...], state: State | None = None, *, keep: bool = False
@@ -93,15 +94,30 @@ class SequenceMixer:
             self.state_like = MixerState(*(x if x is None else x[:1].to("meta") for x in cache.state))
         return y_nLD, cache.state if cache is not None else None
 
+    def own_output(self, x_LD: Tensor) -> Tensor:
+        """[L, D]: transformers' module over one sequence, without a cache or a plan."""
+        out = self._forward(hidden_states=x_LD[None], attention_mask=None, **self._required)
+        return (out if isinstance(out, Tensor) else out[0])[0]
+
     def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: LayerCache | None) -> Tensor:
         routing = self._context.routing
         assert routing is not None
         self._context.routing = routing.for_sequences(starts, x_nLD.shape[1])
         try:
-            out = self._forward(hidden_states=x_nLD, attention_mask=None, **{self._cache_name: cache}, **self._required)
+            out = self._call(x_nLD, cache)
         finally:
             self._context.routing = routing
         return out if isinstance(out, Tensor) else out[0]
+
+    def _call(self, x_nLD: Tensor, cache: LayerCache | None) -> Tensor | tuple[Tensor, ...]:
+        if cache is None:
+            return self._forward(hidden_states=x_nLD, attention_mask=None, **self._required)
+        before = cache.begin()
+        arguments = {self._cache_argument: cache, **self._required}
+        out = self._forward(hidden_states=x_nLD, attention_mask=None, **arguments)
+        if fault := cache.find_fault(before, num_rows=x_nLD.shape[1]):
+            raise ReleaseError(f"layer {self.layer} ({self.name}) {fault}")
+        return out
 
     def planned(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         """Replaces the module's forward: [1, T, D] in and out, batched by the plan of the current call."""
@@ -112,25 +128,85 @@ class SequenceMixer:
         return (y_1TD, y_1TD.new_empty(0)) if self._required else y_1TD
 
 
+def cache_argument(name: str, forward: Callable[..., object]) -> str:
+    """The parameter of a layer's forward that takes transformers' cache, by its annotation: its name differs between
+    layers and releases, and a layer that collects other keywords would ignore a wrong name.
+    """
+    parameters = inspect.signature(forward).parameters
+    names = [key for key, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
+    if len(names) != 1:
+        raise ReleaseError(f"{name} takes {len(names)} caches among its arguments ({', '.join(parameters)})")
+    return names[0]
+
+
+CONV, RECURRENT = MixerState._fields
+
+
 class LayerCache:
     """transformers' cache as one layer sees it. Tensors passed in may be overwritten. Layers update the convolution's
     state between their projections and the recurrence, and the recurrent state before what follows it.
+
+    It has the methods with which layers exchange states in every supported release: `get_conv_state`,
+    `get_recurrent_state` and `is_recording_past`, or `has_previous_state` and `layers`, and `get_linear_cache` and
+    `set_linear_cache`. Anything else that a layer asks for is an error, also where it only looks whether it is there.
     """
 
     def __init__(self, state: MixerState | None) -> None:
-        self.state = state or MixerState(None, None)
+        self.state = state or STATELESS
+        self._read: set[str] = set()
+        self._written: set[str] = set()
+
+    def begin(self) -> MixerState:
+        """The state before a call of the layer."""
+        self._read.clear()
+        self._written.clear()
+        return self.state
+
+    def find_fault(self, before: MixerState, num_rows: int) -> str | None:
+        """Why the exchange in a call of the layer is not understood, or None. A layer that continues must ask for each
+        part of its state, and must give each part back, except that a single row may change it in place.
+        """
+        if not self._read | self._written:
+            return "does not use the cache that it gets"
+        if not any(part is not None for part in self.state):
+            return "leaves no state in the cache that it gets"
+        for part in MixerState._fields:
+            is_before, is_after = (getattr(state, part) is not None for state in (before, self.state))
+            if is_before and not is_after:
+                return f"loses its {part} state"
+            if is_before and part not in self._read | self._written:
+                return f"continues without its {part} state"
+            if is_after and part not in self._written and not (is_before and num_rows == 1):
+                return f"does not give its {part} state back"
+        return None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._refuse_further_states(state_idx)
+        self._read.add(CONV)
         return self.state.conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._refuse_further_states(state_idx)
+        self._read.add(RECURRENT)
         return self.state.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *, conv_kernel_size: int, **_: object) -> Tensor:
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        self._refuse_further_states(state_idx)
+        return any(part is not None for part in self.state)
+
+    @property
+    def layers(self) -> _StatesByLayer:
+        return _StatesByLayer(self)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
         """[n, C, K + L] or, for sequences that begin, [n, C, L]: the convolution's input."""
+        self._refuse_further_states(state_idx)
+        self._written.add(CONV)
         before = self.state.conv
         seen_nCL = conv_states if before is None else torch.cat([before, conv_states], -1)
         kept_nCK = seen_nCL[..., -conv_kernel_size:]
@@ -139,12 +215,55 @@ class LayerCache:
         self.state = MixerState(kept_nCK, self.state.recurrent)
         return seen_nCL
 
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self._refuse_further_states(state_idx)
+        self._written.add(RECURRENT)
+        self.state = MixerState(self.state.conv, recurrent_states)
+        return recurrent_states
+
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        self._read.add(RECURRENT)
         return self.state.recurrent
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self._written.add(RECURRENT)
         self.state = MixerState(None, linear_cache)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_: object) -> Tensor:
-        self.state = MixerState(self.state.conv, recurrent_states)
-        return recurrent_states
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ReleaseError(f"a layer asks its cache for {name!r}, which is not supported")
+
+    def _refuse_further_states(self, state_idx: int) -> None:
+        if state_idx:
+            raise ReleaseError(f"a layer keeps more than one state (it asks for number {state_idx})")
+
+
+class _StatesByLayer:
+    """`cache.layers[layer].conv_states[0]` and `.recurrent_states[0]`: how layers read states where the cache has no
+    methods for it. Every layer is the one whose cache it is.
+    """
+
+    record_past = False
+
+    def __init__(self, cache: LayerCache) -> None:
+        self._cache = cache
+
+    def __getitem__(self, layer_idx: int) -> _StatesByLayer:
+        return self
+
+    @property
+    def conv_states(self) -> _StateByIndex:
+        return _StateByIndex(self._cache.get_conv_state)
+
+    @property
+    def recurrent_states(self) -> _StateByIndex:
+        return _StateByIndex(self._cache.get_recurrent_state)
+
+
+class _StateByIndex:
+    def __init__(self, get_state: Callable[[int, int], Tensor | None]) -> None:
+        self._get_state = get_state
+
+    def __getitem__(self, state_idx: int) -> Tensor | None:
+        return self._get_state(0, state_idx)

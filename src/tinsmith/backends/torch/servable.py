@@ -10,17 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, __version__
-from transformers.cache_utils import Cache
+from transformers import PreTrainedConfig
 
 from tinsmith.backends.torch.attention import CHUNKED, Window
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
+from tinsmith.plan.versions import TESTED, install_command, installed_versions, untested_versions
 from tinsmith.types import ModelShape
+
+MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
+"""Libraries that transformers uses for stateful layers, if installed."""
+
+
+class ReleaseError(RuntimeError):
+    """The installed releases do not compute what a model's own forward does, or in a way that is not understood."""
+
 
 FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attention"
 
@@ -63,17 +72,12 @@ def check_config(config: PreTrainedConfig, context: int) -> None:
             )
 
 
-def check_mixers(config: PreTrainedConfig, model: nn.Module) -> None:
+def check_stateful_layers(config: PreTrainedConfig, model: nn.Module) -> None:
     """Raises SettingsError if stateful layers are of an unsupported kind."""
     text = config.get_text_config()
     kinds = sorted({kind for kind in _kinds(text) if kind in STATEFUL})
     if sum(kind in STATEFUL for kind in _kinds(text)) > sum(map(is_mixer, model.modules())):
         raise SettingsError(f"{config.model_type!r} has layers of kind {', '.join(kinds)} whose state is not supported")
-    if any(map(is_mixer, model.modules())) and not hasattr(Cache, "get_conv_state"):
-        raise SettingsError(
-            f"{config.model_type!r} has layers with a state, which need transformers 5.21 or later; {__version__} is "
-            "installed"
-        )
 
 
 def check_layers(
@@ -127,13 +131,30 @@ def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]
 
 @contextmanager
 def refusing(shape: ModelShape) -> Iterator[None]:
-    """Turn errors into SettingsError, since a retry would not help; out-of-memory errors pass unchanged."""
+    """Turn errors into SettingsError, since a retry would not help; out-of-memory errors pass unchanged. Where the
+    installed releases may be the cause, the error names them and those that were tested.
+    """
     try:
         yield
-    except (SettingsError, MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError):
         raise
+    except ReleaseError as error:
+        raise SettingsError(f"{shape.name} ({shape.arch}) cannot be served: {error}; {name_releases()}") from error
     except Exception as error:
-        raise SettingsError(f"{shape.name} ({shape.arch}) cannot be served: {type(error).__name__}: {error}") from error
+        is_refusal = isinstance(error, SettingsError)
+        if is_refusal and not untested_versions():
+            raise
+        reason = str(error)
+        if not is_refusal:
+            reason = f"{shape.name} ({shape.arch}) cannot be served: {type(error).__name__}: {error}"
+        raise SettingsError(f"{reason}; {name_releases()}" if untested_versions() else reason) from error
+
+
+def name_releases() -> str:
+    """The installed releases, the tested ones, and the command that installs those."""
+    installed = [*map(str, installed_versions()), *(name for name in MIXER_LIBRARIES if find_spec(name))]
+    tested = " and ".join(map(str, TESTED))
+    return f"installed are {' and '.join(installed)}, and tested are {tested}: {install_command()}"
 
 
 def _kinds(config: PreTrainedConfig) -> list[str]:

@@ -1,0 +1,221 @@
+"""Whether the installed releases sample and train a model as its own forward computes it, checked at start.
+
+How a layer exchanges its state is transformers' own business and changes between releases, so every model with such
+layers is checked, and every model under a release that was not tested (`plan.versions`). For one layer of each class, a
+row of two sequences must equal each of them alone, in values and in gradients, and so must sequences in pieces, in
+single rows and continued twice from one state. Then the model samples some tokens: a prompt, one token after the other,
+and again from the state after the prompt. The reference is transformers' forward over the whole sequence, without a
+cache and without a plan.
+
+Takes as long as a few forward passes of a few tokens. Knows no adapter, request or tenant.
+
+Shapes: T rows of a call, L rows of a sequence, D hidden size, V vocabulary, H and G query and key heads of D numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, Unpack
+
+import torch
+from torch import Tensor
+
+from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer, PackedCausal, prefill, visible
+from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.recurrent import SequenceMixer
+from tinsmith.backends.torch.routing import Routing, Segment
+from tinsmith.backends.torch.servable import ReleaseError
+from tinsmith.samplers.local.states import Recurrence, SequencePiece, SequenceState
+
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.1}
+"""Largest relative error. Products of other shapes round differently, and kernels for GPUs may multiply float32 numbers
+with fewer bits; a lost state is an error of 0.3 and more.
+"""
+
+LENGTHS = (70, 60)
+"""Rows of the two sequences of a layer: padded to one batch, and one is longer than a chunk of 64 rows."""
+
+SPLITS = (((5,), (5,)), ((28, 7), (2,)), ((1,), (1,)), ((1,), (1,)), ((28,), (51,)))
+"""By step, the parts of each sequence's rows: a snapshot of the state is kept between two. Pieces of equal length go
+through a layer as one batch.
+"""
+
+TOKENS, PROMPT = 6, 4
+
+
+class CheckedModel(Protocol):
+    device: torch.device
+    dtype: torch.dtype
+
+    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+        """[T, D]"""
+        ...
+
+    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        """[T, V]"""
+        ...
+
+    def own_logits(self, *, input_ids: Tensor) -> Tensor:
+        """[T, V]: those of transformers' forward of [1, T] tokens."""
+        ...
+
+
+def check_mixers(
+    mixers: Iterable[SequenceMixer], context: ForwardContext, hidden_size: int, model: CheckedModel
+) -> None:
+    """Check one layer of each class. Raises ReleaseError."""
+    tolerance = TOLERANCE[model.dtype]
+    for name, mixer in {mixer.name: mixer for mixer in mixers}.items():
+        generator = torch.Generator().manual_seed(0)
+        x_TD, weight_TD = (
+            torch.randn(sum(LENGTHS), hidden_size, generator=generator).to(model.device, model.dtype) for _ in range(2)
+        )
+        expected, gradient = _run_with_gradient(_Alone(LENGTHS, context), mixer, x_TD, weight_TD, context)
+        packed, packed_gradient = _run_with_gradient(
+            PackedCausal(LENGTHS, model.device), mixer, x_TD, weight_TD, context
+        )
+        _compare(packed, expected, tolerance, f"two sequences in one row of {name} differ from each alone")
+        _compare(packed_gradient, gradient, tolerance, f"gradients of two sequences in one row of {name} differ")
+        with torch.no_grad():
+            _check_steps(mixer, x_TD, expected, context, tolerance)
+
+
+class _Alone:
+    """Each sequence through transformers' own module."""
+
+    def __init__(self, lengths: Sequence[int], context: ForwardContext) -> None:
+        self._lengths, self._context = lengths, context
+
+    def mix(self, mixer: SequenceMixer, x_TD: Tensor) -> Tensor:
+        outputs = []
+        for x_LD in x_TD.split(list(self._lengths)):
+            self._context.routing = _base_rows(len(x_LD))
+            outputs.append(mixer.own_output(x_LD))
+        return torch.cat(outputs)
+
+
+def _run_with_gradient(
+    plan: _Alone | PackedCausal, mixer: SequenceMixer, x_TD: Tensor, weight_TD: Tensor, context: ForwardContext
+) -> tuple[Tensor, Tensor]:
+    """The output, and the gradient of its weighted sum."""
+    with torch.enable_grad():
+        leaf_TD = x_TD.clone().requires_grad_()
+        context.routing = _base_rows(len(x_TD))
+        try:
+            y_TD = plan.mix(mixer, leaf_TD)  # pyright: ignore[reportArgumentType]
+        finally:
+            context.routing = None
+        (gradient_TD,) = torch.autograd.grad((y_TD * weight_TD).sum(), leaf_TD)
+    return y_TD.detach(), gradient_TD
+
+
+def _check_steps(
+    mixer: SequenceMixer, x_TD: Tensor, expected_TD: Tensor, context: ForwardContext, tolerance: float
+) -> None:
+    sequences, outputs = x_TD.split(list(LENGTHS)), expected_TD.split(list(LENGTHS))
+    lengths, states = [0] * len(LENGTHS), list[SequenceState | None]([None] * len(LENGTHS))
+    for parts in SPLITS:
+        sizes = [sum(part) for part in parts]
+        rows = [x_LD[start : start + size] for x_LD, start, size in zip(sequences, lengths, sizes, strict=True)]
+        cuts = [part[:1] if len(part) > 1 else () for part in parts]
+        y_TD, recurrence = _step(mixer, rows, states, cuts, context)
+        for index, y_LD in enumerate(y_TD.split(sizes)):
+            start, stop = lengths[index], lengths[index] + sizes[index]
+            _compare(y_LD, outputs[index][start:stop], tolerance, f"a sequence of {mixer.name} in pieces differs")
+            for cut, snapshot in zip(cuts[index], recurrence.at_cuts[index], strict=True):
+                again_LD, _ = _step(mixer, [rows[index][cut:]], [snapshot.unshared()], [()], context)
+                difference = f"a sequence of {mixer.name} that continues from a saved state differs"
+                _compare(again_LD, outputs[index][start + cut : stop], tolerance, difference)
+            lengths[index] = stop
+        states = list(recurrence.after)
+
+
+def _step(
+    mixer: SequenceMixer,
+    rows: Sequence[Tensor],
+    states: Sequence[SequenceState | None],
+    cuts: Sequence[Sequence[int]],
+    context: ForwardContext,
+) -> tuple[Tensor, Recurrence]:
+    spans, first = [], 0
+    for x_LD, state, own_cuts in zip(rows, states, cuts, strict=True):
+        spans.append(SequencePiece(first, len(x_LD), state, own_cuts))
+        first += len(x_LD)
+    recurrence = Recurrence(spans, rows[0].device)
+    context.routing = _base_rows(first)
+    try:
+        return recurrence.mix(mixer, torch.cat(list(rows))), recurrence
+    finally:
+        context.routing = None
+
+
+class _SampledSequence:
+    """An AttentionPlan of one sequence that keeps what its layers cache, and may return to an earlier length."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.length = 0
+        self.state: SequenceState | None = None
+        self._device = device
+        self._cached: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recurrence = Recurrence([SequencePiece(0, 1, None)], device)
+
+    def begin(self, num_rows: int) -> None:
+        self._recurrence = Recurrence([SequencePiece(0, num_rows, self.state)], self._device)
+
+    def finish(self, num_rows: int) -> None:
+        self.length += num_rows
+        self.state = self._recurrence.after[0]
+
+    def return_to(self, length: int, state: SequenceState | None) -> None:
+        self.length, self.state = length, state
+        self._cached = {layer: (keys[:length], values[:length]) for layer, (keys, values) in self._cached.items()}
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        if layer in self._cached:
+            k_TGD, v_TGD = (torch.cat(pair) for pair in zip(self._cached[layer], (k_TGD, v_TGD), strict=True))
+        self._cached[layer] = k_TGD, v_TGD
+        position_1L = torch.arange(self.length, len(k_TGD), device=q_THD.device)[None]
+        mask = visible(position_1L, len(k_TGD), options.get("window"), q_THD.dtype)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+        return prefill(q, k, v, mask, **options)[0].transpose(0, 1)
+
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        return self._recurrence.mix(mixer, x_TD)
+
+
+@torch.no_grad()
+def check_sampling(model: CheckedModel, vocab_size: int) -> None:
+    """Sample through the whole model. Raises ReleaseError."""
+    tokens_T = (torch.arange(TOKENS, device=model.device) * 7 + 3) % vocab_size
+    expected_TV = model.own_logits(input_ids=tokens_T[None])
+    sequence = _SampledSequence(model.device)
+
+    def extend(stop: int, difference: str) -> None:
+        start, routing = sequence.length, _base_rows(stop - sequence.length)
+        sequence.begin(stop - start)
+        positions_T = torch.arange(start, stop, device=model.device)
+        hidden_TD = model.through_modules(tokens_T[start:stop], positions_T, sequence, routing)
+        sequence.finish(stop - start)
+        _compare(model.logits(hidden_TD, routing), expected_TV[start:stop], TOLERANCE[model.dtype], difference)
+
+    extend(PROMPT, "a prompt differs")
+    state = sequence.state
+    for stop in range(PROMPT + 1, TOKENS + 1):
+        extend(stop, "a sampled token differs")
+    sequence.return_to(PROMPT, state)
+    extend(TOKENS, "tokens that continue from a saved state differ")
+
+
+def _compare(actual: Tensor, expected: Tensor, tolerance: float, difference: str) -> None:
+    """Row by row, so that a long sequence does not hide one row."""
+    actual, expected = actual.float(), expected.float()
+    scale = expected.norm(dim=-1).mean().clamp_min(1e-6)
+    error = float((actual - expected).norm(dim=-1).max() / scale)
+    if not error < tolerance:
+        raise ReleaseError(f"{difference} from the model's own forward by {error:.2g} (relative)")
+
+
+def _base_rows(num_rows: int) -> Routing:
+    return Routing([Segment(0, num_rows, None)])
