@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, ShownToken, TextPiece, TopRow
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import ToolCall
 from tinsmith.errors import RequestError, TinsmithError
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
 
@@ -98,7 +98,7 @@ class ChoicesAnswer(ClientAnswer):
                 piece = choice.piece()
                 shown: JsonObject = {"index": choice.index}
                 shown |= self._choice(piece, self.plan.prompts[number], result)
-                reason = finish_reason(self.plan, piece.calls, sequence.stop_reason)
+                reason = finish_reason(self.plan, choice.num_calls, sequence.stop_reason)
                 shown["finish_reason"] = "length" if self.plan.echo_only else reason
                 if self.describes_each_prompt:
                     shown |= self._about_prompt(number, result)
@@ -186,7 +186,7 @@ class ChatAnswer(ChoicesAnswer):
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            delta["tool_calls"] = [{"index": number} | _call(call) for number, call in enumerate(piece.calls)]
+            delta["tool_calls"] = [{"index": call.index} | _call(call) for call in piece.calls]
         tokens = self._scored(piece)
         return {"delta": delta, "logprobs": self._logprobs(tokens) if tokens else None}
 
@@ -300,10 +300,11 @@ def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_t
     return shown
 
 
-def finish_reason(plan: GenerationPlan, calls: Sequence[ToolCall], stop_reason: str) -> str:
-    if calls and plan.tools and not plan.tools.named:
+def finish_reason(plan: GenerationPlan, num_calls: int, stop_reason: str) -> str:
+    """Return why a completion with `num_calls` calls ended. A call that a client demanded by name ends with `stop`."""
+    if num_calls and plan.tools and not plan.tools.named:
         return "tool_calls"
-    return "stop" if calls else stop_reason
+    return "stop" if num_calls else stop_reason
 
 
 def usage(plan: GenerationPlan, results: Sequence[SampleResult], reasoning: int = 0) -> JsonObject:

@@ -103,7 +103,7 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
         raise EngineFailedError("the engine was replaced during the response, and its tokens differ; send it again")
     read_sequence(choice, sequence, sent)
     piece = choice.piece()
-    return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
+    return News(choice, piece, finish_reason(prepared.plan, choice.num_calls, sequence.stop_reason))
 
 
 async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, begin: Begin = None) -> Response:
