@@ -34,7 +34,7 @@ from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_seque
 from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.bodies import JSON_TYPE, write_json_line
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ async def _gone(receive: Receive) -> None:
 def _written(event: Event) -> bytes:
     name, content = event
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + orjson.dumps(content) + b"\n\n"
+    return head + b"data: " + write_json_line(content) + b"\n\n"
 
 
 STILL_THERE = b": still there\n\n"
