@@ -19,7 +19,8 @@ from support.chat_models import make_plain_model, make_tool_model
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import Choice, TextDecoder
+from tinsmith.chat.choices import Choice
+from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text, Thinking, thinking_of

@@ -123,8 +123,7 @@ class Choice:
     def _decode(self, token: ShownToken) -> None:
         """Add the token's text, with that of the tokens before it whose characters it completes."""
         self._pending.append(token)
-        new = self._decoder.push(token.token_id)
-        if not self._decoder.is_pending:
+        if new := self._decoder.push(token.token_id):
             self._add(new)
 
     def _flush(self) -> None:
@@ -292,13 +291,11 @@ class Choice:
         return self._text_start + decided
 
     def _add(self, new: str) -> None:
-        """Add the text of the tokens in `_pending`."""
+        """Add the text of the first tokens in `_pending`."""
         stripped = 0
         if self._after_tag and not self._content.strip():
             stripped = len(new) - len(new.lstrip())  # white space after hidden reasoning
-        for token, start in zip(self._pending, self._decoder.starts, strict=False):
-            token.offset = len(self._content) + max(start - stripped, 0)
-        self._pending = []
+        self._place_tokens(-stripped)
         new = new[stripped:]
         if not new:
             return
@@ -307,6 +304,15 @@ class Choice:
         if (at := self._find_stop(self._content, len(new), self._text_start)) is not None:
             self._content = self._content[:at]
             self._end_at(at)
+
+    def _place_tokens(self, shift: int = 0) -> None:
+        """Set the offsets of the tokens whose text the decoder has returned, before it is added."""
+        starts = self._decoder.starts if self._pending else []
+        for token, start in zip(self._pending, starts, strict=False):
+            token.offset = self._offset + max(start + shift, 0)
+        self._pending = self._pending[len(starts) :]
+        for token in self._pending:
+            token.offset = self._offset
 
     def _find_stop(self, text: str, num_new: int, first: int) -> int | None:
         """Return where a text ends whose last `num_new` characters complete a stop string at `first` or later."""
@@ -322,6 +328,8 @@ class Choice:
     def _end_at(self, offset: int) -> None:
         """End the completion at `offset`. Tokens whose text is later are not part of it."""
         self._tokens = [token for token in self._tokens if token.offset < max(offset, 1)]
+        for token in self._new_sampled:
+            token.offset = min(token.offset, offset)
         self._is_over = True
 
     def _before_partial_stop(self, text: str) -> int:

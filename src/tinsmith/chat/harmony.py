@@ -125,9 +125,7 @@ class HarmonyChoice(Choice):
             self._messages.take(CallArguments(new, new))
 
     def _add(self, new: str) -> None:
-        for token, start in zip(self._pending, self._decoder.starts, strict=False):
-            token.offset = self._offset + start
-        self._pending = []
+        self._place_tokens()
         if not self._inside or not new:
             return
         self._message += new
