@@ -192,6 +192,6 @@ def read_json(text: str) -> Any:  # noqa: ANN401  JSON
     return json.loads(text, parse_float=_finite, strict=False)
 
 
-def _finite(number: str) -> float:
+def _finite(literal: str) -> float:
     """Return the nearest finite number, since a number too large for a double would become Infinity."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
+    return max(-sys.float_info.max, min(float(literal), sys.float_info.max))

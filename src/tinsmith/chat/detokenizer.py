@@ -75,9 +75,14 @@ class TextDecoder:
         starts = [0]
         for count in range(1, len(self._pending)):
             before = self._new(count)
-            same = next((at for at, pair in enumerate(zip(before, new, strict=False)) if pair[0] != pair[1]), None)
-            starts.append(max(starts[-1], min(len(before), len(new)) if same is None else same))
+            starts.append(max(starts[-1], _common_length(before, new)))
         return starts
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters at the beginning of two texts are the same."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (before, after) in pairs if before != after), min(len(first), len(second)))
 
 
 def decode_with_starts(text: Text, tokens: Sequence[int], *, special: bool) -> tuple[str, list[int]]:

@@ -62,7 +62,7 @@ class PendingResponses:
 
     def work_round(self) -> None:
         """Keep the pending samples alive and complete the responses whose samples have settled."""
-        unanswered = self._services.responses.unanswered()
+        unanswered = self._services.responses.list_unanswered()
         for response in unanswered:  # before any is completed, which may take longer
             keep_samples(self._services, response.tenant_id, response.pending)
         self._not_before = {

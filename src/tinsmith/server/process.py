@@ -255,7 +255,6 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         _refuse_public_address(settings)
     versions, snapshots = (open_directories(settings, kind) for kind in ("versions", "snapshots"))
     janitor = Janitor(services, engines, versions, snapshots, lambda: database.try_lock("janitor"))
-    responses = PendingResponses(services, lambda: database.try_lock("pending_responses"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -263,7 +262,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        _start(services, supervisor, janitor, responses, background)
+        _start(services, supervisor, janitor, database, background)
         try:
             yield
         finally:
@@ -283,7 +282,7 @@ def _start(
     services: Services,
     supervisor: Supervisor,
     janitor: Janitor,
-    responses: PendingResponses,
+    database: Database,
     background: Background,
 ) -> None:
     """Start the background work of this process's role."""
@@ -295,6 +294,7 @@ def _start(
     if services.settings.answers_clients:
         services.batch_reconciler.start(background, services.threads.sweeps)
         background.start("janitor", partial(janitor.run, services.threads.sweeps))
+        responses = PendingResponses(services, lambda: database.try_lock("pending_responses"))
         background.start("pending_responses", partial(responses.run, services.threads.sweeps))
 
 

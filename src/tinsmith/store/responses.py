@@ -66,7 +66,7 @@ class Responses:
         values = {"answer": answer, "answered": True, "size_bytes": RESPONSES.c.size_bytes + _size(answer)}
         return self._db.execute(unanswered.values(**values)) == 1
 
-    def unanswered(self) -> list[UnansweredResponse]:
+    def list_unanswered(self) -> list[UnansweredResponse]:
         """Return the responses without an answer, of all tenants, the oldest first."""
         columns = RESPONSES.c.response_id, RESPONSES.c.tenant_id, RESPONSES.c.request_ids
         query = sa.select(*columns).where(sa.text("NOT answered")).order_by(RESPONSES.c.created_at)
@@ -74,8 +74,10 @@ class Responses:
         request_ids = [request_id for row in rows for request_id in row.request_ids]
         pending: set[str] = set()
         for start in range(0, len(request_ids), _PAGE):
-            some = FUTURES.c.request_id.in_(request_ids[start : start + _PAGE])
-            pending.update(self._db.scalars(sa.select(FUTURES.c.request_id).where(some, FUTURES.c.state == "pending")))
+            in_page = FUTURES.c.request_id.in_(request_ids[start : start + _PAGE])
+            pending.update(
+                self._db.scalars(sa.select(FUTURES.c.request_id).where(in_page, FUTURES.c.state == "pending"))
+            )
         return [
             UnansweredResponse(
                 row.response_id, row.tenant_id, tuple(name for name in row.request_ids if name in pending)

@@ -357,13 +357,13 @@ class EngineConnection:
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Split a stream at its line ends, and not at those of Unicode, which JSON may contain."""
-    begun = b""
+    unfinished = b""
     async for chunk in chunks:
-        *lines, begun = (begun + chunk).split(b"\n")
+        *lines, unfinished = (unfinished + chunk).split(b"\n")
         for line in lines:
             yield line.removesuffix(b"\r")
-    if begun:
-        yield begun
+    if unfinished:
+        yield unfinished
 
 
 def _json(text: bytes, name: str) -> Json:
