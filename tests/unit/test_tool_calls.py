@@ -24,7 +24,8 @@ from tinsmith.chat.messages import MessageAnswer
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
 from tinsmith.chat.texts import Text, Thinking
-from tinsmith.chat.tools import Tool, ToolUse
+from tinsmith.chat.tools import Tool, ToolUse, read_tools
+from tinsmith.errors import RequestError
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 from tinsmith.wire.fields import validate
 
@@ -36,7 +37,12 @@ TAGS = [TEXT.encode(tag, special=False)[0] for tag in ("<think>", "</think>")]
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 WORDS = {
+    "function_xml": [
+        XML, XML.replace("Rome", "a</parameter>b\n</function>"), XML.replace("weather", "nope"), "<tool_call>",
+        "<function=time>", "<parameter=n>", "</parameter>", "</function>", "</tool_call>", "<parameter=", ">",
+    ],
     "hermes": [
         HERMES, HERMES.replace("Rome", 'a\\"</tool_call>{'), HERMES.replace("weather", "nope"),
         "<tool_call>", "</tool_call>", '\n{"name": "time"}', '{"name": "time", "arguments": null}\n', "{", "}", '"',
@@ -109,6 +115,12 @@ CASES: list[tuple[str, str, Parts]] = [
      ['<tool_call>\n{"name": "weather", "arguments": {"city": "Ro}}\n</tool_call>', "CALL"]),
     ("hermes", HERMES.replace("Rome", "a </tool_call> b"), [("weather", '{"city": "a </tool_call> b"}')]),
     ("hermes", HERMES.replace("Rome", "two\nlines"), [("weather", '{"city": "two\\nlines"}')]),
+    ("function_xml", f"Sure.{XML}Now the time.{XML} Done.", ["Sure.", "CALL", "Now the time.", "CALL", "Done."]),
+    ("function_xml", f"{XML}\n{XML[:60]}", ["CALL", XML[:60]]),
+    ("function_xml", f"{XML.replace('weather', 'nope')}\n{XML}", [XML.replace("weather", "nope"), "CALL"]),
+    ("function_xml", XML.replace("<parameter=city>\nRome\n</parameter>\n", ""), [("weather", "{}")]),
+    ("function_xml", f"<tool_call>\n<function=weather\n{XML}", ["<tool_call>\n<function=weather", "CALL"]),
+    ("function_xml", XML.replace("Rome", "<b>\n</parameter> c"), [("weather", '{"city": "<b>\\n</parameter> c"}')]),
     ("llama", LLAMA, ["CALL"]),
     ("llama", f"Sure.\n{LLAMA}; {LLAMA}\nDone.", ["Sure.", "CALL", "CALL", "Done."]),
     ("llama", f"Sure: {LLAMA}", [f"Sure: {LLAMA}"]),
@@ -144,6 +156,37 @@ def test_arguments_are_an_object_in_any_form(given_as: str, expected: str | None
     written = f'<tool_call>\n{{"name": "weather"{given_as}}}\n</tool_call>'
     found = parts_of([written], PARSERS["hermes"](SCHEMAS))
     assert found == ([written] if expected is None else [("weather", expected)])
+
+
+TYPED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"},
+        "sure": {"type": "boolean"}, "list": {"type": "array"}, "thing": {"$ref": "#/$defs/Thing"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "either": {"type": ["integer", "string"]},
+        "level": {"enum": [1, 2]}, "any": {},
+    },
+    "$defs": {"Thing": {"type": "object"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "expected"),
+    [
+        ("text", "12", "12"), ("text", "null", "null"), ("text", "\n a\n", "\n a\n"), ("count", " 12 ", 12),
+        ("count", "twelve", "twelve"), ("count", "1.5", "1.5"), ("share", "1e3", 1000.0), ("share", "2", 2),
+        ("sure", "True", True), ("sure", "yes", "yes"), ("list", '["a", 1]', ["a", 1]), ("list", "{}", "{}"),
+        ("thing", '{"a": null}', {"a": None}), ("maybe", "None", None), ("maybe", "3", 3), ("either", "3", "3"),
+        ("level", "2", 2), ("any", "3", "3"), ("other", "[]", "[]"), ("count", "true", "true"),
+    ],
+)  # fmt: skip
+def test_values_have_the_types_of_the_tools_schema(key: str, written: str, expected: object) -> None:
+    call = f"<tool_call><function=t><parameter={key}>\n{written}\n</parameter></function></tool_call>"
+    assembler = CallAssembler({"t"}, PARSERS["function_xml"]({"t": TYPED}))
+    assembler.feed(call)
+    assembler.finish()
+    (part,) = assembler.take_parts()
+    assert isinstance(part, ToolCall) and json.loads(part.arguments) == {key: expected}
 
 
 # Completions.
@@ -290,11 +333,23 @@ def test_a_chat_template_decides_on_the_dialect(tmp_path_factory: pytest.TempPat
     plan = validate(ChatRequest, body).plan(text)
     assert plan.tools is not None and plan.tools.form == "hermes"
     assert read(replace(plan, thinking=None), IN_ORDER, whole=False)[1][1] == CALL
+    template = text.template.source.replace('{"name": ..., "arguments": ...}', "<function=...>")
+    xml = read_tools(plan.tools.tools, "auto", True, template, True)
+    assert xml is not None and xml.form == "function_xml" and xml.grammar() is None
+    forced = read_tools(plan.tools.tools, "required", True, template, True)
+    with pytest.raises(RequestError, match=r"tool_choice is not supported.*this model's form of calls"):
+        assert forced and forced.grammar()
 
 
 @pytest.mark.parametrize(
     ("name", "unit"),
-    [("hermes", '<tool_call>{"'), ("hermes", '<tool_call>{"a": ['), ("llama", '{"a":\n'), ("llama", '{"a":"b"}\n')],
+    [
+        ("function_xml", "<tool_call><function=weather><parameter=a>"),
+        ("hermes", '<tool_call>{"'),
+        ("hermes", '<tool_call>{"a": ['),
+        ("llama", '{"a":\n'),
+        ("llama", '{"a":"b"}\n'),
+    ],
 )
 def test_many_beginnings_of_calls_are_not_read_again_for_each_of_them(name: str, unit: str) -> None:
     written = unit * 30_000  # quadratic work would take hours

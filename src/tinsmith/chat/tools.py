@@ -1,8 +1,9 @@
 """Tools: functions that a model may call, and the grammars of its calls.
 
-The model's chat template decides on one of three formats: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's), Llama 3.1's (a bare JSON object with name and parameters) and harmony (gpt-oss). A grammar
-enforces a required call, and arguments that match their schema (`strict`). `dialects` and `harmony` read the calls.
+The model's chat template decides on one of four formats: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's), Qwen3.5's (`<tool_call>` around `<function=NAME>`), Llama 3.1's (a bare JSON object with name
+and parameters) and harmony (gpt-oss). A grammar enforces a required call, and arguments that match their schema
+(`strict`); there is none for Qwen3.5's. `dialects` and `harmony` read the calls.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ class ToolUse:
     choice: str
     named: bool
     parallel: bool
-    form: str  # hermes | llama | harmony
+    form: str  # hermes | function_xml | llama | harmony
     marked: bool = True  # whether OPEN and CLOSE are single tokens
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
         if self.choice == "auto":
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
+        if self.form == "function_xml":
+            raise not_supported("tool_choice", "with this model's form of calls, other than 'auto' and 'none'")
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
             return Grammar("json_lark", _rules("start: call", wanted, _begun("parameters")))
@@ -65,7 +68,8 @@ class ToolUse:
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
-            raise not_supported("tools[].function.strict", "with this model unless tool_choice requires a call")
+            unless = "" if self.form == "function_xml" else " unless tool_choice requires a call"
+            raise not_supported("tools[].function.strict", f"with this model{unless}")
         again = "*" if self.parallel else "?"
         begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quoted(OPEN)}"
         head = (
@@ -81,12 +85,12 @@ class ToolUse:
     @property
     def stops(self) -> tuple[str, ...]:
         """Return the stop string of a completion with at most one call. It is part of the call."""
-        return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
+        return self.closings if not self.parallel and self.choice == "auto" else ()
 
     @property
     def closings(self) -> tuple[str, ...]:
         """Return the strings that end a call; as stop strings of a request they are part of it."""
-        return (CLOSE,) if self.form == "hermes" else ()
+        return (CLOSE,) if self.form in ("hermes", "function_xml") else ()
 
     def new_assembler(self) -> CallAssembler:
         """Make the assembler of one completion. The harmony format takes the events of its messages."""
@@ -154,13 +158,15 @@ def read_tools(
 def _form(template: str) -> str:
     if "tools" not in template:
         raise not_supported("tools", "this model's chat template does not support tools")
-    if OPEN in template and "<function=" not in template:
-        return "hermes"
+    if OPEN in template:
+        return "function_xml" if "<function=" in template else "hermes"
     if "<|channel|>" in template and "functions." in template:
         return "harmony"
     if "python_tag" in template or '"parameters": dictionary' in template:
         return "llama"
-    raise not_supported("tools", "this model's chat template uses none of the formats Hermes, Llama 3.1 and harmony")
+    raise not_supported(
+        "tools", "this model's chat template uses none of the formats Hermes, Qwen3.5, Llama 3.1 and harmony"
+    )
 
 
 def _begun(arguments: str) -> Callable[[str], str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tinsmith.chat.calls import DialectParser
+from tinsmith.chat.dialects.function_xml import new_function_xml_parser
 from tinsmith.chat.dialects.hermes import new_hermes_parser
 from tinsmith.chat.dialects.llama import LlamaParser
 
@@ -19,4 +20,5 @@ ToolSchemas = Mapping[str, Mapping[str, object]]
 PARSERS: Mapping[str, Callable[[ToolSchemas], DialectParser]] = {
     "hermes": lambda _schemas: new_hermes_parser(),
     "llama": lambda _schemas: LlamaParser(),
+    "function_xml": new_function_xml_parser,
 }
