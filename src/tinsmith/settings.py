@@ -309,6 +309,9 @@ class Settings(BaseSettings):
     quota_file_bytes: int = Field(default=64 * 1024 * MEBIBYTE, ge=0)
     """A tenant with this many bytes of files cannot upload more."""
 
+    quota_response_bytes: int = Field(default=1024 * MEBIBYTE, ge=0)
+    """A tenant with this many bytes of stored responses cannot store more."""
+
     quota_tokens_per_minute: int = Field(default=0, ge=0)
     """Most tokens of training and sampling that a tenant may submit per minute and server."""
 

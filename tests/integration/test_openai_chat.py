@@ -19,7 +19,8 @@ from support.chat_models import make_plain_model, make_tool_model
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
-from tinsmith.chat.choices import Choice, TextDecoder
+from tinsmith.chat.choices import Choice
+from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text, Thinking, thinking_of
@@ -157,7 +158,7 @@ def pieces_of(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, 
         if not whole:
             piece = choice.piece()
             texts += piece.text
-            assert not piece.calls
+            calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     choice.finish()
     piece = choice.piece()
     calls += [f"{call.name}({call.arguments})" for call in piece.calls]
@@ -197,7 +198,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         (HERMES, CALL.removesuffix("</tool_call>"), CALL.removesuffix("</tool_call>"), []),
         (HERMES, '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {}}', []),
         (LLAMA, '{"name": "f", "parameters": {"b": "x"}}', "", ['f({"b": "x"})']),
-        (LLAMA, '{"name": "f"}', '{"name": "f"}', []),
+        (LLAMA, '{"name": "f"}', "", ["f({})"]),
+        (LLAMA, '{"name": "f", "size": 1}', '{"name": "f", "size": 1}', []),
         (LLAMA, "plain words {", "plain words {", []),
     ],
 )
@@ -229,17 +231,18 @@ def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
     """An answer's reasoning, text, tool calls and stop reason."""
     choice = Choice(plan, TEXT, 0)
     thought = text = ""
+    calls: list[str] = []
     for token in TEXT.encode(written, special=False):
         choice.push(token, -0.5)
         if not whole:
             piece = choice.piece()
-            assert not (piece.reasoning and text), "a thought comes first"
+            assert not (piece.reasoning and (text or calls)), "a thought comes first"
             thought, text = thought + piece.reasoning, text + piece.text
-            assert not piece.calls
+            calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     choice.finish()
     piece = choice.piece()
     assert len(choice.token_ids) == len(TEXT.encode(written, special=False))
-    calls = [f"{call.name}({call.arguments})" for call in piece.calls]
+    calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     return thought + piece.reasoning, text + piece.text, calls, choice.stopped_by
 
 
@@ -293,7 +296,7 @@ def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
     for thought in ("hm", f"hm\n{CALL}"):
         found = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=whole)
         assert found == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
-    assert said(use, f"<think>{CALL}", whole=whole) == (CALL, "", [], None)
+    assert said(use, f"<think>hm {CALL}", whole=whole) == ("hm", "", ['f({"a": 1})'], None)
 
 
 @examples(150)

@@ -14,11 +14,21 @@ import pytest
 from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
 from tinsmith.api.openai.generation import RESPONSES, answer
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.responses import ResponseRequest
+from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.texts import Text
+from tinsmith.chat.tools import Tool, ToolUse
+from tinsmith.cluster.engines import Engines
+from tinsmith.db.schema import RESPONSES as RESPONSES_TABLE
+from tinsmith.db.schema import SESSIONS
+from tinsmith.errors import UserError
+from tinsmith.server.janitor import Janitor
+from tinsmith.server.pending_responses import PendingResponses
+from tinsmith.storage.directories import Directories
 from tinsmith.store.futures import Settlement
+from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.fields import validate
 from tinsmith.wire.sampling import write_sample_result
@@ -208,3 +218,140 @@ def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
         assert status == 400 and "line of a file" in str(refused)
 
     asyncio.run(scenario())
+
+
+# Pending responses: nobody but the database remembers them.
+
+TIMEOUT_S = 300.0
+
+
+def sweep(harness: Harness, tmp_path: Path) -> None:
+    """One round of the work for pending responses, and a sweep of the janitor."""
+    PendingResponses(harness.services).work_round()
+    db = harness.services.futures._db
+    directories = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
+    Janitor(harness.services, Engines(db, "here"), *directories).sweep()
+
+
+def let_pass(harness: Harness, seconds: float) -> None:
+    """Move everything that the database remembers into the past."""
+    with harness.services.futures._db.write() as connection:
+        connection.execute(SESSIONS.update().values(last_heartbeat_at=SESSIONS.c.last_heartbeat_at - seconds))
+        connection.execute(SESSIONS.update().values(closed_at=SESSIONS.c.closed_at - seconds))
+        connection.execute(RESPONSES_TABLE.update().values(created_at=RESPONSES_TABLE.c.created_at - seconds))
+    implicit = harness.services.implicit_sessions
+    implicit._kept_at = {name: at - seconds for name, at in implicit._kept_at.items()}
+
+
+def stored_body(harness: Harness, response_id: str) -> dict[str, Any] | None:
+    return harness.services.responses.find("alice", response_id).answer
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_a_pending_response_outlives_the_timeout_of_sessions(harness: Harness, tmp_path: Path, polled: bool) -> None:
+    response = in_background(harness)
+    (request_id,) = pending(harness)
+    for _ in range(3):
+        let_pass(harness, 2 * TIMEOUT_S)
+        if polled:
+            assert seen(harness, response["id"])["status"] == "in_progress"
+        sweep(harness, tmp_path)
+    assert pending(harness) == [request_id], "it is not cancelled"
+    settle(harness, request_id, "late<|im_end|>")
+    sweep(harness, tmp_path)
+    assert seen(harness, response["id"])["output"][0]["content"][0]["text"] == "late"
+
+
+def test_polls_alone_keep_a_pending_response(harness: Harness, tmp_path: Path) -> None:
+    response = in_background(harness)
+    let_pass(harness, 2 * TIMEOUT_S)
+    assert seen(harness, response["id"])["status"] == "in_progress"
+    assert harness.services.sessions.silent(TIMEOUT_S) == []
+
+
+def test_a_server_that_starts_keeps_what_another_accepted(harness: Harness, tmp_path: Path) -> None:
+    in_background(harness)
+    let_pass(harness, 100 * TIMEOUT_S)
+    services = harness.services
+    sessions, samplers = services.sessions, services.sampling_sessions
+    fresh = ImplicitSessions(sessions, samplers, services.audit, TIMEOUT_S)  # with an empty memory
+    sweep(replace(harness, services=replace(services, implicit_sessions=fresh)), tmp_path)
+    assert len(pending(harness)) == 1
+
+
+def test_a_response_is_stored_when_it_is_complete_and_read_much_later(harness: Harness, tmp_path: Path) -> None:
+    response = in_background(harness)
+    (request_id,) = pending(harness)
+    settle(harness, request_id, "hello<|im_end|>")
+    sweep(harness, tmp_path)
+    body = stored_body(harness, response["id"])
+    assert body is not None and body["status"] == "completed", "nobody has read it"
+    let_pass(harness, 29 * 86400)
+    for _ in range(3):  # the session is closed, and its futures are deleted
+        sweep(harness, tmp_path)
+        let_pass(harness, 7200)
+    assert harness.services.futures.settled_among([request_id]) == []
+    assert seen(harness, response["id"]) == body
+    let_pass(harness, 2 * 86400)
+    sweep(harness, tmp_path)
+    assert harness.client.get(f"/v1/responses/{response['id']}", headers=HEADERS).status_code == 404
+
+
+def test_a_sample_that_fails_makes_a_failed_response(harness: Harness, tmp_path: Path) -> None:
+    response = in_background(harness)
+    harness.services.futures.settle([Settlement(pending(harness)[0], error=UserError("no such tokens"))], {})
+    sweep(harness, tmp_path)
+    body = stored_body(harness, response["id"])
+    assert body is not None and body["status"] == "failed" and "no such tokens" in body["error"]["message"]
+
+
+def test_a_response_whose_model_is_away_waits_for_it(harness: Harness, tmp_path: Path) -> None:
+    response, other = in_background(harness), in_background(harness, input="ho")
+    for request_id in pending(harness):
+        settle(harness, request_id, "hello")
+    moments = [0.0]
+    away = PendingResponses(replace(harness.services, bases=Bases(())), clock=lambda: moments[0])
+    away.work_round()
+    assert stored_body(harness, response["id"]) is None and stored_body(harness, other["id"]) is None
+    away._services = harness.services
+    away.work_round()
+    assert stored_body(harness, response["id"]) is None, "a pause first"
+    moments[0] = 120.0
+    away.work_round()
+    assert stored_body(harness, response["id"]) and stored_body(harness, other["id"])
+
+
+def test_a_deleted_response_is_not_sampled_on(harness: Harness) -> None:
+    response = in_background(harness)
+    (request_id,) = pending(harness)
+    assert seen(harness, response["id"], "DELETE")["deleted"] is True
+    assert any(each.startswith(f"{request_id}:") and "cancel" in each for each in pending(harness))
+    assert harness.client.delete(f"/v1/responses/{response['id']}", headers=HEADERS).status_code == 404
+
+
+def test_stored_responses_have_a_quota(tmp_path: Path) -> None:
+    made = make_harness(tmp_path, limits=QuotaLimits(response_bytes=2000))
+    services = replace(made.services, bases=Bases((SHAPE,)))
+    made.app.state.services = services
+    harness = replace(made, services=services)
+    first = in_background(harness)
+    settle(harness, pending(harness)[0], "hello " * 300)
+    PendingResponses(services).work_round()
+    assert services.overview.counts("alice")["response_bytes"] > 2000
+    asked = {"model": nano.MODEL_NAME, "input": "hi", "background": True}
+    refused = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
+    assert refused.status_code == 429 and "quota response_bytes" in refused.json()["error"]["message"]
+    seen(harness, first["id"], "DELETE")
+    in_background(harness)
+    close(made)
+
+
+def test_every_server_gives_a_response_the_same_ids(harness: Harness) -> None:
+    """A streamed response may be read from another server before its own has stored it."""
+    request = validate(ResponseRequest, {"model": nano.MODEL_NAME, "input": "hi"})
+    use = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
+    plan = replace(request.plan(TEXT), tools=use, thinking=None)
+    ids = np.array(TEXT.encode('<tool_call>{"name": "f"}</tool_call>', special=False), np.int32)
+    result = SampleResult("r", (SampledSequence(ids, np.full(len(ids), -0.5, np.float32), "stop"),))
+    first, second = (ResponseAnswer(request, plan, TEXT, "resp_1", 1.0).whole([result]) for _ in range(2))
+    assert first == second and first["output"]

@@ -13,6 +13,7 @@ from support import tiny_models
 from support.local_sampling import alone, finish, make_prompt, make_sample, run
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import nano, read_shape
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.generation_request import json_grammar
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import UserError
@@ -250,8 +251,12 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named
     assert grammar is not None
     for text, reason in held_answers(chatty, grammar, 400):
         assert reason == "stop", text
-        said, calls = use.found(text)
-        assert calls and not said and (not named or [call.name for call in calls] == [name])
+        assembler = use.new_assembler()
+        assembler.feed(text)
+        assembler.finish()
+        parts = assembler.take_parts()
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        assert calls == parts and calls and (not named or [call.name for call in calls] == [name])
         for call in calls:
             jsonschema.validate(
                 json.loads(call.arguments), SCHEMAS[name] if call.name == name else {"maxProperties": 0}

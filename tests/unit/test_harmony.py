@@ -52,7 +52,7 @@ def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tu
         piece = choice.piece()
         joined.reasoning += piece.reasoning
         joined.text += piece.text
-        joined.calls += piece.calls
+        joined.parts += piece.parts
         joined.tokens += piece.tokens
 
     for token_id in text.encode(written, special=False):

@@ -19,7 +19,7 @@ from itertools import islice
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database
-from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, TENANTS, UPLOADS
+from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, RESPONSES, TENANTS, UPLOADS
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.store.futures import NewFuture
 
@@ -46,6 +46,7 @@ class QuotaLimits:
     models: int = 0
     checkpoint_bytes: int = 0
     file_bytes: int = 0
+    response_bytes: int = 0
     tokens_per_minute: int = 0
 
 
@@ -146,6 +147,13 @@ class Quotas:
         if stored + size_bytes > limit:
             used = f"the files take {stored} bytes and this one has {size_bytes}"
             raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
+
+    def admit_response(self, tenant_id: str) -> None:
+        """Raise TooManyRequestsError if the tenant's stored responses have reached the limit."""
+        limit = self.limits(tenant_id).response_bytes
+        if limit and (stored := self._stored_bytes(RESPONSES, tenant_id)) >= limit:
+            used = f"the stored responses take {stored} bytes"
+            raise _exceeded("response_bytes", used, limit, "delete some, or send store=false", 5.0)
 
     def _stored_bytes(self, table: sa.Table, tenant_id: str) -> int:
         total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id)

@@ -2,8 +2,10 @@
 
 A `Choice` takes the tokens of one sequence, all at once or one by one, and returns pieces. The joined pieces of a
 stream are the whole completion. Text is held back while its meaning is undecided: an incomplete character, a possible
-prefix of a stop string, a tool call. Reasoning ends at its closing tag and is returned without tags and surrounding
-white space. Tool calls follow the reasoning.
+prefix of a stop string, a possible tool call. Text and calls are returned in their order.
+
+Reasoning ends at its closing tag and is returned without tags and surrounding white space. Calls in closed reasoning
+are reasoning. If the completion ends inside the reasoning, the reasoning ends before its first complete call.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tinsmith.chat.calls import CallAssembler, ToolCall
+from tinsmith.chat.detokenizer import TextDecoder
+from tinsmith.chat.dialects.marked import partial_length
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.chat.texts import UNFINISHED, Text
-from tinsmith.chat.tools import ToolCall, partial_length
-
-MAX_PENDING = 16
-"""Most tokens to wait for until a character is complete; a character has at most four bytes."""
+from tinsmith.chat.texts import Text
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -24,9 +25,11 @@ LOWEST_LOGPROB = -9999.0
 TopRow = tuple[Sequence[int], Sequence[float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShownToken:
-    """A token of the completion and the offset of its text; `top` are the most likely tokens at its position."""
+    """A token of the completion; `top` are the most likely tokens at its position. `offset` is the index of its text in
+    the completion, which is known once its character is complete.
+    """
 
     token_id: int
     logprob: float
@@ -36,41 +39,22 @@ class ShownToken:
 
 @dataclass(slots=True)
 class TextPiece:
-    """The next piece of a completion. Reasoning precedes text."""
+    """The next piece of a completion. Reasoning precedes `parts`: text and calls in their order. `text` is the text
+    alone; text after a call begins a line of its own in it.
+    """
 
     reasoning: str = ""
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list)
     sampled: list[ShownToken] = field(default_factory=list)  # every token in order, if the plan is exact
-    calls: list[ToolCall] = field(default_factory=list)
+    parts: list[str | ToolCall] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if isinstance(part, ToolCall)]
 
     def __bool__(self) -> bool:
-        return bool(self.reasoning or self.text or self.calls)
-
-
-class TextDecoder:
-    """Incremental detokenizer: holds back a character until its last token."""
-
-    def __init__(self, text: Text, *, special: bool = False) -> None:
-        self._text = text
-        self._special = special
-        self._window: list[int] = []  # preceding tokens, on which a token's text may depend
-        self._pending: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        new = self._new()
-        if not new or (new.endswith(UNFINISHED) and len(self._pending) < MAX_PENDING):
-            return ""
-        self._window, self._pending = self._pending, []
-        return new
-
-    def rest(self) -> str:
-        return self._new() if self._pending else ""
-
-    def _new(self) -> str:
-        before = self._text.decode(self._window, special=self._special)
-        return self._text.decode(self._window + self._pending, special=self._special)[len(before) :]
+        return bool(self.reasoning or self.parts)
 
 
 class Choice:
@@ -79,6 +63,7 @@ class Choice:
         self.token_ids: list[int] = []  # all pushed tokens
         self.stopped_by: str | None = None  # the stop string that ended the completion
         self.reasoning_tokens = 0  # reasoning tokens, including the tags
+        self.num_calls = 0  # calls in the returned pieces
         self._plan = plan
         self._text = text
         self._decoder = self._new_decoder()
@@ -88,38 +73,43 @@ class Choice:
         self._in_counted = plan.counted is not None and plan.counted.begun  # inside reasoning
         self._hidden_text = ""  # the hidden reasoning
         self._after_tag = False  # directly after hidden reasoning
-        self._text_start = 0  # offset in `_whole` of the text after the last tag
         ends = text.end_token_ids if plan.params.stop_eos else frozenset()
         self._ends = ends | frozenset(plan.params.stop_tokens)
-        self._whole = ""
-        self._shown = 0  # number of returned characters, including reasoning and white space
+        self._content = ""
+        self._text_start = 0  # offset in `_content` of the text after the last tag
+        self._assembler: CallAssembler | None = None  # of the text from `_text_start` on
+        self._num_read = 0  # characters of `_content` that the assembler has read
+        self._num_returned = 0  # number of returned characters, including reasoning and white space
+        self._has_text = False  # whether a returned piece had text
+        self._is_after_call = False  # whether a call was returned after the last text
         self._tokens: list[ShownToken] = []
-        self._tokens_shown = 0
-        self._ended = False  # later tokens are not part of the completion
-        self._finished = False
-        self._calls: list[ToolCall] = []
-        self._sampled: list[ShownToken] = []  # tokens that are not yet part of a piece
+        self._num_tokens_returned = 0
+        self._pending: list[ShownToken] = []  # tokens whose characters are incomplete
+        self._new_sampled: list[ShownToken] = []  # tokens that are not yet part of a piece
+        self._is_over = False  # later tokens are not part of the completion
+        self._is_finished = False
         self._min_tokens = plan.params.adjustments.min_tokens if plan.params.adjustments else 0
+        self._begin_text(0)
 
     def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
         self.token_ids.append(token_id)
         token = ShownToken(token_id, logprob, top, self._offset)
         if self._plan.exact:
-            self._sampled.append(token)
-        if self._ended:
+            self._new_sampled.append(token)
+        if self._is_over:
             return
         if token_id not in self._ends:
             self._take(token)
             return
         if self._plan.shows_stop:
             self._tokens.append(token)
-            self._add(self._decoder.push(token_id))
-        self._ended = True
+            self._decode(token)
+        self._is_over = True
 
     @property
     def _offset(self) -> int:
         """The offset of the next token's text."""
-        return len(self._whole)
+        return len(self._content)
 
     def _take(self, token: ShownToken) -> None:
         """Take a token that does not end the completion."""
@@ -128,38 +118,83 @@ class Choice:
             return
         self._tokens.append(token)
         if not self._is_tag(token.token_id):
-            self._add(self._decoder.push(token.token_id))
+            self._decode(token)
+
+    def _decode(self, token: ShownToken) -> None:
+        """Add the token's text, with that of the tokens before it whose characters it completes."""
+        self._pending.append(token)
+        if new := self._decoder.push(token.token_id):
+            self._add(new)
+
+    def _flush(self) -> None:
+        """Add the text of incomplete characters."""
+        self._add(self._decoder.rest())
 
     def finish(self) -> None:
         """Call this after the last token."""
-        if not self._ended and not self._in_hidden:
-            self._add(self._decoder.rest())
-        self._ended = self._finished = True
-        if self._in_reasoning:
-            self._text_start = len(self._whole)
-        if self._plan.tools:
-            text, self._calls = self._plan.tools.found(self._whole[self._text_start :])
-            self._whole = self._whole[: self._text_start] + text
+        if self._in_hidden:
+            self._hidden_text += "" if self._is_over else self._decoder.rest()
+        elif not self._is_over:
+            self._flush()
+        self._is_over = self._is_finished = True
+        if self._plan.tools and (self._in_hidden or self._in_reasoning):
+            self._end_reasoning_at_call()
 
     def piece(self) -> TextPiece:
         """Return the next piece: all decided text that was not returned before."""
-        end = len(self._whole) if self._finished else self._decided_length()
-        piece = TextPiece(self._new_reasoning(end), self._new_text(end))
-        return self._completed(piece, end)
+        end = len(self._content) if self._is_finished else self._before_partial_stop(self._content)
+        if self._in_reasoning:
+            end = self._read_calls(end)
+            return self._make_piece(self._take_reasoning(end), [], end)
+        if not self._is_finished and self._thinking is not None and not self._content.strip():
+            return self._make_piece("", [], 0)  # reasoning may still begin
+        reasoning = ""
+        if self._plan.thinking is not None and self._thinking is None:
+            reasoning = self._take_reasoning(self._text_start)
+        end = max(end, self._text_start)
+        if self._assembler is None:
+            parts: list[str | ToolCall] = [self._content[max(self._num_returned, self._text_start) : end]]
+            self._num_returned = max(end, self._num_returned)
+        else:
+            end = self._read_calls(end)
+            parts = self._assembler.take_parts()
+        return self._make_piece(reasoning, parts, end)
 
-    def _completed(self, piece: TextPiece, end: int) -> TextPiece:
-        """Add the tokens of the text before `end`, and the calls."""
+    def _make_piece(self, reasoning: str, parts: Sequence[str | ToolCall], end: int) -> TextPiece:
+        """Make a piece, with the tokens of the text before `end`."""
+        new = TextPiece(reasoning)
+        for part in parts:
+            self._add_part(new, part)
         # A tag's token is returned with the text after it, since a piece without text is not sent.
-        while (piece or self._finished) and self._tokens_shown < len(self._tokens):
-            token = self._tokens[self._tokens_shown]
-            if not self._finished and token.offset >= end:
+        while (new or self._is_finished) and self._num_tokens_returned < len(self._tokens):
+            token = self._tokens[self._num_tokens_returned]
+            if not self._is_finished and token.offset >= end:
                 break
-            piece.tokens.append(token)
-            self._tokens_shown += 1
-        piece.calls, self._calls = self._calls, []
-        if piece or self._finished:
-            piece.sampled, self._sampled = self._sampled, []
-        return piece
+            new.tokens.append(token)
+            self._num_tokens_returned += 1
+        if new or self._is_finished:
+            pending = self._pending[0] if self._pending and not self._is_finished else None
+            count = next((at for at, token in enumerate(self._new_sampled) if token is pending), len(self._new_sampled))
+            new.sampled, self._new_sampled = self._new_sampled[:count], self._new_sampled[count:]
+        return new
+
+    def _add_part(self, new: TextPiece, part: str | ToolCall) -> None:
+        if isinstance(part, ToolCall):
+            self.num_calls += 1
+            self._is_after_call = True
+            new.parts.append(part)
+            return
+        if not self._has_text and not self.num_calls and self._plan.thinking is not None and self._thinking is None:
+            part = part.lstrip()  # white space after the reasoning
+        if not part:
+            return
+        new.text += "\n" + part if self._is_after_call and self._has_text else part
+        self._has_text, self._is_after_call = True, False
+        last = new.parts[-1] if new.parts else None
+        if isinstance(last, str):
+            new.parts[-1] = last + part
+        else:
+            new.parts.append(part)
 
     def _new_decoder(self) -> TextDecoder:
         return TextDecoder(self._text, special=self._plan.shows_special)
@@ -170,6 +205,13 @@ class Choice:
             self.reasoning_tokens += 1
             self._in_counted = token_id != tags.close_id
 
+    # Reasoning.
+
+    def _begin_text(self, start: int) -> None:
+        """Read calls from `start` on."""
+        self._text_start = self._num_read = start
+        self._assembler = self._plan.tools.new_assembler() if self._plan.tools else None
+
     def _is_hidden(self, token_id: int) -> bool:
         """Whether a token is hidden: a tag, or a token of hidden reasoning."""
         tags = self._plan.hidden
@@ -177,15 +219,17 @@ class Choice:
             return False
         if token_id in (tags.open_id, tags.close_id):
             if not self._in_hidden:
-                self._add(self._decoder.rest())
+                self._flush()
             self._decoder, self._hidden_text = self._new_decoder(), ""
             self._in_hidden = token_id == tags.open_id
             self._after_tag = True
             return True
         if self._in_hidden:
-            self._hidden_text += self._decoder.push(token_id)
-            self.stopped_by = next((stop for stop in self._plan.stops if stop in self._hidden_text), None)
-            self._ended = self.stopped_by is not None
+            new = self._decoder.push(token_id)
+            self._hidden_text += new
+            if new and (at := self._find_stop(self._hidden_text, len(new), 0)) is not None:
+                self._hidden_text = self._hidden_text[:at]
+                self._is_over = True
         return self._in_hidden
 
     def _is_tag(self, token_id: int) -> bool:
@@ -195,79 +239,99 @@ class Choice:
             return False
         if self._in_reasoning and token_id == tags.close_id:
             self._in_reasoning, self._thinking = False, None
-        elif not self._in_reasoning and token_id == tags.open_id and not self._whole.strip():
+        elif not self._in_reasoning and token_id == tags.open_id and not self._content.strip():
             self._in_reasoning = True
         else:
             return False
-        self._add(self._decoder.rest())
+        self._flush()
         self._decoder = self._new_decoder()
-        self._text_start = len(self._whole)
+        self._begin_text(len(self._content))
         return True
 
-    def _new_reasoning(self, end: int) -> str:
-        """Return the new part of the reasoning, up to `end`."""
-        if self._plan.thinking is None:
-            return ""
-        end = min(end, len(self._whole) if self._in_reasoning else self._text_start)
-        return self._stripped(0, len(self._whole[:end].rstrip()))
+    def _end_reasoning_at_call(self) -> None:
+        """If the unclosed reasoning has a complete call, the text begins with the first one."""
+        assert self._plan.tools is not None
+        assembler = self._plan.tools.new_assembler()
+        assembler.feed(self._hidden_text if self._in_hidden else self._content[self._text_start :])
+        assembler.finish()
+        if assembler.first_call_at is None:
+            return
+        if self._in_hidden:
+            self._content += self._hidden_text[assembler.first_call_at :]
+            self._in_hidden = False
+        else:
+            self._in_reasoning, self._thinking = False, None
+            self._begin_text(self._text_start + assembler.first_call_at)
 
-    def _new_text(self, end: int) -> str:
-        """Return the new part of the text after the reasoning, up to `end`."""
-        if self._in_reasoning:
+    def _take_reasoning(self, end: int) -> str:
+        """Return the new part of the reasoning before `end`, without surrounding white space."""
+        region = self._content[:end].rstrip()
+        first = max(self._num_returned, len(region) - len(region.lstrip()))
+        if first >= len(region):
             return ""
-        if self._plan.thinking is not None and self._thinking is None:
-            return self._stripped(self._text_start, end)
-        new = self._whole[self._shown : end]
-        self._shown = max(end, self._shown)
-        return new
+        self._num_returned = len(region)
+        return region[first:]
 
-    def _stripped(self, start: int, end: int) -> str:
-        """Return the new part between two offsets, without leading white space."""
-        region = self._whole[start:end]
-        first = max(self._shown, start + len(region) - len(region.lstrip()))
-        if first >= end:
-            return ""
-        self._shown = end
-        return self._whole[first:end]
+    # Text.
+
+    def _read_calls(self, end: int) -> int:
+        """Let the assembler read up to `end`; returns the offset before which everything is decided."""
+        if self._assembler is None:
+            return end
+        if end > self._num_read:
+            self._assembler.feed(self._content[self._num_read : end])
+            self._num_read = end
+        if self._is_finished and not self._in_reasoning:
+            self._assembler.finish()
+        if self._in_reasoning and self._is_finished:
+            return end
+        decided = self._assembler.num_decided
+        if self._in_reasoning and self._assembler.first_call_at is not None:
+            decided = self._assembler.first_call_at
+        return self._text_start + decided
 
     def _add(self, new: str) -> None:
-        if self._after_tag and not self._whole.strip():
-            new = new.lstrip()  # white space after hidden reasoning
+        """Add the text of the first tokens in `_pending`."""
+        stripped = 0
+        if self._after_tag and not self._content.strip():
+            stripped = len(new) - len(new.lstrip())  # white space after hidden reasoning
+        self._place_tokens(-stripped)
+        new = new[stripped:]
         if not new:
             return
-        self._whole += new
+        self._content += new
         # A stop string does not span a tag.
-        if (at := self._find_stop(self._whole, len(new), self._text_start)) is not None:
-            self._whole = self._whole[:at]
+        if (at := self._find_stop(self._content, len(new), self._text_start)) is not None:
+            self._content = self._content[:at]
             self._end_at(at)
+
+    def _place_tokens(self, shift: int = 0) -> None:
+        """Set the offsets of the tokens whose text the decoder has returned, before it is added."""
+        starts = self._decoder.starts if self._pending else []
+        for token, start in zip(self._pending, starts, strict=False):
+            token.offset = self._offset + max(start + shift, 0)
+        self._pending = self._pending[len(starts) :]
+        for token in self._pending:
+            token.offset = self._offset
 
     def _find_stop(self, text: str, num_new: int, first: int) -> int | None:
         """Return where a text ends whose last `num_new` characters complete a stop string at `first` or later."""
         if len(self.token_ids) <= self._min_tokens:
             return None
         places = ((stop, max(len(text) - num_new - len(stop) + 1, first)) for stop in self._plan.stops)
-        found = [(at, stop) for stop, start in places if (at := text.find(stop, start)) >= 0]
-        if not found:
+        stops = [(at, stop) for stop, start in places if (at := text.find(stop, start)) >= 0]
+        if not stops:
             return None
-        at, self.stopped_by = min(found)
+        at, self.stopped_by = min(stops)
         return at + (len(self.stopped_by) if self._plan.shows_stop else 0)
 
     def _end_at(self, offset: int) -> None:
         """End the completion at `offset`. Tokens whose text is later are not part of it."""
         self._tokens = [token for token in self._tokens if token.offset < max(offset, 1)]
-        self._ended = True
+        for token in self._new_sampled:
+            token.offset = min(token.offset, offset)
+        self._is_over = True
 
     def _before_partial_stop(self, text: str) -> int:
         """Return the length of a growing text without a suffix that may become a stop string."""
         return len(text) - max((partial_length(text, stop) for stop in self._plan.stops), default=0)
-
-    def _decided_length(self) -> int:
-        text = self._whole
-        end = self._before_partial_stop(text)
-        if self._in_reasoning:
-            return end
-        if self._thinking is not None and not text.strip():
-            return 0  # reasoning may still begin
-        if not self._plan.tools:
-            return end
-        return self._text_start + self._plan.tools.decided_length(text[self._text_start : max(end, self._text_start)])

@@ -103,9 +103,9 @@ class GenerationPlan:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a completion without being part of it."""
-        own = self.tools.stops if self.tools else ()
-        return tuple(text for text in self.params.stop_strings if text not in own)
+        """The strings that end a completion without being part of it; the end of a call is part of it."""
+        closings = self.tools.closings if self.tools else ()
+        return tuple(text for text in self.params.stop_strings if text not in closings)
 
 
 class ContextLengthError(RequestError):

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest, may_think
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
@@ -22,7 +23,6 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import SWITCH, Text, channels_of, tags_of, thinking_of
-from tinsmith.chat.tools import ToolCall
 from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
@@ -336,10 +336,8 @@ class MessageAnswer(ClientAnswer):
         self._reasoning = choice.reasoning_tokens
         piece = choice.piece()
         content: list[JsonObject] = [_thinking_block(piece.reasoning)] if piece.reasoning else []
-        if piece.text:
-            content.append({"type": "text", "text": piece.text})
-        content += [_call(call) for call in piece.calls]
-        return self._message(content, results) | _stop(choice, piece.calls, sequence.stop_reason)
+        content += [{"type": "text", "text": part} if isinstance(part, str) else _call(part) for part in piece.parts]
+        return self._message(content, results) | _stop(choice, sequence.stop_reason)
 
     def begun(self) -> Iterator[Event]:
         yield self._event("message_start", message=self._message([], ()))
@@ -348,16 +346,17 @@ class MessageAnswer(ClientAnswer):
         if piece.reasoning:
             yield from self._opened(_thinking_block(""))
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        if piece.text:
-            yield from self._opened({"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": piece.text})
-        for call in piece.calls:
-            yield from self._opened(_call(call) | {"input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        for part in piece.parts:
+            if isinstance(part, str):
+                yield from self._opened({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part})
+                continue
+            yield from self._opened(_call(part) | {"input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
             yield from self._closed()
         if reason:
             self._reasoning = choice.reasoning_tokens
-            self._stopped = _stop(choice, piece.calls, reason)
+            self._stopped = _stop(choice, reason)
 
     def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
         yield from self._closed()
@@ -411,9 +410,9 @@ class MessageAnswer(ClientAnswer):
         return kind, {"type": kind, **more}
 
 
-def _stop(choice: Choice, calls: Sequence[ToolCall], reason: str) -> JsonObject:
+def _stop(choice: Choice, reason: str) -> JsonObject:
     """Return why a completion ended; `reason` is length, or any other."""
-    if calls:
+    if choice.num_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if choice.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped_by}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
@@ -20,7 +21,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import MAX_TOOLS, ToolCall
+from tinsmith.chat.tools import MAX_TOOLS
 from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
@@ -218,11 +219,12 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
             continue
         role = item["role"] if kind == "message" else "assistant"
         last = messages[-1] if messages else {}
-        joins = role == "assistant" and last.get("role") == "assistant" and not (last["content"] and kind == "message")
+        is_said = kind == "message" and bool(last.get("content")) and "tool_calls" not in last
+        joins = role == "assistant" and last.get("role") == "assistant" and not is_said
         if not joins or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
             messages.append(last := {"role": role, "content": ""})
         if kind == "message":
-            last["content"] = _joined(item["content"])
+            last["content"] = "\n".join(filter(None, (last["content"], _joined(item["content"]))))
         elif kind == "reasoning":
             if thought := "".join(part.get("text", "") for part in item.get("content") or ()):
                 last["reasoning_content"] = thought
@@ -276,12 +278,14 @@ class ResponseAnswer(ClientAnswer):
         self._reasoning = choice.reasoning_tokens
         if piece.reasoning:
             yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
-        if piece.text:
-            scored = [] if self.plan.top_logprobs is None else self.token_logprobs(piece.tokens)
-            yield from self._delta("message", "response.output_text", piece.text, scored)
-        for call in piece.calls:
-            yield from self._closed()
-            yield from self._called(call)
+        scored = [] if self.plan.top_logprobs is None else self.token_logprobs(piece.tokens)
+        for part in piece.parts:
+            if isinstance(part, str):
+                yield from self._delta("message", "response.output_text", part, scored)
+                scored = []
+            else:
+                yield from self._closed()
+                yield from self._called(part)
 
     def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
         yield from self._closed()
@@ -390,7 +394,7 @@ class ResponseAnswer(ClientAnswer):
         item: JsonObject = {
             "id": self._item_id("fc"),
             "type": "function_call",
-            "call_id": call.call_id,
+            "call_id": self._item_id("call"),  # the same on every server that builds this response
             "name": call.name,
             "arguments": call.arguments,
             "status": "completed",

@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, ShownToken, TextPiece, TopRow
+from tinsmith.chat.detokenizer import decode_with_starts
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import ToolCall
 from tinsmith.errors import RequestError, TinsmithError
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
 
@@ -69,7 +71,7 @@ class ClientAnswer(ABC):
         return shown | {"bytes": list(self.text.token_bytes(token_id))}
 
     def _named(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.plan.tokens_as_ids else _spelled(self.text, token_id)
+        return _id_key(token_id) if self.plan.tokens_as_ids else _spelled(self.text, token_id)
 
 
 class ChoicesAnswer(ClientAnswer):
@@ -98,7 +100,7 @@ class ChoicesAnswer(ClientAnswer):
                 piece = choice.piece()
                 shown: JsonObject = {"index": choice.index}
                 shown |= self._choice(piece, self.plan.prompts[number], result)
-                reason = finish_reason(self.plan, piece.calls, sequence.stop_reason)
+                reason = finish_reason(self.plan, choice.num_calls, sequence.stop_reason)
                 shown["finish_reason"] = "length" if self.plan.echo_only else reason
                 if self.describes_each_prompt:
                     shown |= self._about_prompt(number, result)
@@ -186,7 +188,7 @@ class ChatAnswer(ChoicesAnswer):
         if piece.text:
             delta["content"] = piece.text
         if piece.calls:
-            delta["tool_calls"] = [{"index": number} | _call(call) for number, call in enumerate(piece.calls)]
+            delta["tool_calls"] = [{"index": call.index} | _call(call) for call in piece.calls]
         tokens = self._scored(piece)
         return {"delta": delta, "logprobs": self._logprobs(tokens) if tokens else None}
 
@@ -205,31 +207,52 @@ class CompletionAnswer(ChoicesAnswer):
 
     def _choice(self, piece: TextPiece, prompt: Sequence[int], result: SampleResult) -> JsonObject:
         plan = self.plan
-        before = self.text.decode(prompt, special=plan.shows_special) if plan.echo else ""
+        if not plan.echo:
+            return {"text": piece.text, "logprobs": self._logprobs(self._scored(piece))}
+        before, starts = decode_with_starts(self.text, prompt, special=plan.shows_special)
         logprobs = self._logprobs(self._scored(piece), len(before))
-        if logprobs is not None and plan.echo:
-            echoed = self._logprobs(echoed_tokens(self.text, prompt, result, plan.top_logprobs or 0)) or {}
-            logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
+        if logprobs is not None:
+            tokens = prompt_tokens(prompt, result, plan.top_logprobs or 0, starts)
+            of_prompt = self._logprobs(tokens) or {}
+            logprobs = {name: [*of_prompt[name], *values] for name, values in logprobs.items()}
         return {"text": before + piece.text, "logprobs": logprobs}
 
     def _delta(self, piece: TextPiece) -> JsonObject:
         return {"text": piece.text, "logprobs": self._logprobs(self._scored(piece))}
 
     def _logprobs(self, tokens: Sequence[ShownToken], offset: int = 0) -> dict[str, list[object]] | None:
-        """Return the older form, parallel lists. The first token of a prompt has null."""
+        """Return the older form, parallel lists, with offsets in characters. The first token of a prompt has null."""
         if self.plan.top_logprobs is None:
             return None
-        found: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            logprob = None if token.logprob != token.logprob else max(token.logprob, LOWEST_LOGPROB)
-            spelled = self._named(token.token_id)
-            found["tokens"].append(spelled)
-            found["token_logprobs"].append(logprob)
-            found["text_offset"].append(offset + token.offset)
-            tops = {self._named(one): max(value, LOWEST_LOGPROB) for one, value in zip(*token.top, strict=True)}
-            shown = {spelled: logprob} | tops if self.plan.top_logprobs else {}
-            found["top_logprobs"].append(None if logprob is None else shown)
-        return found
+            is_first = math.isnan(token.logprob)
+            lists["tokens"].append(self._key(token.token_id))
+            lists["token_logprobs"].append(None if is_first else max(token.logprob, LOWEST_LOGPROB))
+            lists["text_offset"].append(offset + token.offset)
+            lists["top_logprobs"].append(None if is_first else self._top_logprobs(token))
+        return lists
+
+    def _top_logprobs(self, token: ShownToken) -> JsonObject:
+        """Return the logprobs by the tokens' texts. Of tokens with one text, all but the first have their id as key."""
+        row: JsonObject = {}
+        if not self.plan.top_logprobs:
+            return row
+        values = {token.token_id: token.logprob} | dict(zip(*token.top, strict=True))
+        for token_id, logprob in values.items():
+            key = self._key(token_id)
+            row[_id_key(token_id) if key in row else key] = max(logprob, LOWEST_LOGPROB)
+        return row
+
+    def _key(self, token_id: int) -> str:
+        """Return a token's text, as OpenAI writes it: `bytes:\\xe2\\x82` for a part of a character."""
+        spelled = self.text.token_bytes(token_id)
+        if self.plan.tokens_as_ids or not spelled:
+            return _id_key(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
@@ -269,7 +292,7 @@ def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num
     rank of a token that is not among the most likely is unknown and null.
     """
     found: list[JsonObject | None] = []
-    for token in echoed_tokens(text, prompt, result, num_top):
+    for token in prompt_tokens(prompt, result, num_top):
         ranks = {token_id: rank for rank, token_id in enumerate(token.top[0], 1)}
         values = {token.token_id: token.logprob} | dict(zip(*token.top, strict=True))
         row: JsonObject = {
@@ -284,26 +307,29 @@ def prompt_logprobs(text: Text, prompt: Sequence[int], result: SampleResult, num
     return found
 
 
-def echoed_tokens(text: Text, prompt: Sequence[int], result: SampleResult, num_top: int) -> list[ShownToken]:
-    """Return the prompt's tokens with their `num_top` most likely ones. The first token's logprob is NaN."""
+def prompt_tokens(
+    prompt: Sequence[int], result: SampleResult, num_top: int, starts: Sequence[int] | None = None
+) -> list[ShownToken]:
+    """Return the prompt's tokens with their `num_top` most likely ones, and their starts in the prompt's text if they
+    are known. The first token's logprob is NaN.
+    """
     assert result.prompt_logprobs_T is not None
     logprobs = result.prompt_logprobs_T.tolist()
-    shown: list[ShownToken] = []
-    offset = 0
+    tokens: list[ShownToken] = []
     for position, token_id in enumerate(prompt):
         top: TopRow = ((), ())
         if result.topk_prompt is not None and position:
             ids, values = top_row(result.topk_prompt, position)
             top = (ids[:num_top], values[:num_top])
-        shown.append(ShownToken(token_id, logprobs[position], top, offset))
-        offset += len(text.token_bytes(token_id).decode(errors="replace"))
-    return shown
+        tokens.append(ShownToken(token_id, logprobs[position], top, starts[position] if starts else 0))
+    return tokens
 
 
-def finish_reason(plan: GenerationPlan, calls: Sequence[ToolCall], stop_reason: str) -> str:
-    if calls and plan.tools and not plan.tools.named:
+def finish_reason(plan: GenerationPlan, num_calls: int, stop_reason: str) -> str:
+    """Return why a completion with `num_calls` calls ended. A call that a client demanded by name ends with `stop`."""
+    if num_calls and plan.tools and not plan.tools.named:
         return "tool_calls"
-    return "stop" if calls else stop_reason
+    return "stop" if num_calls else stop_reason
 
 
 def usage(plan: GenerationPlan, results: Sequence[SampleResult], reasoning: int = 0) -> JsonObject:
@@ -321,6 +347,10 @@ def usage(plan: GenerationPlan, results: Sequence[SampleResult], reasoning: int 
 
 def _call(call: ToolCall) -> JsonObject:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _id_key(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _spelled(text: Text, token_id: int) -> str:

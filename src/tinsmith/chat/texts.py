@@ -228,13 +228,15 @@ class Text:
     def has_token(self, text: str) -> bool:
         return self.token_id(text) is not None
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, which may be a part of a character."""
+    def token_bytes(self, token_id: int, *, special: bool = True) -> bytes:
+        """Return the bytes of a token, which may be a part of a character; without `special`, none of special tokens,
+        as `decode` does.
+        """
         token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""  # the model has more logits than the tokenizer has tokens
         if token_id in self._added:
-            return token.encode()
+            return b"" if self._added[token_id] and not special else token.encode()
         if self._is_byte_level:
             return bytes(_BYTES[letter] for letter in token if letter in _BYTES)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -242,8 +244,9 @@ class Text:
         return token.replace("\u2581", " ").encode()
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.get_added_tokens_decoder())
+    def _added(self) -> dict[int, bool]:
+        """Whether each added token is special."""
+        return {token_id: token.special for token_id, token in self.tokenizer.get_added_tokens_decoder().items()}
 
     @cached_property
     def _is_byte_level(self) -> bool:

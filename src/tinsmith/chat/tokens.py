@@ -118,7 +118,7 @@ def generated(plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObj
         {
             "index": index,
             "token_ids": sequence.tokens_T.tolist(),
-            "finish_reason": finish_reason(plan, (), sequence.stop_reason),
+            "finish_reason": finish_reason(plan, 0, sequence.stop_reason),
             "logprobs": None if plan.top_logprobs is None else {"content": _logprobs(sequence)},
         }
         for index, sequence in enumerate(result.sequences)

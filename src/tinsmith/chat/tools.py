@@ -1,23 +1,24 @@
-"""Tools: functions that a model may call, and the formats of calls in its text.
+"""Tools: functions that a model may call, and the grammars of its calls.
 
-The model's chat template decides on one of three formats: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's), Llama 3.1's (the whole completion is a JSON object with name and parameters) and harmony
-(gpt-oss, parsed in `harmony`). A grammar enforces a required call, and arguments that match their schema (`strict`).
-Text that only resembles a call remains text.
+The model's chat template decides on one of four formats: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's), Qwen3.5's (`<tool_call>` around `<function=NAME>`), Llama 3.1's (a bare JSON object with name
+and parameters) and harmony (gpt-oss). A grammar enforces a required call, and arguments that match their schema
+(`strict`); there is none for Qwen3.5's. `dialects` and `harmony` read the calls.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, WrapValidator
 
+from tinsmith.chat.calls import CallAssembler
+from tinsmith.chat.dialects import PARSERS
+from tinsmith.chat.dialects.hermes import CLOSE, OPEN
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
 from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
@@ -26,7 +27,6 @@ MAX_TOOLS = 128
 MAX_CALLS = 16
 """Most calls of a completion that must call tools; some models would never stop."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
 
 
@@ -41,15 +41,6 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call. `arguments` is JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of a request; `choice` is auto, required or a tool's name."""
 
@@ -57,13 +48,15 @@ class ToolUse:
     choice: str
     named: bool
     parallel: bool
-    form: str  # hermes | llama | harmony
+    form: str  # hermes | function_xml | llama | harmony
     marked: bool = True  # whether OPEN and CLOSE are single tokens
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
         if self.choice == "auto":
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
+        if self.form == "function_xml":
+            raise not_supported("tool_choice", "with this model's form of calls, other than 'auto' and 'none'")
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
             return Grammar("json_lark", _rules("start: call", wanted, _begun("parameters")))
@@ -75,7 +68,8 @@ class ToolUse:
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
-            raise not_supported("tools[].function.strict", "with this model unless tool_choice requires a call")
+            unless = "" if self.form == "function_xml" else " unless tool_choice requires a call"
+            raise not_supported("tools[].function.strict", f"with this model{unless}")
         again = "*" if self.parallel else "?"
         begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quoted(OPEN)}"
         head = (
@@ -91,41 +85,18 @@ class ToolUse:
     @property
     def stops(self) -> tuple[str, ...]:
         """Return the stop string of a completion with at most one call. It is part of the call."""
-        return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
+        return self.closings if not self.parallel and self.choice == "auto" else ()
 
-    def decided_length(self, text: str) -> int:
-        """Return the length of a growing text's prefix that cannot be a call or white space before a call."""
-        end = len(text)
-        if self.choice != "auto" or (self.form == "llama" and text.lstrip()[:1] in ("{", "")):
-            end = 0
-        elif self.form == "hermes":
-            begin = text.find(OPEN)
-            end = begin if begin >= 0 else len(text) - partial_length(text, OPEN)
-        return len(text[:end].rstrip())
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """Return the strings that end a call; as stop strings of a request they are part of it."""
+        return (CLOSE,) if self.form in ("hermes", "function_xml") else ()
 
-    def found(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Split a complete text into its text without calls, and the calls."""
-        if self.form == "harmony":
-            return text, []
-        pairs = self._llama_calls(text) if self.form == "llama" else self._hermes_calls(text)
-        if not pairs or not {name for name, _ in pairs} <= {tool.name for tool in self.tools}:
-            return text, []
-        before = "" if self.form == "llama" else text[: text.find(OPEN)].rstrip()
-        return before, [ToolCall("call_" + secrets.token_hex(12), name, arguments) for name, arguments in pairs]
-
-    def _hermes_calls(self, text: str) -> list[tuple[str, str]]:
-        pairs: list[tuple[str, str]] = []
-        for part in text.split(OPEN)[1:]:
-            inside, closed, _ = part.partition(CLOSE)
-            call = _read_call(inside, "arguments") if closed else None
-            if call is None:
-                return []
-            pairs.append(call)
-        return pairs
-
-    def _llama_calls(self, text: str) -> list[tuple[str, str]]:
-        call = _read_call(text, "parameters")
-        return [] if call is None else [call]
+    def new_assembler(self) -> CallAssembler:
+        """Make the assembler of one completion. The harmony format takes the events of its messages."""
+        schemas = {tool.name: tool.parameters for tool in self.tools}
+        parser = PARSERS[self.form](schemas) if self.form in PARSERS else None
+        return CallAssembler(schemas, parser)
 
 
 def _check_name(name: str) -> str:
@@ -187,13 +158,15 @@ def read_tools(
 def _form(template: str) -> str:
     if "tools" not in template:
         raise not_supported("tools", "this model's chat template does not support tools")
-    if OPEN in template and "<function=" not in template:
-        return "hermes"
+    if OPEN in template:
+        return "function_xml" if "<function=" in template else "hermes"
     if "<|channel|>" in template and "functions." in template:
         return "harmony"
     if "python_tag" in template or '"parameters": dictionary' in template:
         return "llama"
-    raise not_supported("tools", "this model's chat template uses none of the formats Hermes, Llama 3.1 and harmony")
+    raise not_supported(
+        "tools", "this model's chat template uses none of the formats Hermes, Qwen3.5, Llama 3.1 and harmony"
+    )
 
 
 def _begun(arguments: str) -> Callable[[str], str]:
@@ -223,35 +196,3 @@ def _arguments_schema(tool: Tool) -> dict[str, object]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text)
-
-
-def _read_call(text: str, arguments: str) -> tuple[str, str] | None:
-    call = _object(text)
-    if call is None or not isinstance(call.get("name"), str):
-        return None
-    given = call.get(arguments, call.get("arguments"))
-    return (call["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
-
-
-def read_arguments(text: str) -> str | None:
-    """Return the arguments of a call as JSON text, or None unless the text is a JSON object."""
-    found = _object(text)
-    return None if found is None else json.dumps(found, ensure_ascii=False)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text, parse_float=_finite)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _finite(number: str) -> float:
-    """Return the nearest finite number, since a number too large for a double would become Infinity."""
-    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
-
-
-def partial_length(text: str, word: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a word."""
-    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

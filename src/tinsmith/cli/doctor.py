@@ -141,4 +141,4 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
     )
     if done.returncode:
         raise SettingsError("--measure: the ranks of the plan cannot run here; the lines above have the reason")
-    return Rates.read(json.loads(done.stdout.splitlines()[-1]))
+    return Rates.read(json.loads(done.stdout.rstrip("\n").rpartition("\n")[2]))

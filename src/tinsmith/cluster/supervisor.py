@@ -232,7 +232,7 @@ def last_error(log_path: Path) -> str:
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - MOST_LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
     error_line = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")

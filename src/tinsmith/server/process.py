@@ -66,6 +66,7 @@ from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import ThreadPools
 from tinsmith.server.janitor import Janitor
+from tinsmith.server.pending_responses import PendingResponses
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
 from tinsmith.storage.directories import claim
@@ -261,7 +262,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        _start(services, supervisor, janitor, background)
+        _start(services, supervisor, janitor, database, background)
         try:
             yield
         finally:
@@ -277,7 +278,13 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     return Server(settings, app, served, listener, supervisor, waiters)
 
 
-def _start(services: Services, supervisor: Supervisor, janitor: Janitor, background: Background) -> None:
+def _start(
+    services: Services,
+    supervisor: Supervisor,
+    janitor: Janitor,
+    database: Database,
+    background: Background,
+) -> None:
     """Start the background work of this process's role."""
     supervisor.start(background)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
@@ -287,6 +294,8 @@ def _start(services: Services, supervisor: Supervisor, janitor: Janitor, backgro
     if services.settings.answers_clients:
         services.batch_reconciler.start(background, services.threads.sweeps)
         background.start("janitor", partial(janitor.run, services.threads.sweeps))
+        responses = PendingResponses(services, lambda: database.try_lock("pending_responses"))
+        background.start("pending_responses", partial(responses.run, services.threads.sweeps))
 
 
 async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:

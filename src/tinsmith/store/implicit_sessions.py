@@ -47,6 +47,11 @@ class SampleId:
         return f"{self.sampling_session_id}:{self.seq_id}"
 
 
+def session_of(request_id: str) -> str:
+    """Return the session of a sample of an implicit session, by the sample's request_id."""
+    return request_id.partition(":sample:")[0]
+
+
 class ImplicitSessions:
     def __init__(
         self,

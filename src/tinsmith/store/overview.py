@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import AUDIT, BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
+from tinsmith.db.schema import AUDIT, BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESPONSES, SESSIONS, UPLOADS
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.models import LOADED
@@ -257,6 +257,7 @@ class Overview:
             "waiting_requests": _count(FUTURES, waiting),
             "waiting_bytes": _sum(FUTURES.c.body_bytes, waiting),
             "file_bytes": _sum(UPLOADS.c.size_bytes, UPLOADS.c.tenant_id == tenant_id),
+            "response_bytes": _sum(RESPONSES.c.size_bytes, RESPONSES.c.tenant_id == tenant_id),
             "jobs": _count(BATCH_JOBS, jobs),
             "unfinished_jobs": _count(BATCH_JOBS, jobs & BATCH_JOBS.c.status.not_in(ENDED_JOB)),
         }

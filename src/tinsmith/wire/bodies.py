@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import orjson
 import zstandard
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
@@ -24,6 +25,19 @@ WINDOW_BYTES = 8 << 20
 
 PIECE_BYTES = 512
 """Such a frame is decoded in pieces, each of at most 16 MiB when decoded: four bytes can encode a block of 128 KiB."""
+
+
+_LINE_ENDS = {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029", "\u0085".encode(): b"\\u0085"}
+"""Characters that JSON allows in strings and that Unicode counts as line ends, and their escapes."""
+
+
+def write_json_line(value: object) -> bytes:
+    """Write JSON that is one line for every client, also for those that split text at Unicode's line ends."""
+    line = orjson.dumps(value)
+    for character, escape in _LINE_ENDS.items():
+        if character in line:
+            line = line.replace(character, escape)
+    return line
 
 
 def check_length(content_length: str | None, limit_bytes: int) -> None:

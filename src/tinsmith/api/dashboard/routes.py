@@ -116,6 +116,7 @@ COUNTED = {
     "models": "loaded_runs",
     "checkpoint_bytes": "checkpoint_bytes",
     "file_bytes": "file_bytes",
+    "response_bytes": "response_bytes",
 }
 """The count that each quota limits. tokens_per_minute is counted in memory."""
 

@@ -25,6 +25,7 @@ from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.chat.messages import anthropic_error
 from tinsmith.errors import NotFoundError, RequestError, UserError
 from tinsmith.store.files import BATCH, new_id
+from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import ClosedBody, iso, wrong
 
 MAX_LISTED, LISTED = 1000, 20
@@ -70,7 +71,7 @@ class CreateMessageBatchRequest(ClosedBody):
     def lines(self) -> Iterator[bytes]:
         for each in self.requests:
             request = {"custom_id": each.custom_id, "method": "POST", "url": MESSAGES, "body": each.params}
-            yield orjson.dumps(request) + b"\n"
+            yield write_json_line(request) + b"\n"
 
 
 @for_anthropic(
@@ -180,7 +181,7 @@ def _results(services: Services, file_ids: list[str]) -> Iterator[bytes]:
     for file_id in file_ids:
         with services.files.open(file_id) as file:
             for line in file:
-                yield orjson.dumps(_result(orjson.loads(line))) + b"\n"
+                yield write_json_line(_result(orjson.loads(line))) + b"\n"
 
 
 def _result(line: dict[str, Any]) -> JsonObject:

@@ -1,11 +1,14 @@
 """OpenAI's responses: create, stream, retrieve, cancel, delete, and continue from an earlier one.
 
 A stored response names its samples, which are durable futures. A background response therefore needs no task in the
-server: the first retrieve after its samples have settled builds the output and stores it.
+server that created it. While it is unanswered, `server/pending_responses.py` keeps its samples alive, and stores its
+output once they have settled; a retrieve does both as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from starlette.requests import Request
@@ -22,8 +25,8 @@ from tinsmith.api.openai.streaming import respond
 from tinsmith.api.openapi import ANYTHING, FLAG, GENERATION, LIST, TEXT, fields, for_openai
 from tinsmith.api.operation import Call, JsonObject, Services, answer, capture_session, run
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
-from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
-from tinsmith.store.implicit_sessions import SampleId
+from tinsmith.errors import GoneError, NotFoundError, RequestError, TinsmithError, not_supported
+from tinsmith.store.implicit_sessions import SampleId, session_of
 from tinsmith.store.responses import StoredResponse
 from tinsmith.wire.fields import validate
 
@@ -43,6 +46,8 @@ class PreparedResponse:
             self.before = _items(services, tenant_id, earlier)
         recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
         plan = partial(self.request.plan, before=self.before, recorded=recorded)
+        if self.request.store:
+            services.quotas.admit_response(tenant_id)
         self._responses = services.responses
         self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
         self.answer = ResponseAnswer(self.request, self.prepared.plan, self.prepared.text, end=self._end)
@@ -76,7 +81,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
         stored = services.responses.find(tenant_id, response_id)
     except NotFoundError as error:
         raise RequestError("previous_response_id", str(error), "previous_response_not_found") from None
-    body = stored.answer or _finished(services, stored)
+    body = stored.answer or complete(services, stored)
     if body["status"] not in ("completed", "incomplete"):
         raise RequestError(
             "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for it"
@@ -108,7 +113,7 @@ async def create(request: Request) -> HttpResponse:
 @for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)
 def retrieve(call: Call) -> JsonObject:
     stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
-    return stored.answer or _finished(call.services, stored)
+    return stored.answer or complete(call.services, stored)
 
 
 @for_openai("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE)
@@ -116,34 +121,52 @@ def cancel(call: Call) -> JsonObject:
     """Cancel a response; a complete one does not change."""
     services = call.services
     stored = services.responses.find(call.tenant_id, call.path["response_id"])
-    body = stored.answer or _finished(services, stored)
+    body = stored.answer or complete(services, stored)
     if body["status"] not in RUNNING:
         return body
     ended = {**body, "status": "cancelled"}
     services.responses.end(call.tenant_id, stored.response_id, ended)
-    for request_id in stored.request_ids:
-        services.futures.cancel(call.tenant_id, request_id, "its response was cancelled")
+    _cancel_samples(services, stored, "its response was cancelled")
     return services.responses.find(call.tenant_id, stored.response_id).answer or ended
 
 
 @for_openai("DELETE", "/responses/{response_id}", "Delete a response", answer=fields({"id": TEXT, "deleted": FLAG}))
 def delete(call: Call) -> JsonObject:
-    response_id = call.path["response_id"]
-    call.services.responses.delete(call.tenant_id, response_id)
-    return {"id": response_id, "object": "response", "deleted": True}
+    """Delete a response, and cancel it if it is not complete."""
+    stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
+    call.services.responses.delete(call.tenant_id, stored.response_id)
+    if stored.answer is None:
+        _cancel_samples(call.services, stored, "its response was deleted")
+    return {"id": stored.response_id, "object": "response", "deleted": True}
 
 
-def _finished(services: Services, stored: StoredResponse) -> JsonObject:
-    """Return a response without stored output: with its output if its samples have settled, else with its status."""
+def _cancel_samples(services: Services, stored: StoredResponse, reason: str) -> None:
+    for request_id in stored.request_ids:
+        with suppress(NotFoundError):
+            services.futures.cancel(stored.tenant_id, request_id, reason)
+
+
+def keep_samples(services: Services, tenant_id: str, request_ids: Sequence[str]) -> None:
+    """Keep the sessions of pending samples alive."""
+    for session_id in {session_of(request_id) for request_id in request_ids}:
+        with suppress(GoneError, NotFoundError):  # its samples are cancelled, which completes the response
+            services.implicit_sessions.keep(tenant_id, session_id)
+
+
+def complete(services: Services, stored: StoredResponse) -> JsonObject:
+    """Return a response without a stored answer: with its output, which is stored, if its samples have settled, else
+    with its status.
+    """
     request = validate(ResponseRequest, stored.request)
-    made = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
-    response = ResponseAnswer(request, made.plan, made.text, stored.response_id, stored.created_at)
+    prepared = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
+    response = ResponseAnswer(request, prepared.plan, prepared.text, stored.response_id, stored.created_at)
     try:
         result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])
         body = response.body("in_progress") if result is None else response.whole([result])
     except TinsmithError as error:
         body = response.failure(error)
     if body["status"] in RUNNING:
+        keep_samples(services, stored.tenant_id, stored.request_ids)
         return body
     services.responses.end(stored.tenant_id, stored.response_id, body)
     return services.responses.find(stored.tenant_id, stored.response_id).answer or body

@@ -34,7 +34,7 @@ from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_seque
 from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.bodies import JSON_TYPE, write_json_line
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> Ne
         raise EngineFailedError("the engine was replaced during the response, and its tokens differ; send it again")
     read_sequence(choice, sequence, sent)
     piece = choice.piece()
-    return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
+    return News(choice, piece, finish_reason(prepared.plan, choice.num_calls, sequence.stop_reason))
 
 
 async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, begin: Begin = None) -> Response:
@@ -177,7 +177,7 @@ async def _gone(receive: Receive) -> None:
 def _written(event: Event) -> bytes:
     name, content = event
     head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + orjson.dumps(content) + b"\n\n"
+    return head + b"data: " + write_json_line(content) + b"\n\n"
 
 
 STILL_THERE = b": still there\n\n"

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -26,6 +25,7 @@ from tinsmith.batch.coordinator.state import TERMINAL, WORK, JobRecord
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
+from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import ClosedBody, Integer, Schema
 
 EVENTS_PAUSE_S = 0.25
@@ -198,7 +198,7 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
             found = await run(services.batch_jobs.find, tenant_id, job_id)
             if sent is None or replace(found, updated_at=sent.updated_at) != sent:
                 sent, sent_at = found, time.monotonic()
-                yield b"event: status\ndata: " + orjson.dumps(await run(_whole, services, found)) + b"\n\n"
+                yield b"event: status\ndata: " + write_json_line(await run(_whole, services, found)) + b"\n\n"
             elif time.monotonic() - sent_at >= KEEP_ALIVE_S:
                 sent_at = time.monotonic()
                 yield b": still there\n\n"

@@ -200,9 +200,9 @@ class EngineConnection:
         """The server-sent events of a streaming request."""
         async with self._sent(call) as response:
             try:
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and (text := line.removeprefix("data:").strip()) != "[DONE]":
-                        yield _json(text.encode(), self._name)
+                async for line in _lines(response.aiter_bytes()):
+                    if line.startswith(b"data:") and (text := line.removeprefix(b"data:").strip()) != b"[DONE]":
+                        yield _json(text, self._name)
             except httpx.ReadTimeout as error:
                 raise self._late() from error
             except httpx.TransportError as error:
@@ -353,6 +353,17 @@ class EngineConnection:
 
     def _down(self) -> None:
         self._up.clear()
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Split a stream at its line ends, and not at those of Unicode, which JSON may contain."""
+    unfinished = b""
+    async for chunk in chunks:
+        *lines, unfinished = (unfinished + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    if unfinished:
+        yield unfinished
 
 
 def _json(text: bytes, name: str) -> Json:

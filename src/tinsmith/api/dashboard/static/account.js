@@ -16,6 +16,7 @@ const QUOTAS = {
   models: "Models loaded",
   checkpoint_bytes: "Checkpoints",
   file_bytes: "Files",
+  response_bytes: "Stored responses",
   tokens_per_minute: "Tokens per minute",
 };
 

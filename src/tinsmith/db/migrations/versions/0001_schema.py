@@ -413,8 +413,11 @@ def upgrade() -> None:
         sa.Column("request_ids", sa.JSON, nullable=False),
         sa.Column("answered", sa.Boolean, nullable=False),
         sa.Column("answer", sa.JSON),
+        sa.Column("size_bytes", sa.BigInteger, nullable=False),
         sa.Column("created_at", sa.Float, nullable=False),
         sa.Index("ix_responses_created", "created_at"),
+        sa.Index("ix_responses_tenant", "tenant_id", "size_bytes"),
+        sa.Index("ix_responses_unanswered", "created_at", **_where("NOT answered")),
     )
     op.create_table(
         "sequences",
