@@ -15,7 +15,7 @@ import orjson
 from tinsmith.batch.formats import input_versions, publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.parquet import ParquetWriter, Sink
+from tinsmith.batch.formats.parquet import Sink, TableWriter
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader
 from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
@@ -60,15 +60,16 @@ class HuggingFaceReader(InputReader):
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="huggingface")
 @dataclass
-class HuggingFaceWriter(ParquetWriter):
-    """Parts are Parquet; the output is one Arrow file, with the types of all rows merged as in Parquet."""
+class HuggingFaceWriter(TableWriter):
+    """Parts are Parquet; the output is one Arrow file, which is not compressed so that it can be mapped into memory."""
 
     def __post_init__(self) -> None:
         self.path = self.path.rstrip("/") + "/" if self.path else ""
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        data = publishing.staged(staging, "data-00000-of-00001.arrow", self.joined(filled))
+        arrow = self.joined(filled, self.unified(filled))
+        data = publishing.staged(staging, "data-00000-of-00001.arrow", arrow)
         state = {
             "_data_files": [{"filename": data.name}],
             "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],
@@ -88,8 +89,9 @@ class HuggingFaceWriter(ParquetWriter):
 
         for file in publishing.published_files(output, is_directory=True):
             if file.path.endswith(".arrow"):
-                for batch in pyarrow.ipc.open_stream(open_object(file.path)):
-                    yield from batch.to_pylist()
+                with open_object(file.path) as source:
+                    for batch in pyarrow.ipc.open_stream(source):
+                        yield from batch.to_pylist()
 
     def opened(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
         import pyarrow.ipc

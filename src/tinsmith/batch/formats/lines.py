@@ -15,7 +15,7 @@ import gzip
 import io
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,7 +75,7 @@ class LinesReader(InputReader):
 
     @cached_property
     def files(self) -> list[IndexedFile]:
-        return self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
+        return self.open_files(locations(self.path), lambda location: _indexed(location, self))
 
     def __len__(self) -> int:
         return sum(file.rows for file in self.files)
@@ -171,16 +171,17 @@ class ItemsReader(InputReader):
         return self.items[start_idx : end_idx + 1]
 
 
-def _indexed(location: str, unroll: Callable[[str], Iterator[bytes] | None]) -> IndexedFile:
+def _indexed(location: str, reader: LinesReader) -> IndexedFile:
     store, key = open_store(location)
     info = store.head(key)
-    identity = (unroll.__qualname__, location if "://" in location else key, info.etag, info.size)
+    source = (location if "://" in location else key, info.etag, info.size)
     data = location
     if location.endswith((".gz", ".zst")):
-        data = str(cached(lambda path: _unpack(location, path), "unpacked", *identity))
-    if (lines := unroll(data)) is not None:
-        data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *identity))
-    return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", *identity), info.etag)
+        data = str(cached(lambda path: _unpack(location, path), "unpacked", *source))
+    if (lines := reader.unroll(data)) is not None:
+        data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *source, reader.identity))
+    # The name of a cached file covers everything that decides its contents.
+    return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", data, *source), info.etag)
 
 
 def _write_lines(lines: Iterator[bytes], path: Path) -> None:

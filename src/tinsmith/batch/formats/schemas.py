@@ -6,15 +6,17 @@ Types of the same column merge by these rules, and no others:
 - null and any type: that type;
 - int and float: float. An int is a whole number of at most 53 bits, which a float holds exactly. A larger one is int64:
   int and int64 merge to int64, int64 and float do not merge;
-- decimals: one that holds both;
+- decimals: one that holds both; int or int64 and decimal: a decimal of 19 digits or more before the point;
 - lists: of the merged type; structs: of the fields of both, merged.
 
-Pure values: a schema is JSON. The coordinator keeps one for each output, and workers check rows against it.
+These are Arrow's rules (`arrow_schemas.py`) without the promotions that change values. Pure values: a schema is JSON.
+The coordinator, which does not load Arrow, keeps one for each output, and workers check rows against it.
 """
 
 from __future__ import annotations
 
 import datetime
+import reprlib
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -26,6 +28,7 @@ Schema = dict[str, Type]
 EXACT_IN_FLOAT = 2**53
 LARGEST = 2**63
 MAX_DIGITS = 76
+INT64_DIGITS = 19
 ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "bool"),
     (float, "float"),
@@ -102,39 +105,56 @@ def schema_of(row: Mapping[str, object]) -> Schema:
     return found
 
 
-def merged(one: Schema, other: Schema, where: str = "column") -> Schema:
-    """The columns of both, merged. Raises SchemaConflictError that names the column and both types."""
+def merged(one: Schema, other: Schema, where: str = "column", values: Mapping[str, object] | None = None) -> Schema:
+    """The columns of both, merged; `values` are those of the other. Raises SchemaConflictError that names the column,
+    both types and the value."""
     if one == other:
         return one
-    made = dict(one)
+    columns = dict(one)
     for name, kind in other.items():
-        made[name] = merged_type(made[name], kind, f"{where} {name!r}") if name in made else kind
-    return made
+        if name not in columns:
+            columns[name] = kind
+            continue
+        value = "" if values is None else f" ({reprlib.repr(values.get(name))})"
+        columns[name] = merged_type(columns[name], kind, f"{where} {name!r}", value)
+    return columns
 
 
-def merged_type(one: Type, other: Type, where: str) -> Type:
+def merged_type(one: Type, other: Type, where: str, value: str = "") -> Type:
     if one == other or other == "null":
         return one
     if one == "null":
         return other
+    pair = [one, other]
     if isinstance(one, str) and isinstance(other, str):
-        pair = {one, other}
-        if pair == {"int", "int64"}:
+        if sorted(pair) == ["int", "int64"]:
             return "int64"
-        if pair == {"int", "float"}:
+        if sorted(pair) == ["float", "int"]:
             return "float"
     elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         if "list" in one:
-            return {"list": merged_type(one["list"], other["list"], f"{where}, its elements")}
+            return {"list": merged_type(one["list"], other["list"], f"{where}, its elements", value)}
         if "struct" in one:
-            return {"struct": merged(one["struct"], other["struct"], f"{where}, field")}
-        digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
+            fields = dict(one["struct"])
+            for name, kind in other["struct"].items():
+                fields[name] = merged_type(fields.get(name, "null"), kind, f"{where}, field {name!r}", value)
+            return {"struct": fields}
+    if all(kind in ("int", "int64") or (isinstance(kind, dict) and "decimal" in kind) for kind in pair):
+        digits = [max(pair) for pair in zip(*map(_digits, pair), strict=True)]
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}
+    advice = "Convert it in the function, or write JSON Lines"
+    if "int64" in pair and "float" in pair:
+        advice = "A float would lose digits of an integer beyond 2**53: write such integers as str, or write JSON Lines"
     raise SchemaConflictError(
-        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type. "
-        "Convert it in the function, or write JSON Lines"
+        f"{where} is {shown(other)}{value} here and {shown(one)} in other rows; in this format a column has one type. "
+        f"{advice}"
     )
+
+
+def _digits(kind: Type) -> list[int]:
+    """Of a decimal or an integer, before and after the point."""
+    return kind["decimal"] if isinstance(kind, dict) else [INT64_DIGITS, 0]
 
 
 def shown(kind: Type) -> str:

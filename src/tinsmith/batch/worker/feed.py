@@ -400,7 +400,7 @@ class Feed:
             for place, row in batch.kept():
                 try:
                     schema = writer.schema(row)
-                    found = schemas.merged(found, schema) if schema is not None else found
+                    found = schemas.merged(found, schema, values=row) if schema is not None else found
                 except schemas.SchemaConflictError as error:
                     batch.fail(place, error)
 
