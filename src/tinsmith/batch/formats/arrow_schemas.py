@@ -1,8 +1,8 @@
 """One Arrow schema for all rows of an output: decided when it is published, from the schemas of its parts.
 
-Arrow unifies the schemas (`pyarrow.unify_schemas`, permissive): null with anything, integers with floats and decimals,
-decimals, lists and structs by element and field; a column that a part lacks is null there. Three promotions that Arrow
-would make are refused, because they change values: an integer beyond 2**53 to a float, a decimal to a float, text to
+Arrow unifies the schemas (`pyarrow.unify_schemas`, permissive): null with anything, integers with floats, decimals,
+lists and structs by element and field; a column that a part lacks is null there. Promotions that Arrow would make and
+that may change values are refused: an integer beyond 2**53 to a float, decimals with floats or integers, text with
 bytes. `schemas.py` has the same rules for the rows of a job that runs, which is why a conflict seldom comes this far.
 
 Nothing here knows of files or jobs. pyarrow is loaded at the first call.
@@ -10,6 +10,7 @@ Nothing here knows of files or jobs. pyarrow is loaded at the first call.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def arrow_type(kind: Any) -> pyarrow.DataType:  # noqa: ANN401  JSON
         if "struct" in kind:
             if not kind["struct"]:
                 raise TypeError("Parquet cannot store an object without fields; leave it out, or give it a field")
-            return pyarrow.struct([(name, arrow_type(each)) for name, each in kind["struct"].items()])
+            return pyarrow.struct([(name, arrow_type(inner)) for name, inner in kind["struct"].items()])
         before, after = kind["decimal"]
         digits = max(1, before + after)
         return pyarrow.decimal128(digits, after) if digits <= 38 else pyarrow.decimal256(digits, after)
@@ -80,35 +81,31 @@ def _without_dictionaries(kind: pyarrow.DataType) -> pyarrow.DataType:
     return kind
 
 
-def _check_types(left: pyarrow.DataType, right: pyarrow.DataType, where: str) -> None:
+def _check_types(kind: pyarrow.DataType, other: pyarrow.DataType, column: str) -> None:
     """Raises UserError for two types that Arrow does not unify, or not without changing values."""
     import pyarrow
     from pyarrow import types
 
-    if left.equals(right) or types.is_null(left) or types.is_null(right):
+    if kind.equals(other) or types.is_null(kind) or types.is_null(other):
         return
-    if types.is_list(left) and types.is_list(right):
-        _check_types(left.value_type, right.value_type, f"{where}, its elements,")
+    if types.is_list(kind) and types.is_list(other):
+        _check_types(kind.value_type, other.value_type, f"{column}, its elements,")
         return
-    if types.is_struct(left) and types.is_struct(right):
-        for field in right:
-            if (at := left.get_field_index(field.name)) >= 0:
-                _check_types(left.field(at).type, field.type, f"{where}, field {field.name!r},")
+    if types.is_struct(kind) and types.is_struct(other):
+        for field in other:
+            if (at := kind.get_field_index(field.name)) >= 0:
+                _check_types(kind.field(at).type, field.type, f"{column}, field {field.name!r},")
         return
-    changes = (
-        (types.is_floating(left) and types.is_decimal(right))
-        or (types.is_decimal(left) and types.is_floating(right))
-        or (_is_text(left) and _is_bytes(right))
-        or (_is_bytes(left) and _is_text(right))
-    )
+    are_decimals = types.is_decimal(kind), types.is_decimal(other)
+    texts_and_bytes = (_is_text(kind) and _is_bytes(other)) or (_is_bytes(kind) and _is_text(other))
     try:
-        if changes:
+        if are_decimals[0] != are_decimals[1] or texts_and_bytes:
             raise pyarrow.ArrowTypeError("a promotion would change values")
-        fields = [pyarrow.schema([("", kind)]) for kind in (left, right)]
+        fields = [pyarrow.schema([("", each_kind)]) for each_kind in (kind, other)]
         pyarrow.unify_schemas(fields, promote_options="permissive")
     except pyarrow.ArrowException:
         raise UserError(
-            f"{where} is {left} in some rows and {right} in others; in this format a column has one type. {FIX}"
+            f"{column} is {kind} in some rows and {other} in others; in this format a column has one type. {FIX}"
         ) from None
 
 
@@ -133,15 +130,35 @@ def conform(table: pyarrow.Table, schema: pyarrow.Schema) -> pyarrow.Table:
     for field in schema:
         if field.name not in table.column_names:
             columns.append(pyarrow.nulls(table.num_rows, field.type))
-            continue
-        column = table.column(field.name)
-        try:
-            columns.append(column.cast(field.type))
-        except pyarrow.ArrowInvalid as error:
-            raise UserError(
-                f"column {field.name!r} is {column.type} in some rows and {field.type} in others, which does not hold "
-                f"all values: {error}. Write such integers as str. {FIX}"
-            ) from None
-        except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowTypeError):  # structs of older releases of pyarrow
-            columns.append(pyarrow.array(column.to_pylist(), field.type))
+        elif table.column(field.name).type.equals(field.type):
+            columns.append(table.column(field.name))
+        else:
+            columns.append(_cast(table.column(field.name), field))
     return pyarrow.Table.from_arrays(columns, schema=schema)
+
+
+def _cast(column: pyarrow.ChunkedArray, field: pyarrow.Field) -> pyarrow.ChunkedArray:
+    import pyarrow
+
+    try:
+        with contextlib.suppress(pyarrow.ArrowNotImplementedError, pyarrow.ArrowTypeError):
+            cast = column.cast(field.type)
+            if _is_valid(cast):
+                return cast
+        # What Arrow does not cast: lists of nulls, and in older releases structs that get fields.
+        return pyarrow.chunked_array([pyarrow.array(column.to_pylist(), field.type)])
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(
+            f"column {field.name!r} is {column.type} in some rows and {field.type} in others, which does not hold all "
+            f"values: {error}. Write such integers as str. {FIX}"
+        ) from None
+
+
+def _is_valid(column: pyarrow.ChunkedArray) -> bool:
+    import pyarrow
+
+    try:
+        column.validate()
+    except pyarrow.ArrowInvalid:
+        return False
+    return True

@@ -75,7 +75,7 @@ class LinesReader(InputReader):
 
     @cached_property
     def files(self) -> list[IndexedFile]:
-        return self.open_files(locations(self.path), lambda location: _indexed(location, self))
+        return self.open_files(locations(self.path), lambda location: _index_file(location, self))
 
     def __len__(self) -> int:
         return sum(file.rows for file in self.files)
@@ -171,7 +171,7 @@ class ItemsReader(InputReader):
         return self.items[start_idx : end_idx + 1]
 
 
-def _indexed(location: str, reader: LinesReader) -> IndexedFile:
+def _index_file(location: str, reader: LinesReader) -> IndexedFile:
     store, key = open_store(location)
     info = store.head(key)
     source = (location if "://" in location else key, info.etag, info.size)

@@ -107,7 +107,7 @@ class TableWriter(OutputWriter):
         for table in _tables_of_part(part):
             yield from table.to_pylist() if table.num_columns else ({} for _ in range(part.rows))
 
-    def unified(self, parts: Iterable[PartInfo]) -> pyarrow.Schema:
+    def unify_schemas(self, parts: Iterable[PartInfo]) -> pyarrow.Schema:
         """The schema of the rows of all parts. Raises UserError."""
         distinct = {_text_of(part): part for part in parts}
         schema = arrow_schemas.unify(map(_schema_of_part, distinct.values()))
@@ -117,16 +117,16 @@ class TableWriter(OutputWriter):
             )
         return schema
 
-    def joined(self, parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
+    def encode_parts(self, parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
         """The bytes of one file with the rows of all parts."""
         sink = Sink()
-        with self.opened(sink, schema) as writer:
+        with self.open_table(sink, schema) as writer:
             for table in _tables_of(parts, schema):
                 writer.write_table(table, max(1, table.num_rows))
                 yield sink.taken()
         yield sink.taken()
 
-    def opened(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a writer of pyarrow
+    def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a writer of pyarrow
         """A writer of pyarrow, whose tables become row groups."""
         raise NotImplementedError
 
@@ -153,20 +153,20 @@ class ParquetWriter(TableWriter):
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        rows, schema = sum(part.rows for part in filled), self.unified(filled)
+        rows, schema = sum(part.rows for part in filled), self.unify_schemas(filled)
         if not self.is_directory:
-            return publishing.publish_stream(self.path, self.joined(filled, schema), rows, staging, if_exists)
-        files = [self._published(part, number, schema, staging) for number, part in enumerate(filled)]
+            return publishing.publish_stream(self.path, self.encode_parts(filled, schema), rows, staging, if_exists)
+        files = [self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)]
         return publishing.publish_directory(self.path, files, rows, staging, if_exists)
 
-    def _published(self, part: PartInfo, number: int, schema: pyarrow.Schema, staging: str) -> PublishedFile:
+    def _file_of(self, part: PartInfo, part_idx: int, schema: pyarrow.Schema, staging: str) -> PublishedFile:
         """A part as a file of a directory, written again if its schema is not that of all."""
-        name = f"part-{number:05d}.parquet"
+        name = f"part-{part_idx:05d}.parquet"
         if _schema_of_part(part).equals(schema):
             return PublishedFile(name, part)
-        return publishing.staged(staging, name, self.joined([part], schema), part.rows)
+        return publishing.staged(staging, name, self.encode_parts([part], schema), part.rows)
 
-    def opened(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a ParquetWriter of pyarrow
+    def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a ParquetWriter of pyarrow
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression)
@@ -197,7 +197,7 @@ def _tables_of_part(part: PartInfo) -> Iterator[pyarrow.Table]:
         if not file.schema_arrow.names:
             yield pyarrow.table({})
             return
-        size = sum(file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups))
+        size = sum(file.metadata.row_group(group_idx).total_byte_size for group_idx in range(file.num_row_groups))
         rows = max(1, min(GROUP_ROWS, GROUP_BYTES * max(1, part.rows) // max(1, size)))
         for batch in file.iter_batches(rows):
             yield pyarrow.Table.from_batches([batch])

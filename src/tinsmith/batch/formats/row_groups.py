@@ -4,18 +4,20 @@ A row group is decoded in chunks, in order, as far as a batch needs it. Decoded 
 `DECODED_BYTES` together, the oldest go first, so that a row group of any size takes bounded memory: batches that come
 in order decode each chunk once, and one that comes late decodes its row group again.
 
-At most `MAX_OPEN` files are open, however many there are. One thread at a time uses an object.
+At most `MAX_OPEN` files are open, however many there are; one that changed before it is opened again is refused. One
+thread at a time uses an object.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
-from tinsmith.storage.locations import open_object
+from tinsmith.storage.locations import open_object, open_store
 
 DECODED_BYTES = 128 * 1024 * 1024
 CHUNK_ROWS = 4096
@@ -27,7 +29,7 @@ class RowGroup(NamedTuple):
     """A row group of a file. `bytes` are those of its encoded columns, before compression."""
 
     location: str
-    number: int
+    group_idx: int
     rows: int
     bytes: int
 
@@ -49,7 +51,8 @@ class RowGroups:
 
     def __init__(self, columns: Sequence[str] | None) -> None:
         self._columns = None if columns is None else list(columns)
-        self._files: OrderedDict[str, Any] = OrderedDict()
+        self._files: OrderedDict[str, tuple[IO[bytes], Any]] = OrderedDict()
+        self._etags: dict[str, str | None] = {}
         self._decoded: OrderedDict[tuple[RowGroup, int], Any] = OrderedDict()
         self._decoded_bytes = 0
         self._decoding: _Decoding | None = None
@@ -69,30 +72,30 @@ class RowGroups:
 
     def _read_footer(self, location: str) -> list[RowGroup]:
         metadata = self._open(location).metadata
-        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-        return [RowGroup(location, number, each.num_rows, each.total_byte_size) for number, each in enumerate(groups)]
+        groups = (metadata.row_group(idx) for idx in range(metadata.num_row_groups))
+        return [RowGroup(location, idx, group.num_rows, group.total_byte_size) for idx, group in enumerate(groups)]
 
     def read_rows(self, group: RowGroup, first: int, last: int) -> list[Row]:
         """An inclusive range of the rows of a group."""
         size = group.chunk_rows
         rows: list[Row] = []
-        for number in range(first // size, last // size + 1):
-            begin = max(first - number * size, 0)
-            rows += self._chunk(group, number).slice(begin, last + 1 - number * size - begin).to_pylist()
+        for chunk_idx in range(first // size, last // size + 1):
+            begin = max(first - chunk_idx * size, 0)
+            rows += self._chunk(group, chunk_idx).slice(begin, last + 1 - chunk_idx * size - begin).to_pylist()
         return rows
 
-    def _chunk(self, group: RowGroup, number: int) -> Any:  # noqa: ANN401  a table of pyarrow
-        if (group, number) in self._decoded:
-            self._decoded.move_to_end((group, number))
-            return self._decoded[group, number]
-        if self._decoding is None or self._decoding.group != group or self._next_chunk > number:
+    def _chunk(self, group: RowGroup, chunk_idx: int) -> Any:  # noqa: ANN401  a table of pyarrow
+        if (group, chunk_idx) in self._decoded:
+            self._decoded.move_to_end((group, chunk_idx))
+            return self._decoded[group, chunk_idx]
+        if self._decoding is None or self._decoding.group != group or self._next_chunk > chunk_idx:
             self._decoding, self._next_chunk = _Decoding(group, self._decode(group)), 0
         for at, table in self._decoding.chunks:
             self._next_chunk = at + 1
             self._keep((group, at), table)
-            if at == number:
+            if at == chunk_idx:
                 return table
-        raise EOFError(f"row group {group.number} of {group.location} ends before chunk {number}")
+        raise EOFError(f"row group {group.group_idx} of {group.location} ends before chunk {chunk_idx}")
 
     def _keep(self, key: tuple[RowGroup, int], table: Any) -> None:  # noqa: ANN401
         if (older := self._decoded.pop(key, None)) is not None:
@@ -103,22 +106,22 @@ class RowGroups:
             self._decoded_bytes -= self._decoded.popitem(last=False)[1].nbytes
 
     def _decode(self, group: RowGroup) -> Iterator[tuple[int, Any]]:
-        """The chunks of a row group with their numbers; all but the last have `chunk_rows` rows."""
+        """The chunks of a row group with their indices; all but the last have `chunk_rows` rows."""
         import pyarrow
 
-        size, number, waiting = group.chunk_rows, 0, None
+        size, chunk_idx, waiting = group.chunk_rows, 0, None
         file = self._open(group.location)
         missing = [name for name in self._columns or () if not _is_in(name, file.schema_arrow.names)]
-        for batch in file.iter_batches(size, row_groups=[group.number], columns=self._columns):
+        for batch in file.iter_batches(size, row_groups=[group.group_idx], columns=self._columns):
             table = pyarrow.Table.from_batches([batch])
             for name in missing:
                 table = table.append_column(name, pyarrow.nulls(batch.num_rows))
             waiting = table if waiting is None else pyarrow.concat_tables([waiting, table])
             while waiting.num_rows >= size:
-                yield number, waiting.slice(0, size)
-                waiting, number = waiting.slice(size), number + 1
+                yield chunk_idx, waiting.slice(0, size)
+                waiting, chunk_idx = waiting.slice(size), chunk_idx + 1
         if waiting is not None and waiting.num_rows:
-            yield number, waiting
+            yield chunk_idx, waiting
 
     def _open(self, location: str) -> Any:  # noqa: ANN401  a ParquetFile
         import pyarrow.parquet
@@ -126,6 +129,10 @@ class RowGroups:
         if location in self._files:
             self._files.move_to_end(location)
             return self._files[location][1]
+        store, key = open_store(location)
+        etag = store.head(key).etag
+        if self._etags.setdefault(location, etag) != etag:
+            raise InputChangedError(f"the input {location} changed while the job ran; resume the job for details")
         source = open_object(location)
         try:
             self._files[location] = source, pyarrow.parquet.ParquetFile(source)

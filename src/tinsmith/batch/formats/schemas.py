@@ -6,7 +6,7 @@ Types of the same column merge by these rules, and no others:
 - null and any type: that type;
 - int and float: float. An int is a whole number of at most 53 bits, which a float holds exactly. A larger one is int64:
   int and int64 merge to int64, int64 and float do not merge;
-- decimals: one that holds both; int or int64 and decimal: a decimal of 19 digits or more before the point;
+- decimals: one that holds both;
 - lists: of the merged type; structs: of the fields of both, merged.
 
 These are Arrow's rules (`arrow_schemas.py`) without the promotions that change values. Pure values: a schema is JSON.
@@ -28,7 +28,6 @@ Schema = dict[str, Type]
 EXACT_IN_FLOAT = 2**53
 LARGEST = 2**63
 MAX_DIGITS = 76
-INT64_DIGITS = 19
 ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "bool"),
     (float, "float"),
@@ -139,8 +138,7 @@ def merged_type(one: Type, other: Type, where: str, value: str = "") -> Type:
             for name, kind in other["struct"].items():
                 fields[name] = merged_type(fields.get(name, "null"), kind, f"{where}, field {name!r}", value)
             return {"struct": fields}
-    if all(kind in ("int", "int64") or (isinstance(kind, dict) and "decimal" in kind) for kind in pair):
-        digits = [max(pair) for pair in zip(*map(_digits, pair), strict=True)]
+        digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}
     advice = "Convert it in the function, or write JSON Lines"
@@ -150,11 +148,6 @@ def merged_type(one: Type, other: Type, where: str, value: str = "") -> Type:
         f"{where} is {shown(other)}{value} here and {shown(one)} in other rows; in this format a column has one type. "
         f"{advice}"
     )
-
-
-def _digits(kind: Type) -> list[int]:
-    """Of a decimal or an integer, before and after the point."""
-    return kind["decimal"] if isinstance(kind, dict) else [INT64_DIGITS, 0]
 
 
 def shown(kind: Type) -> str:
