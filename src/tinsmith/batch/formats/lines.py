@@ -77,8 +77,13 @@ class LinesReader(InputReader):
     def files(self) -> list[IndexedFile]:
         return self.open_files(locations(self.path), lambda location: _index_file(location, self))
 
+    @cached_property
+    def counts(self) -> list[int]:
+        """The rows of each file."""
+        return [file.rows for file in self.files]
+
     def __len__(self) -> int:
-        return sum(file.rows for file in self.files)
+        return sum(self.counts)
 
     def unroll(self, location: str) -> Iterator[bytes] | None:
         """The rows of a file as lines of JSON, if the file's own lines are not its rows; else None."""
@@ -86,7 +91,7 @@ class LinesReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for number, first, last in self.pieces([file.rows for file in self.files], start_idx, end_idx):
+        for number, first, last in self.pieces(self.counts, start_idx, end_idx):
             file = self.files[number]
             lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
             rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]

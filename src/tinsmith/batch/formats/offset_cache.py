@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 UNUSED_S = 7 * 24 * 3600.0
+SWEEP_S = 3600.0
 
 
 def cache_directory() -> Path:
@@ -47,8 +48,13 @@ def cached(make: Callable[[Path], None], *names: str | int | None) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    oldest = time.time() - UNUSED_S
+    """Deletes files that were not used for a week, at most once in `SWEEP_S` however many files are added."""
+    now, marker = time.time(), directory / ".swept"
+    with contextlib.suppress(OSError):
+        if now - marker.stat().st_mtime < SWEEP_S:
+            return
+    marker.touch()
     for path in directory.iterdir():
         with contextlib.suppress(OSError):
-            if path.is_file() and path.stat().st_mtime < oldest:
+            if path.is_file() and path.stat().st_mtime < now - UNUSED_S:
                 path.unlink()

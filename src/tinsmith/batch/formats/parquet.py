@@ -52,12 +52,10 @@ class ParquetReader(InputReader):
     @cached_property
     def _groups(self) -> list[RowGroup]:
         names = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-        if not names:
-            raise FileNotFoundError(f"no file matches {self.path}")
-        try:
-            return self._decoder.read_footers(names)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"no file matches {self.path}") from None
+        groups = [group for groups in self.open_files(names, self._decoder.read_footer) for group in groups]
+        if groups:
+            self._decoder.check_columns()
+        return groups
 
     @cached_property
     def _rows(self) -> list[int]:

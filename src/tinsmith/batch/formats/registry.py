@@ -177,11 +177,12 @@ class InputReader(ReaderOrWriter, ABC):
             if last >= first:
                 yield number, first, last
 
-    def open_files(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
-        """The files at these locations. Raises FileNotFoundError if there are none, or one is missing."""
+    def open_files(self, names: Sequence[str], open_file: Callable[[str], Opened]) -> list[Opened]:
+        """The files at these locations. Raises FileNotFoundError if one is missing, or if there are none, except in a
+        directory that a job without rows has published."""
         try:
-            if found:
-                return [open_one(location) for location in found]
+            if names or publishing.is_published(self.path):
+                return [open_file(location) for location in names]
         except FileNotFoundError:
             pass
         raise FileNotFoundError(f"no file matches {self.path}")

@@ -53,27 +53,23 @@ class RowGroups:
         self._columns = None if columns is None else list(columns)
         self._files: OrderedDict[str, tuple[IO[bytes], Any]] = OrderedDict()
         self._etags: dict[str, str | None] = {}
+        self._names: dict[str, None] = {}
         self._decoded: OrderedDict[tuple[RowGroup, int], Any] = OrderedDict()
         self._decoded_bytes = 0
         self._decoding: _Decoding | None = None
         self._next_chunk = 0
 
-    def read_footers(self, locations: Sequence[str]) -> list[RowGroup]:
-        """The row groups of the files. Raises UserError if a column that is to be read is in none of them."""
-        groups: list[RowGroup] = []
-        names: dict[str, None] = {}
-        for location in locations:
-            groups += self._read_footer(location)
-            names |= dict.fromkeys(self._open(location).schema_arrow.names)
-        missing = [name for name in self._columns or () if not _is_in(name, names)]
-        if missing and groups:
-            raise UserError(f"columns has {missing}, but {locations[0]} has only {list(names)}")
-        return groups
-
-    def _read_footer(self, location: str) -> list[RowGroup]:
-        metadata = self._open(location).metadata
-        groups = (metadata.row_group(idx) for idx in range(metadata.num_row_groups))
+    def read_footer(self, location: str) -> list[RowGroup]:
+        """The row groups of a file."""
+        file = self._open(location)
+        self._names |= dict.fromkeys(file.schema_arrow.names)
+        groups = (file.metadata.row_group(idx) for idx in range(file.num_row_groups))
         return [RowGroup(location, idx, group.num_rows, group.total_byte_size) for idx, group in enumerate(groups)]
+
+    def check_columns(self) -> None:
+        """Raises UserError if a column that is to be read is in none of the files whose footers were read."""
+        if missing := [name for name in self._columns or () if not _is_in(name, self._names)]:
+            raise UserError(f"columns has {missing}, and the files have only {list(self._names)}")
 
     def read_rows(self, group: RowGroup, first: int, last: int) -> list[Row]:
         """An inclusive range of the rows of a group."""
