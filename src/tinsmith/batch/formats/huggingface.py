@@ -119,6 +119,13 @@ def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFace
     workers."""
     if isinstance(dataset, str):
         return HuggingFaceReader(dataset, split, **options)
+    if options:
+        raise UserError(f"{sorted(options)} are of data sets on the hub, and this one is in memory; leave them out")
+    if split is not None:
+        if not isinstance(dataset, dict) or split not in dataset:
+            splits = sorted(dataset) if isinstance(dataset, dict) else "none that can be chosen"
+            raise UserError(f"split is {split!r}; the splits of this data set are {splits}")
+        dataset = dataset[split]
     fingerprint = getattr(dataset, "_fingerprint", None)
     if fingerprint is None:
         raise UserError(f"{type(dataset).__name__} is not a data set with one split; pass one of its splits")
