@@ -114,7 +114,7 @@ def merged(one: Schema, other: Schema, where: str = "column", values: Mapping[st
         if name not in columns:
             columns[name] = kind
             continue
-        value = "" if values is None else f" ({reprlib.repr(values.get(name))})"
+        value = "" if values is None else f" The value here is {reprlib.repr(values.get(name))}."
         columns[name] = merged_type(columns[name], kind, f"{where} {name!r}", value)
     return columns
 
@@ -145,8 +145,8 @@ def merged_type(one: Type, other: Type, where: str, value: str = "") -> Type:
     if "int64" in pair and "float" in pair:
         advice = "A float would lose digits of an integer beyond 2**53: write such integers as str, or write JSON Lines"
     raise SchemaConflictError(
-        f"{where} is {shown(other)}{value} here and {shown(one)} in other rows; in this format a column has one type. "
-        f"{advice}"
+        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type."
+        f"{value} {advice}"
     )
 
 
