@@ -393,11 +393,11 @@ def test_a_tilde_in_the_file_of_a_pool_or_a_function(home: Path) -> None:
     from typer.testing import CliRunner
 
     from tinsmith.batch.coordinator.coordinator import pools_of
-    from tinsmith.cli.batch import _loaded, app
+    from tinsmith.cli.batch import _load_function, app
 
     (home / "gpu.yaml").write_text("pool:\n  workers: 1\n")
     (home / "functions.py").write_text("def shout(row):\n    return row\n")
-    assert _loaded("~/functions.py:shout").__name__ == "shout"
+    assert _load_function("~/functions.py:shout").__name__ == "shout"
     from tinsmith.settings import load
 
     assert "gpu" in pools_of(load({"batch_pools": ["gpu=~/gpu.yaml"]}))

@@ -27,8 +27,8 @@ def describe_job(spec: JobSpec) -> Description:
     errors = spec.batch_error_format
     return {
         "function": identity_of(spec.batch_serialized_fn),
-        "input": _described(spec.batch_input_format),
-        "errors": None if errors is None else _described(errors),
+        "input": _describe_endpoint(spec.batch_input_format),
+        "errors": None if errors is None else _describe_endpoint(errors),
         "rows": spec.rows,
         "batch_size": spec.batch_size,
         "batch_tokens": spec.batch_tokens,
@@ -36,11 +36,11 @@ def describe_job(spec: JobSpec) -> Description:
     }
 
 
-def _described(data: Mapping[str, Any]) -> Description:
-    return {name: _shortened(value) for name, value in data.items() if name not in SECRETS}
+def _describe_endpoint(data: Mapping[str, Any]) -> Description:
+    return {name: _shorten(value) for name, value in data.items() if name not in SECRETS}
 
 
-def _shortened(value: object) -> object:
+def _shorten(value: object) -> object:
     text = json.dumps(value, sort_keys=True)
     return value if len(text) <= SHOWN_CHARACTERS else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
@@ -50,17 +50,17 @@ def differences(
 ) -> dict[str, tuple[object, object]]:
     """The properties that are not the same, with the value of the stored job and that of the new one. A field that a
     release added is not a difference while it has its default. `max_failed_rows` is left to the caller."""
-    found: dict[str, tuple[object, object]] = {}
+    changes: dict[str, tuple[object, object]] = {}
     for name, value in new.items():
         endpoint = {"input": reader, "errors": errors}.get(name)
         if name == "max_failed_rows" or name not in stored or stored[name] == value:
             continue
         if isinstance(value, dict) and isinstance(stored[name], dict) and endpoint is not None:
-            defaults = {each.name: each.default for each in fields(endpoint) if each.default is not MISSING}
+            defaults = {item.name: item.default for item in fields(endpoint) if item.default is not MISSING}
             before, after = {**defaults, **stored[name]}, {**defaults, **value}
             for field in sorted({*before, *after} - {*SECRETS}):
                 if before.get(field) != after.get(field):
-                    found[f"{name} {field}"] = before.get(field), after.get(field)
+                    changes[f"{name} {field}"] = before.get(field), after.get(field)
         else:
-            found[name] = stored[name], value
-    return found
+            changes[name] = stored[name], value
+    return changes

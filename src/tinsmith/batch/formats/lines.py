@@ -91,8 +91,8 @@ class LinesReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for number, first, last in self.pieces(self.counts, start_idx, end_idx):
-            file = self.files[number]
+        for file_idx, first, last in self.pieces(self.counts, start_idx, end_idx):
+            file = self.files[file_idx]
             lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
             rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
         return rows

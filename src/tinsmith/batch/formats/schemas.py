@@ -104,48 +104,48 @@ def schema_of(row: Mapping[str, object]) -> Schema:
     return found
 
 
-def merged(one: Schema, other: Schema, where: str = "column", values: Mapping[str, object] | None = None) -> Schema:
+def merged(first: Schema, other: Schema, prefix: str = "column", values: Mapping[str, object] | None = None) -> Schema:
     """The columns of both, merged; `values` are those of the other. Raises SchemaConflictError that names the column,
     both types and the value."""
-    if one == other:
-        return one
-    columns = dict(one)
+    if first == other:
+        return first
+    columns = dict(first)
     for name, kind in other.items():
         if name not in columns:
             columns[name] = kind
             continue
         value = "" if values is None else f" The value here is {reprlib.repr(values.get(name))}."
-        columns[name] = merged_type(columns[name], kind, f"{where} {name!r}", value)
+        columns[name] = merged_type(columns[name], kind, f"{prefix} {name!r}", value)
     return columns
 
 
-def merged_type(one: Type, other: Type, where: str, value: str = "") -> Type:
-    if one == other or other == "null":
-        return one
-    if one == "null":
+def merged_type(first: Type, other: Type, prefix: str, value: str = "") -> Type:
+    if first == other or other == "null":
+        return first
+    if first == "null":
         return other
-    pair = [one, other]
-    if isinstance(one, str) and isinstance(other, str):
+    pair = [first, other]
+    if isinstance(first, str) and isinstance(other, str):
         if sorted(pair) == ["int", "int64"]:
             return "int64"
         if sorted(pair) == ["float", "int"]:
             return "float"
-    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        if "list" in one:
-            return {"list": merged_type(one["list"], other["list"], f"{where}, its elements", value)}
-        if "struct" in one:
-            fields = dict(one["struct"])
+    elif isinstance(first, dict) and isinstance(other, dict) and first.keys() == other.keys():
+        if "list" in first:
+            return {"list": merged_type(first["list"], other["list"], f"{prefix}, its elements", value)}
+        if "struct" in first:
+            fields = dict(first["struct"])
             for name, kind in other["struct"].items():
-                fields[name] = merged_type(fields.get(name, "null"), kind, f"{where}, field {name!r}", value)
+                fields[name] = merged_type(fields.get(name, "null"), kind, f"{prefix}, field {name!r}", value)
             return {"struct": fields}
-        digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
+        digits = [max(pair) for pair in zip(first["decimal"], other["decimal"], strict=True)]
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}
     advice = "Convert it in the function, or write JSON Lines"
     if "int64" in pair and "float" in pair:
         advice = "A float would lose digits of an integer beyond 2**53: write such integers as str, or write JSON Lines"
     raise SchemaConflictError(
-        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type."
+        f"{prefix} is {shown(other)} here and {shown(first)} in other rows; in this format a column has one type."
         f"{value} {advice}"
     )
 

@@ -205,7 +205,7 @@ class WebdatasetWriter(DirectoryWriter):
         """Raises UserError for two rows with one key. The keys are in a temporary file, however many there are."""
         with closing(sqlite3.connect("")) as keys:
             keys.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, part INTEGER) WITHOUT ROWID")
-            for number, part in enumerate(parts):
+            for part_idx, part in enumerate(parts):
                 samples = samples_in(io.BytesIO(publishing.read_verified(part)), part.path)
                 if len(samples) != part.rows:
                     raise UserError(
@@ -213,13 +213,13 @@ class WebdatasetWriter(DirectoryWriter):
                     )
                 for sample in samples:
                     try:
-                        keys.execute("INSERT INTO seen VALUES (?, ?)", (sample.key, number))
+                        keys.execute("INSERT INTO seen VALUES (?, ?)", (sample.key, part_idx))
                     except sqlite3.IntegrityError:
                         query = "SELECT part FROM seen WHERE key = ?"
                         (other,) = keys.execute(query, (sample.key,)).fetchone()
-                        where = sorted({_rows_of(parts[other]), _rows_of(part)})
+                        spans = sorted({_rows_of(parts[other]), _rows_of(part)})
                         raise UserError(
-                            f"two rows have the key {sample.key!r}, in {' and '.join(where)}, and {UNIQUE}. Nothing is "
+                            f"two rows have the key {sample.key!r}, in {' and '.join(spans)}, and {UNIQUE}. Nothing is "
                             f"lost: resume the job with output=WebdatasetWriter({self.path!r}, key=None)"
                         ) from None
 

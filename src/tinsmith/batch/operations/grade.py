@@ -111,15 +111,15 @@ class Grade(RowOperation):
         super().check()
         needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
         wanted = needed.get(self.by, {"reference"})
-        taken = wanted | OPTIONAL.get(self.by, frozenset())
+        usable = wanted | OPTIONAL.get(self.by, frozenset())
         for name in ("reference", "pattern", "schema", "model", "template", "scores", "max_tokens"):
             is_set = getattr(self, name) is not None
             if name in wanted and not is_set:
                 raise UserError(f"a Grade by {self.by!r} needs {name!r}")
-            if is_set and name not in taken:
+            if is_set and name not in usable:
                 raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
         for name in ("ignore_case", "tolerance", "temperature", "seed"):
-            if getattr(self, name) != getattr(Grade, name) and name not in taken:
+            if getattr(self, name) != getattr(Grade, name) and name not in usable:
                 raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
         if self.by == "json_schema":
             check_schema("schema", self.schema)

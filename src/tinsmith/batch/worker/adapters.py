@@ -187,7 +187,7 @@ class _OfBatches(_Function):
             arguments.append(batch.made_indices)
         made = _collected(self._call(*arguments))
         if self._kind == "filter":
-            batch.give(chosen_rows(rows, made), self._many)
+            batch.give(filter_rows(rows, made), self._many)
             return
         results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
         if len(results) != len(rows):
@@ -252,7 +252,7 @@ def _array(values: list[Any]) -> Any:  # noqa: ANN401
         return array
 
 
-def chosen_rows(rows: Sequence[Row], answers: object) -> list[Row | None]:
+def filter_rows(rows: Sequence[Row], answers: object) -> list[Row | None]:
     """The rows for which a function of a batch answered with something true; None for the others. Raises
     ProgramError."""
     to_list = getattr(answers, "tolist", None) or getattr(answers, "to_pylist", None)
