@@ -343,7 +343,7 @@ def test_a_tilde_is_the_home_of_whoever_submits_in_every_reader_and_writer(home:
             if name not in classes.names() or not format.has_location:
                 continue
             if name == "sql":
-                sent = request_form(classes.find(name)(path="sqlite:///~/x.db", table="t"))
+                sent = request_form(classes.find(name)(path="sqlite:///~/x.db#t"))
                 assert sent["path"] == f"sqlite:///{home}/x.db#t"
                 continue
             (home / "x").mkdir(exist_ok=True)

@@ -396,7 +396,7 @@ def test_filter_takes_batches_in_any_form(tmp_path: Path) -> None:
         return frame["n"] > 2
 
     def arrow_over(table: pa.Table) -> Any:  # noqa: ANN401
-        return pyarrow.compute.greater(table["n"], 2)
+        return pyarrow.compute.call_function("greater", [table["n"], pa.scalar(2)])
 
     def index_over(rows: Rows, indices: list[int]) -> list[bool]:
         return [index > 2 for index in indices]

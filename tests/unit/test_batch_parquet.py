@@ -76,7 +76,7 @@ def test_a_directory_of_parquet_files_has_one_schema_for_every_reader(
     import datasets
     import pandas
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     batches, expected = LATE[case]
     info = publish(batch.ParquetWriter(f"{tmp_path}/out/"), batches, tmp_path)
     assert info.rows == len(expected)
@@ -99,7 +99,7 @@ def test_one_file_has_that_schema_too(case: str, tmp_path: Path) -> None:
     assert pq.read_table(f"{tmp_path}/out.parquet").to_pylist() == expected
     writer = batch.OutputWriter.from_dict({"format": "huggingface", "path": f"{tmp_path}/hf"})
     info = publish(writer, batches, tmp_path / "b")
-    assert datasets.load_from_disk(f"{tmp_path}/hf").to_list() == expected == list(writer.read_published(info))
+    assert list(datasets.load_from_disk(f"{tmp_path}/hf")) == expected == list(writer.read_published(info))
 
 
 def test_only_the_parts_of_another_schema_are_written_again(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_rules_of_a_running_job_are_those_of_arrow(first: object, second: ob
         return  # a list of types that do not merge
     fields = [arrow_schemas.schema_of_types(each) for each in types]
     try:
-        merged = schemas.merged(*types, values={"v": second})
+        merged = schemas.merged(types[0], types[1], values={"v": second})
     except schemas.SchemaConflictError as conflict:
         assert "column 'v'" in str(conflict)
         if "2**53" not in str(conflict):  # only the values tell an integer of 54 bits from one of 53
