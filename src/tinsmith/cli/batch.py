@@ -319,7 +319,7 @@ def task(
 
     name, _, path = pool.partition("=")
     settings = load({})
-    text = skypilot_task(name, Path(path), machines, task_envs(settings))
+    text = skypilot_task(name, Path(path).expanduser(), machines, task_envs(settings))
     typer.echo(json.dumps(text) if as_json else yaml.safe_dump(text, sort_keys=False), nl=as_json)
 
 
@@ -384,7 +384,7 @@ def _load_function(reference: str) -> Any:  # noqa: ANN401
     from tinsmith.batch.operations.base import RowOperation
 
     file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
-    path = Path(file)
+    path = Path(file).expanduser()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UserError(f"there is no Python file {file!r}; write FILE.py or FILE.py:FUNCTION")

@@ -22,8 +22,9 @@ from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Se
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, WORK, JobRecord
+from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
-from tinsmith.batch.types import JobSpec, identity_of
+from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import ClosedBody, Integer, Schema
@@ -150,9 +151,8 @@ def partial(call: Call) -> JsonObject:
     return {
         "outputs": spec.batch_output_formats,
         "part_formats": spec.part_formats,
-        "function": identity_of(spec.batch_serialized_fn),
-        "input": {name: spec.batch_input_format[name] for name in ("format", "path")},
-        "rows": spec.rows,
+        **describe_job(spec),
+        "input_version": spec.input_version,
         "batches": [
             {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
             for span, parts in call.services.batch_jobs.committed(found.job_id, after, limit)

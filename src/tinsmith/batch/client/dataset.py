@@ -14,18 +14,20 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 from tinsmith.batch import operations
 from tinsmith.batch.client import functions
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
-from tinsmith.batch.formats import registry
+from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_form
+from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, identity_of, packed
+from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, packed
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
@@ -185,8 +187,7 @@ class Dataset:
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
             return self._then(_operations(steps, given), given)
-        is_batch = given.get("batched", False) or given.get("batch_format") is not None
-        return self._then(_step(mapper_fn, "batch" if is_batch else "row", given, merge=True), given)
+        return self._then(_step(mapper_fn, "row", given), given)
 
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -201,7 +202,8 @@ class Dataset:
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
-        """Keeps the rows for which the function returns something true."""
+        """Keeps the rows for which the function returns something true; with `batched=True` or a `batch_format` it gets
+        a batch and returns one value for each row."""
         return self._then(_step(predicate, "filter", options), options)
 
     @overload
@@ -246,40 +248,63 @@ class Dataset:
         self._forgotten = False
         if not self._steps:
             raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before writing it")
-        options = self._options
+        options = dict(self._options)
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
+        last = None
         if options.get("if_exists") == "resume":
+            if options.get("resume_from") is not None:
+                raise ValueError("if_exists='resume' looks for the job to resume; leave resume_from out, or if_exists")
             options["if_exists"] = "error"
-            if (last := _last_job(client, outputs)) is not None:
-                status = last.status()
-                self._check_same(client.partial(int(last), limit=1), status, outputs)
-                if status["status"] not in ("FAILED", "CANCELLED"):
-                    return self._followed(last)
-                options["resume_from"] = last
-        spec = self._spec(outputs)
+            last = _last_job(client, outputs)
+        spec = self._spec(outputs, options, is_resumed=last is not None)
+        if last is not None:
+            status = last.status()
+            self._check_same(client.partial(int(last), limit=1), status, spec)
+            if status["status"] not in ("FAILED", "CANCELLED"):
+                return self._followed(last)
+            spec = replace(self._spec(outputs, options), resume_from=int(last))
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
             raise JobRefusedError(str(error)) from None
         return self._followed(job)
 
-    def _check_same(self, stored: Status, status: Status, outputs: list[OutputWriter]) -> None:
+    def _check_same(self, stored: Status, status: Status, spec: JobSpec) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
-        given = request_form(self.reader.of_job([str(request_form(writer)["path"]) for writer in outputs]))
-        mine = {
-            "function": identity_of(self._payload()),
-            "input": {name: given[name] for name in ("format", "path")},
-            "rows": _rows_of(self._steps),
-        }
-        other = [name for name, value in mine.items() if stored[name] != value]
-        if other and (status["rows_ok"] or status["status"] not in ("FAILED", "CANCELLED")):
-            job_id, rows, name = status["job_id"], status["rows_ok"], other[0]
-            raise JobRefusedError(
-                f"bulk job {job_id} ({status['status']}, {rows} rows) writes to these outputs, but its {name} is "
-                f"{stored[name]} and this job's is {mine[name]}. To keep its rows and compute the rest with this job, "
-                f"pass resume_from={job_id}; to start over, pass if_exists='overwrite'"
-            )
+        is_over = status["status"] not in ("FAILED", "CANCELLED")
+        if not status["rows_ok"] and not is_over:
+            return
+        other = differences(stored, describe_job(spec), self.reader, self._options.get("errors"))
+        allowed = stored.get("max_failed_rows", spec.max_failed_rows), spec.max_failed_rows
+        if is_over and status["rows_failed"] and allowed[0] != allowed[1]:
+            other["max_failed_rows"] = allowed
+        if other:
+            name, (before, after) = next(iter(other.items()))
+            change = f"its {name} is {before} and this job's is {after}"
+        elif change := self._input_change(stored.get("input_version")) if is_over else "":
+            pass
+        else:
+            return
+        job_id, rows = status["job_id"], status["rows_ok"]
+        again = "to start over, pass if_exists='overwrite'"
+        if not is_over:
+            again = f"To keep its rows and compute the rest with this job, pass resume_from={job_id}; {again}"
+        raise JobRefusedError(
+            f"bulk job {job_id} ({status['status']}, {rows} rows) writes to these outputs, but {change}. "
+            f"{again[0].upper()}{again[1:]}"
+        )
+
+    def _input_change(self, before: input_versions.Version | None) -> str:
+        """How the input differs from the one that a job read; empty if it does not, or cannot be read from here."""
+        try:
+            if before is not None:
+                input_versions.check(before, self.reader.version())
+        except input_versions.InputChangedError as error:
+            return str(error)
+        except OSError:
+            return ""
+        return ""
 
     def _followed(self, job: Job) -> Job:
         if self._options.get("stream", True):
@@ -313,8 +338,12 @@ class Dataset:
             return packed(self._steps[0])
         return packed({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
 
-    def _spec(self, outputs: list[OutputWriter]) -> JobSpec:
-        options = self._options
+    def _spec(
+        self, outputs: list[OutputWriter], options: Mapping[str, Any] | None = None, *, is_resumed: bool = False
+    ) -> JobSpec:
+        """The specification with these options, by default the data set's. The outputs must not exist, unless
+        `is_resumed`: they may be those of this very job."""
+        options = self._options if options is None else options
         if_exists = options.get("if_exists", "error")
         errors = options.get("errors")
         for writer in [*outputs, *([errors] if errors is not None else [])]:
@@ -322,7 +351,7 @@ class Dataset:
                 raise ValueError(f"an output is {writer!r}; it must be a writer, such as batch.JsonWriter(PATH)")
             if not writer.path:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
-            if writer.in_store:
+            if writer.in_store and not is_resumed:
                 check_output(writer.path, if_exists)
         formats = [request_form(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
@@ -334,7 +363,8 @@ class Dataset:
             "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
             "batch_error_format": request_form(errors) if errors is not None else None,
-            "batch_activate_env": options.get("activate_env"),
+            "batch_activate_env": _expand_home(options.get("activate_env")),
+            "python": _expand_home(options.get("python")),
             "directory": os.getcwd(),
         }
         if (classes := options.get("retry_on")) is not None:
@@ -356,6 +386,10 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     return None
 
 
+def _expand_home(path: str | None) -> str | None:
+    return path and os.path.expanduser(path)
+
+
 NO_OUTPUT = "this data set was mapped but has no output: pass output=batch.JsonWriter(PATH), or call .write_json(PATH)"
 
 
@@ -370,22 +404,47 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
     return operations.described(steps)
 
 
-def _step(
-    mapper: Callable[..., object], kind: str, options: Mapping[str, Any], *, merge: bool = False
-) -> dict[str, Any]:
+STEP_OPTIONS: dict[str, tuple[str, ...]] = {
+    "map": tuple(StepOptions.__annotations__),
+    "map of a @remote_function that loops over load()": ("rows", "fn_kwargs", "serializer"),
+    "map_batches": (
+        "batched",
+        "batch_format",
+        "with_indices",
+        "rows",
+        "fn_kwargs",
+        "fn_constructor_kwargs",
+        "serializer",
+    ),
+    "filter": ("batched", "batch_format", "with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
+    "flat_map": ("with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
+}
+"""The options of a function that have an effect, by method. The others are refused."""
+INSTEAD = {
+    "map of a @remote_function that loops over load()": "such a function gets whole batches as lists of rows",
+    "map_batches": "its results are the new rows whole; leave the columns out of them, or use map(batched=True)",
+    "filter": "it keeps rows as they are; use map to change them",
+    "flat_map": "its results are the new rows whole; map_batches(rows='any') takes a function of batches",
+}
+
+
+def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The payload of one function; a `@remote_function` without required parameters is a loop."""
     _check_options(options)
+    method = {"row": "map", "batch": "map_batches", "flat": "flat_map"}.get(kind, kind)
     kwargs = options.get("fn_kwargs")
-    is_class = inspect.isclass(mapper)
+    is_class, merge = inspect.isclass(mapper), kind == "row"
+    is_batch = bool(options.get("batched")) or options.get("batch_format") is not None
     if is_class:
         kwargs = options.get("fn_constructor_kwargs") or kwargs
     elif functions.is_remote_function(mapper) and kind in ("row", "batch") and not options.get("batched"):
-        kind = "loop"
+        kind, method = "loop", "map of a @remote_function that loops over load()"
     elif kind == "row" and functions.parameters_of(mapper) == 0:
         raise ValueError(
             "Mapper function must be decorated with @batch.remote_function if it takes no argument and loops over "
             "load(); otherwise give it a parameter for a row, or with batched=True for a batch"
         )
+    _check_step_options(options, method, is_class)
     shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
     if shape not in functions.BATCH_FORMATS:
         raise ValueError(f"batch_format is {shape!r}; it must be one of {list(functions.BATCH_FORMATS)}")
@@ -396,7 +455,24 @@ def _step(
         "merge": merge,
         "rows": options.get("rows", "one"),
     }
+    if kind == "row" and is_batch:
+        kind = "batch"
+    elif kind == "filter" and is_batch:
+        settings["batched"] = True
     return functions.described(mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer"))
+
+
+def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:
+    """Raises NotSupportedError for an option that would have no effect, and ValueError for two that contradict."""
+    effective = {name for name in StepOptions.__annotations__ if options.get(name) not in (None, False, [], {}, ())}
+    if refused := sorted(effective - {*STEP_OPTIONS[method]}):
+        raise NotSupportedError(f"{method} has no option {refused}: {INSTEAD[method]}")
+    if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
+        raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
+    if "fn_constructor_kwargs" in effective and not is_class:
+        raise ValueError("fn_constructor_kwargs are for a class, and this is a function; use fn_kwargs")
+    if {"fn_kwargs", "fn_constructor_kwargs"} <= effective:
+        raise ValueError("a class gets either fn_kwargs or fn_constructor_kwargs when it is made; give one of them")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ Reading: every value is text, since a file does not say what else it could be.
 
 Writing: one file with the columns of all rows, in the order in which they first appear. None is an empty value; lists
 and objects are JSON text; other values are as `encoding.py` has them. Each part has its own header. Where all headers
-are equal, publishing concatenates bytes; else it reads and writes the rows again.
+are equal and the file is not compressed, publishing concatenates bytes; else it reads and writes the rows again.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
+from typing import IO
 
 import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
-from tinsmith.batch.formats.lines import LinesReader
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter
+from tinsmith.batch.formats.lines import LinesReader, pack, unpacked
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, PACKED, FileWriter
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
+from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_object
 
 FIELD_BYTES = 128 * 1024 * 1024
+PAGE_ROWS = 1024
 
 
 @INPUT_READER_REGISTRY.type_register(name="csv")
@@ -34,12 +39,19 @@ class CsvReader(LinesReader):
 
     delimiter: str = ""
 
+    def __post_init__(self) -> None:
+        if self.delimiter:
+            _check_delimiter(self.delimiter)
+
     def unroll(self, location: str) -> Iterator[bytes]:
         csv.field_size_limit(FIELD_BYTES)
         tabs = ".tsv" in self.path.rpartition("/")[2]
         with io.TextIOWrapper(open_object(location), "utf-8-sig", newline="") as text:
             lines = csv.reader(text, delimiter=self.delimiter or ("\t" if tabs else ","), strict=True)
             header = next(lines, None)
+            if header is not None and len(set(header)) < len(header):
+                twice = sorted({name for name in header if header.count(name) > 1})
+                raise ValueError(f"{location} has the columns {twice} more than once; rename them")
             for values in lines:
                 if not values:
                     continue
@@ -61,6 +73,10 @@ class CsvWriter(FileWriter):
     column: str | list[str] | None = None
     delimiter: str = ","
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_delimiter(self.delimiter)
+
     def check(self, row: Row) -> None:
         for value in selected(row, self.column).values():
             _text(value)
@@ -73,29 +89,48 @@ class CsvWriter(FileWriter):
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        headers = [next(self._lines(part), []) for part in filled]
-        if all(header == headers[0] for header in headers):
-            head = self._encoded(headers[:1])
-            skips = [len(head)] * len(filled)
-            return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)
+        headers = list(dict.fromkeys(tuple(self._header(part)) for part in filled))
         columns = list(dict.fromkeys(name for header in headers for name in header))
         rows = sum(part.rows for part in filled)
-        return publishing.publish_stream(self.path, self._rewritten(filled, columns), rows, staging, if_exists)
+        if filled and not columns:
+            raise UserError(
+                f"the rows of {self.path} have no columns, and a CSV file cannot count such rows. Return rows with a "
+                "column, or resume the job with format='jsonl'"
+            )
+        if len(headers) > 1 or self.path.endswith(PACKED):
+            return publishing.publish_stream(self.path, self._rewritten(filled, columns), rows, staging, if_exists)
+        head = self._encoded([columns]) if filled else b""
+        skips = [len(head)] * len(filled)
+        return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        lines = self._lines(part)
+        return self._rows(self._lines(part))
+
+    def _rows(self, lines: Iterator[list[str]]) -> Iterator[Row]:
         header = next(lines, [])
         yield from (dict(zip(header, values, strict=True)) for values in lines)
 
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        with unpacked(open_object(output.path), output.path) as source:
+            yield from self._rows(self._lines_in(source))
+
     def _rewritten(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
-        yield self._encoded([columns])
+        yield pack(self._encoded([columns]) if columns else b"", self.path)
         for part in parts:
             publishing.check_part(part)
-            for row in self.read_part(part):
-                yield self._encoded([[row.get(name, "") for name in columns]])
+            rows = self.read_part(part)
+            while page := list(islice(rows, PAGE_ROWS)):
+                yield pack(self._encoded([[row.get(name, "") for name in columns] for row in page]), self.path)
 
-    def _lines(self, part: PartInfo) -> Iterator[list[str]]:
-        with io.TextIOWrapper(publishing.open_part(part), "utf-8", newline="") as text:
+    def _header(self, part: PartInfo) -> list[str]:
+        with closing(self._lines(part)) as lines:
+            return next(lines, [])
+
+    def _lines(self, part: PartInfo) -> Generator[list[str]]:
+        return self._lines_in(publishing.open_part(part))
+
+    def _lines_in(self, source: IO[bytes]) -> Generator[list[str]]:
+        with io.TextIOWrapper(source, "utf-8", newline="") as text:
             yield from csv.reader(text, delimiter=self.delimiter, strict=True)
 
     def _encoded(self, lines: Sequence[Sequence[str]]) -> bytes:
@@ -114,3 +149,8 @@ def _text(value: object) -> str:
     if decoded is None:
         return ""
     return decoded if isinstance(decoded, str) else plain
+
+
+def _check_delimiter(delimiter: str) -> None:
+    if len(delimiter) != 1 or delimiter in '"\r\n':
+        raise ValueError(f"delimiter is {delimiter!r}; it must be one character, and no quote or line break")

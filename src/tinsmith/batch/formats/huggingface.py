@@ -15,8 +15,8 @@ import orjson
 from tinsmith.batch.formats import input_versions, publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.parquet import ParquetWriter, Sink
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader
+from tinsmith.batch.formats.parquet import Sink, TableWriter
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, absolute_path
 from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_object
@@ -30,6 +30,14 @@ class HuggingFaceReader(InputReader):
     split: str | None = None
     name: str | None = None
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        directory = absolute_path(self.path)
+        if not Path(directory).is_dir():
+            return
+        self.path = directory
+        if _is_saved(directory) and (ignored := [field for field in ("name", "revision") if getattr(self, field)]):
+            raise ValueError(f"{ignored} are of data sets on the hub, and {directory} was saved; leave them out")
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -47,11 +55,13 @@ class HuggingFaceReader(InputReader):
     def _dataset(self) -> Any:  # noqa: ANN401
         import datasets
 
-        if Path(self.path).is_dir() and any(Path(self.path).glob("*.json")):
+        if _is_saved(self.path):
             loaded: Any = datasets.load_from_disk(self.path)
         else:
             loaded = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
         if not isinstance(loaded, dict):
+            if self.split is not None and _is_saved(self.path) and str(loaded.split) != self.split:
+                raise UserError(f"split is {self.split!r}, and {self.path} has one split, {loaded.split}; leave it out")
             return loaded
         if self.split not in loaded:
             raise UserError(f"split is {self.split!r}; the splits of {self.path} are {sorted(loaded)}")
@@ -60,15 +70,16 @@ class HuggingFaceReader(InputReader):
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="huggingface")
 @dataclass
-class HuggingFaceWriter(ParquetWriter):
-    """Parts are Parquet; the output is one Arrow file, with the types of all rows merged as in Parquet."""
+class HuggingFaceWriter(TableWriter):
+    """Parts are Parquet; the output is one Arrow file, which is not compressed so that it can be mapped into memory."""
 
     def __post_init__(self) -> None:
         self.path = self.path.rstrip("/") + "/" if self.path else ""
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        data = publishing.staged(staging, "data-00000-of-00001.arrow", self.joined(filled))
+        arrow = self.encode_parts(filled, self.unify_schemas(filled))
+        data = publishing.staged(staging, "data-00000-of-00001.arrow", arrow)
         state = {
             "_data_files": [{"filename": data.name}],
             "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],
@@ -88,13 +99,19 @@ class HuggingFaceWriter(ParquetWriter):
 
         for file in publishing.published_files(output, is_directory=True):
             if file.path.endswith(".arrow"):
-                for batch in pyarrow.ipc.open_stream(open_object(file.path)):
-                    yield from batch.to_pylist()
+                with open_object(file.path) as source:
+                    for batch in pyarrow.ipc.open_stream(source):
+                        yield from batch.to_pylist()
 
-    def opened(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
+    def open_table(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
         import pyarrow.ipc
 
         return pyarrow.ipc.new_stream(sink, schema)
+
+
+def _is_saved(path: str) -> bool:
+    """Whether a path is a directory that `save_to_disk` made."""
+    return Path(path).is_dir() and any(Path(path).glob("*.json"))
 
 
 def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFaceReader:  # noqa: ANN401
@@ -102,6 +119,13 @@ def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFace
     workers."""
     if isinstance(dataset, str):
         return HuggingFaceReader(dataset, split, **options)
+    if options:
+        raise UserError(f"{sorted(options)} are of data sets on the hub, and this one is in memory; leave them out")
+    if split is not None:
+        if not isinstance(dataset, dict) or split not in dataset:
+            splits = sorted(dataset) if isinstance(dataset, dict) else "none that can be chosen"
+            raise UserError(f"split is {split!r}; the splits of this data set are {splits}")
+        dataset = dataset[split]
     fingerprint = getattr(dataset, "_fingerprint", None)
     if fingerprint is None:
         raise UserError(f"{type(dataset).__name__} is not a data set with one split; pass one of its splits")

@@ -15,7 +15,7 @@ import gzip
 import io
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -75,10 +75,15 @@ class LinesReader(InputReader):
 
     @cached_property
     def files(self) -> list[IndexedFile]:
-        return self.open_files(locations(self.path), lambda location: _indexed(location, self.unroll))
+        return self.open_files(locations(self.path), lambda location: _index_file(location, self))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The rows of each file."""
+        return [file.rows for file in self.files]
 
     def __len__(self) -> int:
-        return sum(file.rows for file in self.files)
+        return sum(self.counts)
 
     def unroll(self, location: str) -> Iterator[bytes] | None:
         """The rows of a file as lines of JSON, if the file's own lines are not its rows; else None."""
@@ -86,8 +91,8 @@ class LinesReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for number, first, last in self.pieces([file.rows for file in self.files], start_idx, end_idx):
-            file = self.files[number]
+        for file_idx, first, last in self.pieces(self.counts, start_idx, end_idx):
+            file = self.files[file_idx]
             lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
             rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
         return rows
@@ -171,16 +176,17 @@ class ItemsReader(InputReader):
         return self.items[start_idx : end_idx + 1]
 
 
-def _indexed(location: str, unroll: Callable[[str], Iterator[bytes] | None]) -> IndexedFile:
+def _index_file(location: str, reader: LinesReader) -> IndexedFile:
     store, key = open_store(location)
     info = store.head(key)
-    identity = (unroll.__qualname__, location if "://" in location else key, info.etag, info.size)
+    source = (location if "://" in location else key, info.etag, info.size)
     data = location
     if location.endswith((".gz", ".zst")):
-        data = str(cached(lambda path: _unpack(location, path), "unpacked", *identity))
-    if (lines := unroll(data)) is not None:
-        data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *identity))
-    return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", *identity), info.etag)
+        data = str(cached(lambda path: _unpack(location, path), "unpacked", *source))
+    if (lines := reader.unroll(data)) is not None:
+        data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *source, reader.identity))
+    # The name of a cached file covers everything that decides its contents.
+    return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", data, *source), info.etag)
 
 
 def _write_lines(lines: Iterator[bytes], path: Path) -> None:

@@ -1,13 +1,15 @@
 """A cache of derived files: offsets of rows, and unpacked files that allow reads at any place.
 
-Files are named by a digest of their source (location, etag and size), so a changed input is a new entry, and all jobs
-on a machine share them. Files that were not used for a week are deleted.
+Files are named by a digest of all that decides their contents: the source (location, etag and size) and, where a
+reader rewrites it, the identity of the reader. So a changed input or a changed field is a new entry, and all jobs on a
+machine share them. Files that were not used for a week are deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 import time
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 UNUSED_S = 7 * 24 * 3600.0
+SWEEP_S = 3600.0
 
 
 def cache_directory() -> Path:
@@ -27,10 +30,10 @@ def cache_directory() -> Path:
     return directory
 
 
-def cached(make: Callable[[Path], None], *names: object) -> Path:
+def cached(make: Callable[[Path], None], *names: str | int | None) -> Path:
     """The file that `make` writes for these names, unless it is cached. Two processes may write it at once."""
     directory = cache_directory()
-    path = directory / hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()
+    path = directory / hashlib.sha256(json.dumps(names).encode()).hexdigest()
     if path.exists():
         os.utime(path)
         return path
@@ -45,8 +48,13 @@ def cached(make: Callable[[Path], None], *names: object) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    oldest = time.time() - UNUSED_S
+    """Deletes files that were not used for a week, at most once in `SWEEP_S` however many files are added."""
+    now, marker = time.time(), directory / ".swept"
+    with contextlib.suppress(OSError):
+        if now - marker.stat().st_mtime < SWEEP_S:
+            return
+    marker.touch()
     for path in directory.iterdir():
         with contextlib.suppress(OSError):
-            if path.is_file() and path.stat().st_mtime < oldest:
+            if path.is_file() and path.stat().st_mtime < now - UNUSED_S:
                 path.unlink()

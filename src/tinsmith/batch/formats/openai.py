@@ -103,6 +103,8 @@ class OpenAIBatchWriter(JsonWriter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.column is not None:
+            raise ValueError(f"column is {self.column!r}, but the fields of a result are fixed; leave it out")
         if self.keep not in KEPT:
             raise ValueError(f"keep is {self.keep!r}; it must be one of {list(KEPT)}")
 

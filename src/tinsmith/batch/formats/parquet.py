@@ -1,25 +1,39 @@
-"""Parquet files. Reading goes by row groups: a batch reads those that it touches, and no others.
+"""Parquet files. A batch reads the row groups that it touches, and each row group is decoded once (`row_groups.py`).
 
-The output is one file, or a directory (a path with a final slash) with one file for each batch. In one file, a column
-has the type that holds the values of all rows, by the rules of `schemas.py`; a row whose types cannot be merged with
-those of the others fails. Row groups are made of whole batches until they hold `GROUP_ROWS` rows or `GROUP_BYTES`
-bytes, which bounds the memory of publishing.
+The output is one file, or a directory (a path with a final slash) with one file for each batch. All rows have one
+schema, decided when the output is published (`arrow_schemas.py`). Parts of that schema are published as they are; the
+rows of the others are written again, some at a time. A row whose types cannot be merged with those of the others fails
+while the job runs (`schemas.py`). In one file, row groups are made of whole batches until they hold `GROUP_ROWS` rows
+or `GROUP_BYTES` bytes, which bounds the memory of publishing.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tinsmith.batch.formats import publishing, schemas
+from tinsmith.batch.formats import arrow_schemas, publishing, schemas
 from tinsmith.batch.formats.encoding import selected
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+from tinsmith.batch.formats.publishing import PublishedFile
+from tinsmith.batch.formats.registry import (
+    INPUT_READER_REGISTRY,
+    OUTPUT_WRITER_REGISTRY,
+    PACKED,
+    InputReader,
+    OutputWriter,
+)
+from tinsmith.batch.formats.row_groups import RowGroup, RowGroups
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
-from tinsmith.storage.locations import locations, open_object
+from tinsmith.errors import UserError
+from tinsmith.storage.locations import locations
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")
@@ -32,17 +46,20 @@ class ParquetReader(InputReader):
     columns: list[str] | None = None
 
     @cached_property
-    def _groups(self) -> list[tuple[Any, int]]:
-        """Each row group as a file and its number there."""
-        import pyarrow.parquet
+    def _decoder(self) -> RowGroups:
+        return RowGroups(self.columns)
 
-        found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-        files = self.open_files(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
-        return [(file, group) for file in files for group in range(file.num_row_groups)]
+    @cached_property
+    def _groups(self) -> list[RowGroup]:
+        names = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
+        groups = [group for groups in self.open_files(names, self._decoder.read_footer) for group in groups]
+        if groups:
+            self._decoder.check_columns()
+        return groups
 
     @cached_property
     def _rows(self) -> list[int]:
-        return [file.metadata.row_group(group).num_rows for file, group in self._groups]
+        return [group.rows for group in self._groups]
 
     def __len__(self) -> int:
         return sum(self._rows)
@@ -50,24 +67,22 @@ class ParquetReader(InputReader):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
         for number, first, last in self.pieces(self._rows, start_idx, end_idx):
-            file, group = self._groups[number]
-            table = file.read_row_group(group, columns=self.columns)
-            rows += table.slice(first, last + 1 - first).to_pylist()
+            rows += self._decoder.read_rows(self._groups[number], first, last)
         return rows
 
 
 GROUP_ROWS = 65_536
 PLAIN = frozenset((int, float, str, bool, type(None)))
 GROUP_BYTES = 8 * 1024 * 1024
+PART_COMPRESSION = "zstd"
 
 
-@OUTPUT_WRITER_REGISTRY.type_register(name="parquet")
 @dataclass
-class ParquetWriter(OutputWriter):
-    """`column` names the columns to write, all where it is None. `compression` is one that pyarrow knows."""
+class TableWriter(OutputWriter):
+    """Rows with one type for each column, in parts that are Parquet files. `column` names the columns to write, all
+    where it is None."""
 
     column: str | list[str] | None = None
-    compression: str = "zstd"
 
     def check(self, row: Row) -> None:
         kept = selected(row, self.column)
@@ -82,72 +97,137 @@ class ParquetWriter(OutputWriter):
         kept = [selected(row, self.column) for row in rows if row is not None]
         schema = reduce(schemas.merged, map(_schema_of, kept), {})
         buffer = io.BytesIO()
-        pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=self.compression)
+        compression = getattr(self, "compression", PART_COMPRESSION)
+        pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=compression)
         return replace(publishing.store_part(part_base, span, "parquet", buffer.getvalue(), len(kept)), schema=schema)
 
-    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        if self.is_directory:
-            return publishing.publish_parts(self.path, parts, "part-{:05d}.parquet", staging, if_exists)
-        filled = [part for part in parts if part.rows]
-        rows = sum(part.rows for part in filled)
-        return publishing.publish_stream(self.path, self.joined(filled), rows, staging, if_exists)
-
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        import pyarrow.parquet
+        for table in _tables_of_part(part):
+            yield from table.to_pylist() if table.num_columns else ({} for _ in range(part.rows))
 
-        for batch in pyarrow.parquet.ParquetFile(publishing.open_part(part)).iter_batches():
-            yield from batch.to_pylist()
+    def unify_schemas(self, parts: Iterable[PartInfo]) -> pyarrow.Schema:
+        """The schema of the rows of all parts. Raises UserError."""
+        distinct = {_text_of(part): part for part in parts}
+        schema = arrow_schemas.unify(map(_schema_of_part, distinct.values()))
+        if distinct and not schema.names:
+            raise UserError(
+                f"the rows of {self.path} have no columns, and {self._name} cannot count such rows. {NO_COLUMN}"
+            )
+        return schema
 
-    def joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
+    def encode_parts(self, parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
         """The bytes of one file with the rows of all parts."""
-        schema, sink = _arrow_schema(reduce(schemas.merged, [part.schema or {} for part in parts], {})), Sink()
-        with self.opened(sink, schema) as writer:
+        sink = Sink()
+        with self.open_table(sink, schema) as writer:
             for table in _tables_of(parts, schema):
                 writer.write_table(table, max(1, table.num_rows))
                 yield sink.taken()
         yield sink.taken()
 
-    def opened(self, sink: Sink, schema: Any) -> Any:  # noqa: ANN401
+    def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a writer of pyarrow
         """A writer of pyarrow, whose tables become row groups."""
+        raise NotImplementedError
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+
+NO_COLUMN = "Return rows with a column, or resume the job with format='jsonl'"
+
+
+@OUTPUT_WRITER_REGISTRY.type_register(name="parquet")
+@dataclass
+class ParquetWriter(TableWriter):
+    """`compression` is one that pyarrow knows."""
+
+    compression: str = PART_COMPRESSION
+
+    def __post_init__(self) -> None:
+        if self.path.endswith(PACKED):
+            raise ValueError(
+                f"the path is {self.path!r}, but a Parquet file is compressed inside; leave the ending out"
+            )
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        filled = [part for part in parts if part.rows]
+        rows, schema = sum(part.rows for part in filled), self.unify_schemas(filled)
+        if not self.is_directory:
+            return publishing.publish_stream(self.path, self.encode_parts(filled, schema), rows, staging, if_exists)
+        files = [self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)]
+        return publishing.publish_directory(self.path, files, rows, staging, if_exists)
+
+    def _file_of(self, part: PartInfo, part_idx: int, schema: pyarrow.Schema, staging: str) -> PublishedFile:
+        """A part as a file of a directory, written again if its schema is not that of all."""
+        name = f"part-{part_idx:05d}.parquet"
+        if _schema_of_part(part).equals(schema):
+            return PublishedFile(name, part)
+        return publishing.staged(staging, name, self.encode_parts([part], schema), part.rows)
+
+    def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a ParquetWriter of pyarrow
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression)
 
 
-def _tables_of(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
-    """The rows of the parts as tables of one schema."""
+def _text_of(part: PartInfo) -> str:
+    """Equal for two parts only if they have the same schema."""
+    return part.path if part.schema is None else json.dumps(part.schema)
+
+
+def _schema_of_part(part: PartInfo) -> pyarrow.Schema:
+    import pyarrow.parquet
+
+    if part.schema is not None:
+        return arrow_schemas.schema_of_types(part.schema)
+    publishing.check_part(part)
+    with publishing.open_part(part) as source:
+        return pyarrow.parquet.read_schema(source)
+
+
+def _tables_of_part(part: PartInfo) -> Iterator[pyarrow.Table]:
+    """The rows of a part, some at a time; one table without columns if its rows have none."""
     import pyarrow
     import pyarrow.parquet
 
-    held: list[Any] = []
-    for part in parts:
-        publishing.check_part(part)
-        for batch in pyarrow.parquet.ParquetFile(publishing.open_part(part)).iter_batches():
-            held.append(_of_schema(pyarrow.Table.from_batches([batch]), schema))
-            if sum(t.num_rows for t in held) >= GROUP_ROWS or sum(t.nbytes for t in held) >= GROUP_BYTES:
-                yield pyarrow.concat_tables(held)
-                held = []
-    if held:
-        yield pyarrow.concat_tables(held)
+    with publishing.open_part(part) as source:
+        file = pyarrow.parquet.ParquetFile(source)
+        if not file.schema_arrow.names:
+            yield pyarrow.table({})
+            return
+        size = sum(file.metadata.row_group(group_idx).total_byte_size for group_idx in range(file.num_row_groups))
+        rows = max(1, min(GROUP_ROWS, GROUP_BYTES * max(1, part.rows) // max(1, size)))
+        for batch in file.iter_batches(rows):
+            yield pyarrow.Table.from_batches([batch])
 
 
-def _of_schema(table: Any, schema: Any) -> Any:  # noqa: ANN401
+def _tables_of(parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
+    """The rows of the parts as tables of one schema."""
     import pyarrow
 
-    for name in schema.names:
-        if name not in table.column_names:
-            table = table.append_column(schema.field(name), pyarrow.nulls(table.num_rows, schema.field(name).type))
-    table = table.select(schema.names)
-    try:
-        return table.cast(schema)
-    except pyarrow.ArrowException:  # structs that get fields inside lists, which no cast does
-        return pyarrow.Table.from_pylist(table.to_pylist(), schema=schema)
+    waiting: list[pyarrow.Table] = []
+    rows = size = 0
+    for part in parts:
+        publishing.check_part(part)
+        for table in _tables_of_part(part):
+            if table.num_columns:
+                table = arrow_schemas.conform(table, schema)
+            else:
+                nulls = [pyarrow.nulls(part.rows, field.type) for field in schema]
+                table = pyarrow.Table.from_arrays(nulls, schema=schema)
+            waiting.append(table)
+            rows, size = rows + table.num_rows, size + table.nbytes
+            if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+                yield pyarrow.concat_tables(waiting)
+                waiting, rows, size = [], 0, 0
+    if waiting:
+        yield pyarrow.concat_tables(waiting)
 
 
 def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
     import pyarrow
 
-    arrow = _arrow_schema(schema)
+    arrow = arrow_schemas.schema_of_types(schema)
     try:
         arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
     except (pyarrow.ArrowException, OverflowError) as error:
@@ -157,41 +237,6 @@ def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
 
 def _schema_of(row: Row) -> Schema:
     return schemas.schema_of({name: _plain(value) for name, value in row.items()})
-
-
-def _arrow_schema(schema: Schema) -> Any:  # noqa: ANN401
-    import pyarrow
-
-    return pyarrow.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
-
-
-def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
-    import pyarrow
-
-    if isinstance(kind, dict):
-        if "list" in kind:
-            return pyarrow.list_(_arrow_type(kind["list"]))
-        if "struct" in kind:
-            if not kind["struct"]:
-                raise TypeError("Parquet cannot store an object without fields; leave it out, or give it a field")
-            return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind["struct"].items()])
-        before, after = kind["decimal"]
-        digits = max(1, before + after)
-        return pyarrow.decimal128(digits, after) if digits <= 38 else pyarrow.decimal256(digits, after)
-    return {
-        "null": pyarrow.null(),
-        "bool": pyarrow.bool_(),
-        "int": pyarrow.int64(),
-        "int64": pyarrow.int64(),
-        "float": pyarrow.float64(),
-        "string": pyarrow.string(),
-        "binary": pyarrow.binary(),
-        "date": pyarrow.date32(),
-        "time": pyarrow.time64("us"),
-        "duration": pyarrow.duration("us"),
-        "timestamp": pyarrow.timestamp("us"),
-        "timestamp UTC": pyarrow.timestamp("us", tz="UTC"),
-    }[kind]
 
 
 def _plain(value: object) -> object:

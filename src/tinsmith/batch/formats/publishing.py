@@ -205,6 +205,14 @@ def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo
         yield PartInfo(join(output.path, file["name"]), 0, file["bytes"], file["sha256"])
 
 
+def is_published(path: str) -> bool:
+    """Whether a path is a directory, with a final slash, that holds the whole output of a job."""
+    if not path.endswith("/"):
+        return False
+    store, key = open_store(join(path, MANIFEST))
+    return store.exists(key)
+
+
 def check_output(path: str, if_exists: str) -> None:
     """Raises FileExistsError if publishing would, before any work is done."""
     if if_exists != "error":

@@ -133,14 +133,20 @@ class ReaderOrWriter:
         shipped = {} if cls.__module__.startswith("tinsmith.batch.") else ship(cls)
         return {"format": getattr(cls, "_format", cls.__name__), **data, **shipped}
 
+    @property
+    def identity(self) -> str:
+        """Equal for two objects if and only if they have the same class and fields; for the names of cached files. A
+        new field is part of it without further ado."""
+        return canonical(self.to_dict())
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """A reader or writer from its dictionary. Runs the source of a user's class, so only in workers."""
-        given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
+        values = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
         kind = _shipped_class(data) if "_class_source" in data else cls._registry.find(str(data.get("format")))
         if not (inspect.isclass(kind) and issubclass(kind, cls)):
             raise UserError(f"{getattr(kind, '__name__', kind)!r} must be a dataclass that extends {cls.__name__}")
-        return built(kind, given, repr(data["format"]))
+        return built(kind, values, repr(data["format"]))
 
 
 @dataclass
@@ -171,11 +177,12 @@ class InputReader(ReaderOrWriter, ABC):
             if last >= first:
                 yield number, first, last
 
-    def open_files(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
-        """The files at these locations. Raises FileNotFoundError if there are none, or one is missing."""
+    def open_files(self, names: Sequence[str], open_file: Callable[[str], Opened]) -> list[Opened]:
+        """The files at these locations. Raises FileNotFoundError if one is missing, or if there are none, except in a
+        directory that a job without rows has published."""
         try:
-            if found:
-                return [open_one(location) for location in found]
+            if names or publishing.is_published(self.path):
+                return [open_file(location) for location in names]
         except FileNotFoundError:
             pass
         raise FileNotFoundError(f"no file matches {self.path}")
@@ -332,12 +339,22 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     return kind(base + ending, **keeps)  # type: ignore[call-arg]
 
 
-def request_form(one: InputReader | OutputWriter) -> dict[str, Any]:
-    """Its dictionary with an absolute path, since workers have another working directory."""
-    data = one.to_dict()
-    if one.in_store and "://" not in one.path:
-        data["path"] = os.path.join(os.getcwd(), one.path)
+def request_form(endpoint: InputReader | OutputWriter) -> dict[str, Any]:
+    """Its dictionary with an absolute path, since workers have another working directory and another home."""
+    data = endpoint.to_dict()
+    if endpoint.in_store:
+        data["path"] = absolute_path(endpoint.path)
     return data
+
+
+def absolute_path(path: str) -> str:
+    """The path from the root, with `~` expanded and a final slash kept; a URL as it is."""
+    return path if "://" in path else os.path.join(os.getcwd(), os.path.expanduser(path))
+
+
+def canonical(data: Mapping[str, Any]) -> str:
+    """The same text for equal JSON objects."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def ship(cls: type) -> dict[str, Any]:

@@ -9,12 +9,14 @@ Types of the same column merge by these rules, and no others:
 - decimals: one that holds both;
 - lists: of the merged type; structs: of the fields of both, merged.
 
-Pure values: a schema is JSON. The coordinator keeps one for each output, and workers check rows against it.
+These are Arrow's rules (`arrow_schemas.py`) without the promotions that change values. Pure values: a schema is JSON.
+The coordinator, which does not load Arrow, keeps one for each output, and workers check rows against it.
 """
 
 from __future__ import annotations
 
 import datetime
+import reprlib
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -102,38 +104,49 @@ def schema_of(row: Mapping[str, object]) -> Schema:
     return found
 
 
-def merged(one: Schema, other: Schema, where: str = "column") -> Schema:
-    """The columns of both, merged. Raises SchemaConflictError that names the column and both types."""
-    if one == other:
-        return one
-    made = dict(one)
+def merged(first: Schema, other: Schema, prefix: str = "column", values: Mapping[str, object] | None = None) -> Schema:
+    """The columns of both, merged; `values` are those of the other. Raises SchemaConflictError that names the column,
+    both types and the value."""
+    if first == other:
+        return first
+    columns = dict(first)
     for name, kind in other.items():
-        made[name] = merged_type(made[name], kind, f"{where} {name!r}") if name in made else kind
-    return made
+        if name not in columns:
+            columns[name] = kind
+            continue
+        value = "" if values is None else f" The value here is {reprlib.repr(values.get(name))}."
+        columns[name] = merged_type(columns[name], kind, f"{prefix} {name!r}", value)
+    return columns
 
 
-def merged_type(one: Type, other: Type, where: str) -> Type:
-    if one == other or other == "null":
-        return one
-    if one == "null":
+def merged_type(first: Type, other: Type, prefix: str, value: str = "") -> Type:
+    if first == other or other == "null":
+        return first
+    if first == "null":
         return other
-    if isinstance(one, str) and isinstance(other, str):
-        pair = {one, other}
-        if pair == {"int", "int64"}:
+    pair = [first, other]
+    if isinstance(first, str) and isinstance(other, str):
+        if sorted(pair) == ["int", "int64"]:
             return "int64"
-        if pair == {"int", "float"}:
+        if sorted(pair) == ["float", "int"]:
             return "float"
-    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        if "list" in one:
-            return {"list": merged_type(one["list"], other["list"], f"{where}, its elements")}
-        if "struct" in one:
-            return {"struct": merged(one["struct"], other["struct"], f"{where}, field")}
-        digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
+    elif isinstance(first, dict) and isinstance(other, dict) and first.keys() == other.keys():
+        if "list" in first:
+            return {"list": merged_type(first["list"], other["list"], f"{prefix}, its elements", value)}
+        if "struct" in first:
+            fields = dict(first["struct"])
+            for name, kind in other["struct"].items():
+                fields[name] = merged_type(fields.get(name, "null"), kind, f"{prefix}, field {name!r}", value)
+            return {"struct": fields}
+        digits = [max(pair) for pair in zip(first["decimal"], other["decimal"], strict=True)]
         if sum(digits) <= MAX_DIGITS:
             return {"decimal": digits}
+    advice = "Convert it in the function, or write JSON Lines"
+    if "int64" in pair and "float" in pair:
+        advice = "A float would lose digits of an integer beyond 2**53: write such integers as str, or write JSON Lines"
     raise SchemaConflictError(
-        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type. "
-        "Convert it in the function, or write JSON Lines"
+        f"{prefix} is {shown(other)} here and {shown(first)} in other rows; in this format a column has one type."
+        f"{value} {advice}"
     )
 
 

@@ -34,7 +34,13 @@ import orjson
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import exists_already
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+from tinsmith.batch.formats.registry import (
+    INPUT_READER_REGISTRY,
+    OUTPUT_WRITER_REGISTRY,
+    InputReader,
+    OutputWriter,
+    absolute_path,
+)
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_name
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 from tinsmith.storage.stores import join
@@ -81,7 +87,7 @@ def split_url(given: str) -> Address:
     if kind == "sqlite":
         if not url.database or url.database == ":memory:":
             raise UserError(f"the SQLite URL names no file; {KINDS}")
-        url = url.set(drivername="sqlite", database=os.path.join(os.getcwd(), url.database))
+        url = url.set(drivername="sqlite", database=absolute_path(url.database))
     else:
         url = url._replace(drivername="postgresql", password=None)  # `set` would keep it
     return Address(url.render_as_string(hide_password=False), table, password)
@@ -266,8 +272,7 @@ class SqlReader(InputReader):
         counted.last = key
 
     def _file(self) -> Path:
-        what = [self.path, self.query, self.key, self.snapshot]
-        return cache_directory() / f"sql-{hashlib.sha256(json.dumps(what).encode()).hexdigest()}"
+        return cache_directory() / f"sql-{hashlib.sha256(self.identity.encode()).hexdigest()}"
 
     def _keep(self, counted: _Count) -> None:
         path = self._file()

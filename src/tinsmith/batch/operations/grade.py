@@ -52,6 +52,14 @@ from tinsmith.errors import UserError
 
 WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")
 KINDS = (*WITH_REFERENCE, "regex", "json_schema", "model")
+OPTIONAL = {
+    "exact": {"ignore_case"},
+    "contains": {"ignore_case"},
+    "regex": {"ignore_case"},
+    "numeric": {"tolerance"},
+    "model": {"pattern", "scores", "max_tokens", "temperature", "seed"},
+}
+"""The fields that a kind uses beside those that it needs, `extract`, `pass_at` and the names of columns."""
 MAX_LENGTH = 200_000
 """The most characters of a text for rouge_l and edit."""
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
@@ -103,12 +111,15 @@ class Grade(RowOperation):
         super().check()
         needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
         wanted = needed.get(self.by, {"reference"})
-        taken = wanted | ({"pattern", "scores", "max_tokens", "reference"} if self.by == "model" else set())
+        usable = wanted | OPTIONAL.get(self.by, frozenset())
         for name in ("reference", "pattern", "schema", "model", "template", "scores", "max_tokens"):
-            given = getattr(self, name) is not None
-            if name in wanted and not given:
+            is_set = getattr(self, name) is not None
+            if name in wanted and not is_set:
                 raise UserError(f"a Grade by {self.by!r} needs {name!r}")
-            if given and name not in taken:
+            if is_set and name not in usable:
+                raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
+        for name in ("ignore_case", "tolerance", "temperature", "seed"):
+            if getattr(self, name) != getattr(Grade, name) and name not in usable:
                 raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
         if self.by == "json_schema":
             check_schema("schema", self.schema)

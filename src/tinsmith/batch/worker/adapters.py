@@ -73,7 +73,8 @@ def _step(
     """`runner` is for operations, whose requests share its event loop."""
     step = steps[number]
     if isinstance(step, Mapper):
-        return (_OfBatches if step.kind == "batch" else _OfRows)(step, spec, feed)
+        is_batch = step.kind == "batch" or step.options.get("batched", False)
+        return (_OfBatches if is_batch else _OfRows)(step, spec, feed)
     operations_before = sum(len(each) for each in steps[:number] if isinstance(each, list))
 
     def operate(batch: BatchRows) -> None:
@@ -185,6 +186,9 @@ class _OfBatches(_Function):
         if self._with_indices:
             arguments.append(batch.made_indices)
         made = _collected(self._call(*arguments))
+        if self._kind == "filter":
+            batch.give(filter_rows(rows, made), self._many)
+            return
         results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
         if len(results) != len(rows):
             if self._merge:
@@ -246,6 +250,21 @@ def _array(values: list[Any]) -> Any:  # noqa: ANN401
         array = np.empty(len(values), object)
         array[:] = values
         return array
+
+
+def filter_rows(rows: Sequence[Row], answers: object) -> list[Row | None]:
+    """The rows for which a function of a batch answered with something true; None for the others. Raises
+    ProgramError."""
+    to_list = getattr(answers, "tolist", None) or getattr(answers, "to_pylist", None)
+    values = to_list() if to_list is not None else answers
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise ProgramError(f"the function of filter returned a {type(answers).__name__}; it must return one bool a row")
+    if len(values) != len(rows):
+        raise ProgramError(
+            f"the function of filter returned {len(values)} values for a batch of {len(rows)} rows; it must return one "
+            "bool for each row, in the same order"
+        )
+    return [row if value else None for row, value in zip(rows, values, strict=True)]
 
 
 def rows_of(made: object) -> list[Any]:

@@ -396,11 +396,11 @@ class Feed:
             return
         known = batch.assignment.schemas or (None,) * len(self._writers)
         for writer, types in zip(self._writers, known, strict=True):
-            found = types or {}
+            merged = types or {}
             for place, row in batch.kept():
                 try:
                     schema = writer.schema(row)
-                    found = schemas.merged(found, schema) if schema is not None else found
+                    merged = schemas.merged(merged, schema, values=row) if schema is not None else merged
                 except schemas.SchemaConflictError as error:
                     batch.fail(place, error)
 
