@@ -335,8 +335,8 @@ class MessageAnswer(ClientAnswer):
         read_sequence(choice, sequence)
         self._reasoning = choice.reasoning_tokens
         piece = choice.piece()
-        content: list[JsonObject] = [_thinking_block(piece.reasoning)] if piece.reasoning else []
-        content += [{"type": "text", "text": part} if isinstance(part, str) else _call(part) for part in piece.parts]
+        content = [_thinking_block(piece.reasoning)] if piece.reasoning else []
+        content += [_text_block(part) if isinstance(part, str) else _call(part) for part in piece.parts]
         return self._message(content, results) | _stop(choice, sequence.stop_reason)
 
     def begun(self) -> Iterator[Event]:
@@ -348,7 +348,7 @@ class MessageAnswer(ClientAnswer):
             yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         for part in piece.parts:
             if isinstance(part, str):
-                yield from self._opened({"type": "text", "text": ""})
+                yield from self._opened(_text_block(""))
                 yield self._delta({"type": "text_delta", "text": part})
                 continue
             yield from self._opened(_call(part) | {"input": {}})
@@ -422,6 +422,10 @@ def _stop(choice: Choice, reason: str) -> JsonObject:
 def _thinking_block(reasoning: str) -> JsonObject:
     """Make a thinking block without a signature, since clients may send reasoning of any origin."""
     return {"type": "thinking", "thinking": reasoning, "signature": ""}
+
+
+def _text_block(text: str) -> JsonObject:
+    return {"type": "text", "text": text}
 
 
 def _call(call: ToolCall) -> JsonObject:
