@@ -489,6 +489,8 @@ class JobRun:
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+        if self.job.done:
+            await self._workers.stop_all()  # functions end by themselves: they may have to close what they opened
         await self._workers.end_all()
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(self._jobs.release, self.job.job_id, self._token)

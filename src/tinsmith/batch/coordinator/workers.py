@@ -227,10 +227,12 @@ class WorkerSet:
         return await run_until(ended, self._start(bound, with_mapper=True))
 
     async def put_back(self, worker: RemoteWorker) -> None:
-        if worker.unusable or self.pool.spec.exclusive:
-            await self.end(worker)
-        else:
+        if not worker.unusable and not self.pool.spec.exclusive:
             self._idle.append(worker)
+            return
+        if not worker.unusable:
+            await self._stop(worker)
+        await self.end(worker)
 
     async def end(self, worker: RemoteWorker) -> None:
         self._workers.discard(worker)

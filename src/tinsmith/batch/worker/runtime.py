@@ -8,6 +8,7 @@ database or network.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, overload
 
@@ -16,6 +17,7 @@ from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, MapperStartError, ProgramError, Row
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
+from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import Feed, Report, text_of
 
 if TYPE_CHECKING:
@@ -82,25 +84,29 @@ def run(
     except Exception as error:
         raise MapperStartError(text_of(error), final=True) from error
     _feed = feed
-    try:
-        loop = adapters.loop_of(steps, spec, feed, channel)
-        name = getattr(steps[0], "name", "operations")
-        while not feed.ended:
-            _run_once(loop, name, feed)
-        feed.finish()
-        if feed.error is not None:
-            raise feed.error
-    finally:
-        _feed = None
+    with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
+        try:
+            loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
+            name = getattr(steps[0], "name", "operations")
+            while not feed.ended:
+                _run_once(loop, name, feed, event_loop)
+            feed.finish()
+            if feed.error is not None:
+                raise feed.error
+        finally:
+            _feed = None
 
 
-def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
+def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: EventLoop) -> None:
     num_taken = feed.num_taken
     feed.marker.start()
     try:
         result = loop()
         if asyncio.iscoroutine(result):
-            asyncio.run(result)
+            try:
+                event_loop.run(result)
+            finally:
+                event_loop.cancel_tasks()  # it loads its own state again
         if not feed.ended and feed.num_taken == num_taken:
             raise ProgramError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
         if not feed.ended:
