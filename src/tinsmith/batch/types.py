@@ -350,14 +350,17 @@ def unpacked(payload: str) -> dict[str, Any]:
 
 
 def identity_of(payload: str) -> str:
-    """A digest that is equal for two payloads if and only if they do the same: of the source, its parameters and how it
-    is called, or of the operations. Runs nothing of a payload; for an invalid one, the digest of its text.
+    """A digest that is equal for two payloads if and only if they do the same: of the source, or a pickled function's
+    `identity`, its parameters and how it is called, or of the operations. Runs nothing of a payload; for an invalid
+    one, the digest of its text.
     """
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
 
     def essence(data: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: data.get(name) for name in names}
-        return found | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else found
+        fields = {name: data.get(name) for name in names}
+        if "identity" in data:
+            fields["source"] = data["identity"]
+        return fields | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else fields
 
     try:
         data = unpacked(payload)
