@@ -351,7 +351,7 @@ def test_a_line_ends_with_a_line_feed_only() -> None:
 
 def test_text_with_every_end_of_a_line_comes_through_errors_logs_and_rows(client: Client, tmp_path: Path) -> None:
     def fail(row: dict[str, Any]) -> dict[str, Any]:
-        print(row["text"])
+        print(row["text"])  # noqa: T201
         if row["bad"]:
             raise ValueError(row["text"])
         return {"text": row["text"]}

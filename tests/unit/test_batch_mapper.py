@@ -576,14 +576,14 @@ def test_an_async_loop_that_is_called_again_has_the_same_event_loop_and_none_of_
 
         from tinsmith import batch
 
-        asyncio.create_task(asyncio.sleep(1000), name="old")
+        old = asyncio.create_task(asyncio.sleep(1000), name="old")
         await asyncio.sleep(0)
         tasks = len(asyncio.all_tasks())
         async for rows in batch.load():
             if rows[0]["n"] == 3:
                 raise RuntimeError("three")
             loop = id(asyncio.get_running_loop())
-            batch.save_results([{"loop": loop, "tasks": tasks} for row in rows])
+            batch.save_results([{"loop": loop, "tasks": tasks, "done": old.done()} for row in rows])
 
     with caplog.at_level("WARNING"):
         rows = Ran(tmp_path, gen).output()
@@ -600,7 +600,7 @@ def test_what_a_function_left_open_is_closed_on_its_event_loop(tmp_path: Path) -
 
         from tinsmith import batch
 
-        async def numbers():  # noqa: ANN202
+        async def numbers():
             try:
                 while True:
                     yield 1

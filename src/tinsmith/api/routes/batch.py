@@ -277,6 +277,7 @@ def _whole(services: Services, job: JobRecord) -> JsonObject:
     return {
         **_shown(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
+        "machines_set_aside": job.machines_set_aside or [],
         "first_error": error_row(failed[0]) if failed else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}

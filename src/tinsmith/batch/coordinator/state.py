@@ -98,6 +98,7 @@ class JobRecord:
     max_failed_rows: float
     worker_seconds: float
     paid_until: dict[str, float] | None
+    machines_set_aside: list[dict[str, Any]] | None
     resume_from: int | None
     root_job_id: int | None
     error: str | None
@@ -506,6 +507,13 @@ class BatchJobs:
             if paid_until:
                 connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(paid_until=paid_until))
             return Transition(_job(connection, job_id), claims, rejected, attempts.failed)
+
+    def set_machines_aside(self, job_id: int, token: str, machines: Sequence[Mapping[str, Any]]) -> None:
+        """Store the machines on which the job's function could not be set up. Raises SupersededError."""
+        with self._changing(job_id) as connection:
+            _fence(connection, job_id, token)
+            values = {"machines_set_aside": [dict(machine) for machine in machines] or None}
+            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
 
     def next_retry_in(self, job_id: int) -> float | None:
         """Seconds until a pending batch may be retried; None if there is none."""

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, overload
 
 from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, MapperStartError, ProgramError, Row
+from tinsmith.batch.types import (
+    ERRORS_OF_MACHINE,
+    FINAL_ERRORS,
+    Assignment,
+    JobSpec,
+    MapperStartError,
+    ProgramError,
+    Row,
+)
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
 from tinsmith.batch.worker.event_loop import EventLoop
@@ -82,7 +90,7 @@ def run(
         steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
-        raise MapperStartError(text_of(error), final=True) from error
+        raise MapperStartError(text_of(error), final=True, of_machine=isinstance(error, ERRORS_OF_MACHINE)) from error
     _feed = feed
     with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
         try:
@@ -114,4 +122,5 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: Eve
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
         if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.ended:
-            raise MapperStartError(text_of(error), final=isinstance(error, FINAL_ERRORS)) from error
+            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, ERRORS_OF_MACHINE)
+            raise MapperStartError(text_of(error), is_final, of_machine) from error
