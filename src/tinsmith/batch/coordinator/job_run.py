@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -64,6 +65,8 @@ GROUP_S = 0.05
 MAX_GROUP = 256
 """The most that a worker takes in one request."""
 BURST_S = 1.0
+FAILED_PAGE = 1000
+"""Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
 IN_FLIGHT = 2
@@ -176,7 +179,7 @@ class Dispatcher:
 
     def __post_init__(self) -> None:
         self.in_flight: set[int] = set()
-        self._paces: dict[str, GroupSize] = {}
+        self._paces: WeakKeyDictionary[RemoteWorker, GroupSize] = WeakKeyDictionary()
         self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
@@ -184,7 +187,7 @@ class Dispatcher:
         self._schemas[output] = merged(self._schemas[output] or {}, schema)
 
     def pace(self, worker: RemoteWorker) -> GroupSize:
-        return self._paces.setdefault(worker.worker_id, GroupSize())
+        return self._paces.setdefault(worker, GroupSize())
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
@@ -698,7 +701,7 @@ def _write_lines(path: Path, items: Iterable[object]) -> None:
 
 def _failed_rows(jobs: BatchJobs, job_id: int) -> Iterable[dict[str, object]]:
     after = -1
-    while errors := jobs.row_errors(job_id, 1000, after):
+    while errors := jobs.row_errors(job_id, FAILED_PAGE, after):
         after = errors[-1]["row_idx"]
         yield from map(error_row, errors)
 

@@ -57,6 +57,8 @@ TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_INFRA_RETRIES = 20
 """A batch whose worker was lost more often fails."""
 PAGE = 10_000
+ERRORS_BYTES = 4 << 20
+"""Of a page of failed rows, each with its row and traceback."""
 INSERT_CHUNK = 2000
 """Rows in one transaction: some milliseconds."""
 CHECKPOINT_CHUNKS = 8
@@ -311,9 +313,17 @@ class BatchJobs:
         return _dicts(self._db.rows(mine.limit(limit).offset(offset)))
 
     def row_errors(self, job_id: int, limit: int = PAGE, after: int = -1) -> list[dict[str, Any]]:
-        """The failed rows after row `after`."""
-        mine = sa.select(ROW_ERRORS).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > after)
-        return _dicts(self._db.rows(mine.order_by(ROW_ERRORS.c.row_idx).limit(limit)))
+        """The failed rows after row `after`: at most `limit`, and no more than `ERRORS_BYTES`, but at least one."""
+        idx, text = ROW_ERRORS.c.row_idx, sa.cast(ROW_ERRORS.c.details, sa.Text)
+        mine = sa.and_(ROW_ERRORS.c.job_id == job_id, idx > after)
+        sizes = sa.select(idx, sa.func.length(text).label("size")).where(mine).order_by(idx).limit(limit)
+        last, num_bytes = after, 0
+        for row in self._db.rows(sizes):
+            num_bytes += row.size
+            if last != after and num_bytes > ERRORS_BYTES:
+                break
+            last = row.row_idx
+        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(mine, idx <= last).order_by(idx)))
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         return _dicts(
