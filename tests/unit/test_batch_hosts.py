@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.batch.coordinator import coordinator as coordinators
-from tinsmith.batch.coordinator.hosts import MAX_LISTED, UNKNOWN, Hosts
+from tinsmith.batch.coordinator.hosts import MAX_LISTED, UNKNOWN, HostHealth
 from tinsmith.batch.pools import devices
 from tinsmith.batch.pools.devices import Devices, devices_of, engine_positions, visible_devices
 from tinsmith.batch.pools.local import LocalPool
@@ -35,11 +35,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def hosts(clock: Clock) -> Hosts:
-    return Hosts(Limits(backoff_s=1.0, discovery_timeout_s=1800.0), clock)
+def hosts(clock: Clock) -> HostHealth:
+    return HostHealth(Limits(backoff_s=1.0, discovery_timeout_s=1800.0), clock)
 
 
-def test_a_bad_machine_is_set_aside_for_longer_each_time_and_ends_no_job(hosts: Hosts, clock: Clock) -> None:
+def test_a_bad_machine_is_set_aside_for_longer_each_time_and_ends_no_job(hosts: HostHealth, clock: Clock) -> None:
     bad = FLEET[0]
     pauses = []
     for _ in range(12):
@@ -55,7 +55,7 @@ def test_a_bad_machine_is_set_aside_for_longer_each_time_and_ends_no_job(hosts: 
     assert listed == {"machine": bad, "failures": 12, "until": 50_000.0, "error": "no GPU"}
 
 
-def test_a_job_ends_when_every_machine_has_failed_and_says_why(hosts: Hosts) -> None:
+def test_a_job_ends_when_every_machine_has_failed_and_says_why(hosts: HostHealth) -> None:
     for host in FLEET[:-1]:
         hosts.record_failure(host, f"{host} has no module x")
         assert hosts.problem(FLEET) is None
@@ -67,7 +67,7 @@ def test_a_job_ends_when_every_machine_has_failed_and_says_why(hosts: Hosts) -> 
     assert hosts.problem([*FLEET, "10.0.1.1"]) is None, "one has joined"
 
 
-def test_one_machine_alone_has_four_tries(hosts: Hosts) -> None:
+def test_one_machine_alone_has_four_tries(hosts: HostHealth) -> None:
     for _ in range(3):
         hosts.record_failure("here", "cannot load")
         assert hosts.problem(["here"]) is None
@@ -75,13 +75,13 @@ def test_one_machine_alone_has_four_tries(hosts: Hosts) -> None:
     assert hosts.problem(["here"]) == "setup_failed: cannot load"
 
 
-def test_an_error_that_would_come_again_counts_for_its_machine_only(hosts: Hosts) -> None:
+def test_an_error_that_would_come_again_counts_for_its_machine_only(hosts: HostHealth) -> None:
     hosts.record_failure("a", "No module named x", is_final=True)
     assert hosts.problem(["a", "b"]) is None
     assert hosts.problem(["a"]) == "setup_failed: No module named x"
 
 
-def test_a_machine_on_which_a_worker_is_set_up_can_set_up(hosts: Hosts) -> None:
+def test_a_machine_on_which_a_worker_is_set_up_can_set_up(hosts: HostHealth) -> None:
     hosts.add_worker("w1", "here")
     hosts.record_failure("here", "out of memory")
     hosts.record_success("w1")
@@ -94,7 +94,7 @@ def test_a_machine_on_which_a_worker_is_set_up_can_set_up(hosts: Hosts) -> None:
     assert hosts.problem(["here"]) == "setup_failed: out of memory"
 
 
-def test_failures_without_a_machine_are_the_pools(hosts: Hosts) -> None:
+def test_failures_without_a_machine_are_the_pools(hosts: HostHealth) -> None:
     for _ in range(4):
         assert hosts.problem(FLEET) is None
         hosts.record_failure(UNKNOWN, "no cluster")
@@ -102,7 +102,7 @@ def test_failures_without_a_machine_are_the_pools(hosts: Hosts) -> None:
     assert hosts.listing(0.0) == [] and not hosts.is_changed
 
 
-def test_a_job_that_nothing_could_set_up_in_time_ends_though_machines_are_left(hosts: Hosts, clock: Clock) -> None:
+def test_a_job_that_nothing_could_set_up_in_time_ends_though_machines_are_left(hosts: HostHealth, clock: Clock) -> None:
     hosts.record_failure("a", "no GPU")
     clock.now += 1801
     hosts.record_failure("a", "no GPU")

@@ -34,7 +34,7 @@ class _Failures:
     error: str
 
 
-class Hosts:
+class HostHealth:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self.is_changed = False
         """Whether the list of machines that are set aside has changed since it was last stored; its owner resets it."""

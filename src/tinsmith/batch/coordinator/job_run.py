@@ -32,7 +32,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
-from tinsmith.batch.coordinator.hosts import MAX_ERROR, Hosts
+from tinsmith.batch.coordinator.hosts import MAX_ERROR, HostHealth
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter
 from tinsmith.batch.coordinator.state import (
     TERMINAL,
@@ -293,7 +293,7 @@ class JobRun:
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
-        self._hosts = Hosts(spec.limits, time.monotonic)
+        self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
         self._pool = pool
         self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router, self._hosts)

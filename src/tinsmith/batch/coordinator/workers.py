@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.batch.coordinator.hosts import UNKNOWN, Hosts
+from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
@@ -224,7 +224,7 @@ class WorkerSet:
     spec: JobSpec
     pool: Pool
     router: RequestRouter | None
-    hosts: Hosts
+    hosts: HostHealth
 
     def __post_init__(self) -> None:
         self._idle: list[RemoteWorker] = []
