@@ -229,12 +229,12 @@ class _MetricsFile:
         if "step" not in values:
             raise UserError("it has no step")
         step = step_of(values.pop("step"))
-        numbers, reasons = select_numbers(values)
-        if not numbers and not reasons:
+        metrics, reasons = select_numbers(values)
+        if not metrics and not reasons:
             raise UserError("it has no numbers")
         if self._run.num_waiting >= MAX_UNSENT:
             self.send_rest()
-        self._run.log_metrics(numbers, step)
+        self._run.log_metrics(metrics, step)
         return reasons
 
 

@@ -126,11 +126,11 @@ class RunMetrics:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the numbers among these. One that a step cannot take is left out, with a warning for each name."""
-        numbers, reasons = select_numbers(metrics)
+        finite, reasons = select_numbers(metrics)
         for name in reasons.keys() - self._warned:
             log.warning("a metric is not logged: %r %s", name, reasons[name])
         self._warned |= reasons.keys()
-        for part in parts_of(numbers):
+        for part in parts_of(finite):
             self.log(part, step)
 
     def log_metrics_event(
@@ -175,34 +175,34 @@ def select_numbers(metrics: Mapping[str, object]) -> tuple[dict[str, float], dic
 
     Values that are no numbers, such as text, are in neither. Timings are left out first where there are too many.
     """
-    numbers: dict[str, float] = {}
+    finite: dict[str, float] = {}
     reasons: dict[str, str] = {}
     for name, value in metrics.items():
         if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
             continue
-        number = float(value)  # type: ignore[arg-type]
-        if not math.isfinite(number):
-            reasons[name] = f"is {number}; a metric is a finite number"
+        scalar = float(value)  # type: ignore[arg-type]
+        if not math.isfinite(scalar):
+            reasons[name] = f"is {scalar}; a metric is a finite number"
         elif not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
             reasons[name] = f"is a name of {len(name)} characters; it must have 1 to {MAX_NAME_CHARS}, all printable"
         else:
-            numbers[name] = number
-    names = sorted(numbers, key=lambda name: name.startswith(TIMINGS))
+            finite[name] = scalar
+    names = sorted(finite, key=lambda name: name.startswith(TIMINGS))
     for name in names[2 * MAX_NAMES :]:
         reasons[name] = f"is one of {len(names)} numbers; a step has {2 * MAX_NAMES} at most"
-    return {name: numbers[name] for name in names[: 2 * MAX_NAMES]}, reasons
+    return {name: finite[name] for name in names[: 2 * MAX_NAMES]}, reasons
 
 
-def parts_of(numbers: Mapping[str, float]) -> Iterator[dict[str, float]]:
+def parts_of(finite: Mapping[str, float]) -> Iterator[dict[str, float]]:
     """The numbers in points of at most `MAX_NAMES`."""
-    names = list(numbers)
+    names = list(finite)
     for start in range(0, len(names), MAX_NAMES):
-        yield {name: numbers[name] for name in names[start : start + MAX_NAMES]}
+        yield {name: finite[name] for name in names[start : start + MAX_NAMES]}
 
 
 def _plain(name: str, value: Any) -> float | list[float]:  # noqa: ANN401  also numpy numbers and arrays
     """Raises UserError for a value that is not finite: JSON has none, and one would lose the points beside it."""
-    plain = [float(number) for number in value] if np.ndim(value) else float(value)
+    plain = [float(item) for item in value] if np.ndim(value) else float(value)
     if not np.isfinite(plain).all():
         raise UserError(f"metrics.{name} is {value!r}; it must be a finite number, or a list of them")
     return plain

@@ -275,7 +275,7 @@ def described(
 def _body(function: Callable[..., object], serializer: str | None) -> dict[str, Any]:
     """The function's source, or, unless the serializer forbids that, its pickle."""
     if serializer == "cloudpickle":
-        return _pickled_body(function)
+        return _pickle_body(function)
     try:
         check_function(function)
         definition = definition_of(function)
@@ -283,7 +283,7 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
         if serializer == "source":
             raise
         try:
-            return _pickled_body(function)
+            return _pickle_body(function)
         except Exception as error:
             raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
     definition.decorator_list = []
@@ -293,7 +293,7 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
     return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
-def _pickled_body(function: Callable[..., object]) -> dict[str, Any]:
+def _pickle_body(function: Callable[..., object]) -> dict[str, Any]:
     return {"type": "cloudpickle", "source": _pickled(function), "identity": function_identity(function)}
 
 
@@ -437,13 +437,13 @@ def _pickled(function: Callable[..., object]) -> str:
         import cloudpickle
     except ImportError:
         raise ValueError("a pickled function needs the package cloudpickle; pip install cloudpickle") from None
-    own = [module for module in list(sys.modules.values()) if is_own_module(module)]
-    for module in own:
+    modules = [module for module in list(sys.modules.values()) if is_own_module(module)]
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         return base64.b64encode(cloudpickle.dumps(function)).decode()
     finally:
-        for module in own:
+        for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
 
 

@@ -31,9 +31,9 @@ def read_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     end of a line (`httpx.Response.iter_lines` splits at these, too)."""
     partial: list[bytes] = []
     for chunk in chunks:
-        first, *more = chunk.split(b"\n")
+        first, *following = chunk.split(b"\n")
         partial.append(first)
-        for line in more:
+        for line in following:
             yield b"".join(partial)
             partial = [line]
     if any(partial):

@@ -54,7 +54,7 @@ def function_identity(function: object) -> str:
     try:
         return _Forms().form_of(function).hex()
     except RecursionError:  # a value is nested too deeply
-        return _pickled_form(function).hex()
+        return _form_of_pickle(function).hex()
 
 
 def is_own_module(module: object) -> bool:
@@ -62,11 +62,11 @@ def is_own_module(module: object) -> bool:
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(module, types.ModuleType) or not isinstance(file, str) or sys.modules.get(name) is not module:
         return False
-    return name.partition(".")[0] not in ("tinsmith", OWN_MAIN) and not file.startswith(_installed())
+    return name.partition(".")[0] not in ("tinsmith", OWN_MAIN) and not file.startswith(_library_directories())
 
 
 @cache
-def _installed() -> tuple[str, ...]:
+def _library_directories() -> tuple[str, ...]:
     """The directories of the interpreter's own modules and packages."""
     paths = sysconfig.get_paths()
     return (*(paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages())
@@ -132,7 +132,7 @@ class _Forms:
         if kind is dict:
             return self._mapping("dict", cast(dict[object, object], value))
         if isinstance(value, set | frozenset):
-            elements = sorted(map(_isolated, value))
+            elements = sorted(map(_form_alone, value))
             return _digest("set", self.form_of(kind), *elements, self.form_of(getattr(value, "__dict__", None)))
         if isinstance(value, types.MappingProxyType):
             return self._mapping("mappingproxy", value)
@@ -150,7 +150,7 @@ class _Forms:
         return _digest(kind, *map(self.form_of, values))
 
     def _mapping(self, kind: str, values: Mapping[Any, object]) -> bytes:
-        pairs = sorted(((_isolated(key), value) for key, value in values.items()), key=lambda pair: pair[0])
+        pairs = sorted(((_form_alone(key), value) for key, value in values.items()), key=lambda pair: pair[0])
         return _digest(kind, *(part for key, value in pairs for part in (key, self.form_of(value))))
 
     def _code(self, code: types.CodeType) -> bytes:
@@ -182,12 +182,12 @@ class _Forms:
             self.form_of(code),
             self.form_of(function.__defaults__),
             self.form_of(function.__kwdefaults__),
-            self._named(closure, attributes),
-            self._named(used, attributes),
+            self._form_by_name(closure, attributes),
+            self._form_by_name(used, attributes),
             self.form_of(extra),
         )
 
-    def _named(self, values: Mapping[str, object], attributes: set[str]) -> bytes:
+    def _form_by_name(self, values: Mapping[str, object], attributes: set[str]) -> bytes:
         """Values that code uses by name; of the user's modules, the attributes that it names."""
         parts: list[bytes | str] = []
         for name in sorted(values):
@@ -195,7 +195,7 @@ class _Forms:
             if is_own_module(value) and id(value) not in self._stack:
                 inside = {attribute: vars(value)[attribute] for attribute in attributes & vars(value).keys()}
                 self._stack[id(value)] = len(self._stack)
-                parts += [name, "module", self._named(inside, attributes)]
+                parts += [name, "module", self._form_by_name(inside, attributes)]
                 del self._stack[id(value)]
             else:
                 parts += [name, "value", self.form_of(value)]
@@ -251,7 +251,7 @@ class _Forms:
             tensor = value.detach().cpu().contiguous()
             data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         except (RuntimeError, NotImplementedError, TypeError):  # a sparse one, or one without values
-            return _pickled_form(value)
+            return _form_of_pickle(value)
         parts = (type(value), str(tensor.dtype), tuple(tensor.shape), value.requires_grad)
         return _digest("tensor", *map(self.form_of, parts), data)
 
@@ -261,7 +261,7 @@ class _Forms:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         except Exception:  # noqa: BLE001  of the value's own methods
-            return _pickled_form(value)
+            return _form_of_pickle(value)
         if isinstance(parts, str):
             wrapped = self.form_of(getattr(value, "__wrapped__", None))
             return _digest("named object", getattr(value, "__module__", None) or "", parts, wrapped)
@@ -287,7 +287,7 @@ def _atom(value: object) -> bytes | None:
     return None
 
 
-def _isolated(value: object) -> bytes:
+def _form_alone(value: object) -> bytes:
     """The form of an element or key, whatever was visited before it: elements are put in the order of their forms."""
     return _atom(value) or _Forms().form_of(value)
 
@@ -309,7 +309,7 @@ def _names(code: types.CodeType, instructions: frozenset[str]) -> Iterator[str]:
             yield from _names(constant, instructions)
 
 
-def _pickled_form(value: object) -> bytes:
+def _form_of_pickle(value: object) -> bytes:
     import cloudpickle
 
     try:

@@ -114,7 +114,7 @@ class CommittedRows:
             offset += part.rows if part else 0
 
 
-def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter, Iterator[PartInfo]]:
+def _parts_for_export(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter, Iterator[PartInfo]]:
     """The target's writer and its parts, converted below `base` where the job's own cannot be used as they are."""
     writer = rows.writer
     if writer.in_store:
@@ -336,7 +336,7 @@ class Job:
             status = self.status()
             if status["status"] != "SUCCEEDED":
                 try:
-                    other, parts = _exported(rows, target, part_base(target, name, output, 0))
+                    other, parts = _parts_for_export(rows, target, part_base(target, name, output, 0))
                     with parts_on_disk(parts) as stored:
                         return other.publish(stored, staging, if_exists)
                 except FileNotFoundError:

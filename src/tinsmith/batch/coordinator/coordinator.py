@@ -188,8 +188,8 @@ class _Slots:
     def _should_yield(self, job_id: int, slot: int) -> bool:
         if slot >= self.pool.spec.slots:
             return True
-        others = [other for other in self._runnable(slot) if other != job_id]
-        return bool(others) and self._share.should_yield(job_id, slot, others)
+        rivals = [rival for rival in self._runnable(slot) if rival != job_id]
+        return bool(rivals) and self._share.should_yield(job_id, slot, rivals)
 
     async def _wait(self, slot: int) -> None:
         """Until something has changed, or a batch may be retried."""

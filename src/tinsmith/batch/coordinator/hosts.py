@@ -93,8 +93,8 @@ class HostHealth:
         all_failed = sum(counts.values()) >= MAX_SETUP_FAILURES and counts.keys() >= set(existing)
         if is_late or all_failed or counts.get(UNKNOWN, 0) >= MAX_SETUP_FAILURES:
             hosts = sorted(filter(None, self._failures))
-            where = f" on all of {len(hosts)} machines ({', '.join(hosts[:MAX_LISTED])})" if len(hosts) > 1 else ""
-            return f"setup_failed{where}: {error}"
+            machines = f" on all of {len(hosts)} machines ({', '.join(hosts[:MAX_LISTED])})" if len(hosts) > 1 else ""
+            return f"setup_failed{machines}: {error}"
         return None
 
     def listing(self, wall_clock: float) -> list[dict[str, Any]]:

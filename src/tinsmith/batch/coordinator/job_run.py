@@ -211,7 +211,7 @@ class Dispatcher:
                         self._settle(left, arrived)
                 self.pace(worker).note(began, time.monotonic(), len(claims))
         except MapperStartError as error:
-            self._lose(left, "SetupFailed", error, begun=False)
+            self._lose(left, "SetupFailed", error, has_begun=False)
             self.setup_failed(worker, error)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
@@ -221,19 +221,19 @@ class Dispatcher:
 
     def _lose(
         self,
-        left: dict[tuple[int, int], Claim],
+        waiting: dict[tuple[int, int], Claim],
         error_class: str,
         error: Exception,
         *,
         infra: bool = True,
-        begun: bool = True,
+        has_begun: bool = True,
     ) -> None:
-        lost = LostAttempt(error_class, str(error), infra=infra, begun=begun)
-        self._settle(left, [(key, lost) for key in left])
+        lost = LostAttempt(error_class, str(error), infra=infra, begun=has_begun)
+        self._settle(waiting, [(key, lost) for key in waiting])
 
-    def _settle(self, left: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
-        settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
-        self.report(settled, not left)
+    def _settle(self, waiting: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
+        settled = [(waiting.pop(key), self._checked(result)) for key, result in results if key in waiting]
+        self.report(settled, not waiting)
 
     def _checked(self, result: AttemptOutcome | LostAttempt) -> AttemptOutcome | LostAttempt:
         if isinstance(result, LostAttempt):
@@ -289,7 +289,7 @@ class JobRun:
         self._router: RequestRouter | None = None
         if gateway is not None and operations.asks_service(spec.batch_serialized_fn):
             self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
-        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._mapper_failed)
+        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._note_failed_mapper)
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
@@ -341,7 +341,7 @@ class JobRun:
                 self._found.set()
                 await self._dispatch(worker, should_yield)
         except (WorkerStartError, WorkerLostError) as error:
-            self._set_up_failed(error.host, str(error))
+            self._note_failed_setup(error.host, str(error))
         except SetAsideError:
             self._slot_free_at[slot] = min(self._hosts.set_aside().values(), default=0.0)
         except Exception as error:
@@ -389,15 +389,15 @@ class JobRun:
         if not is_end:
             self._settle_due.set()
 
-    def _mapper_failed(self, worker: RemoteWorker, error: MapperStartError) -> None:
+    def _note_failed_mapper(self, worker: RemoteWorker, error: MapperStartError) -> None:
         if error.final and not error.of_machine:
             self.end(FailedError(f"setup_failed: {error}"))
-        self._set_up_failed(worker.started.host, str(error), is_final=error.final)
+        self._note_failed_setup(worker.started.host, str(error), is_final=error.final)
 
-    def _set_up_failed(self, host: str, why: str, *, is_final: bool = False) -> None:
+    def _note_failed_setup(self, host: str, error: str, *, is_final: bool = False) -> None:
         """On a machine; the job ends if no other one can do better."""
-        self._hosts.record_failure(host, why, is_final=is_final)
-        log.warning("a set-up has failed", job_id=self.job.job_id, machine=host, error=why[:MAX_ERROR])
+        self._hosts.record_failure(host, error, is_final=is_final)
+        log.warning("a set-up has failed", job_id=self.job.job_id, machine=host, error=error[:MAX_ERROR])
         if problem := self._hosts.problem(self._pool.hosts(self._spec)):
             self.end(FailedError(problem))
         self._settle_due.set()

@@ -315,15 +315,15 @@ class BatchJobs:
     def row_errors(self, job_id: int, limit: int = PAGE, after: int = -1) -> list[dict[str, Any]]:
         """The failed rows after row `after`: at most `limit`, and no more than `ERRORS_BYTES`, but at least one."""
         idx, text = ROW_ERRORS.c.row_idx, sa.cast(ROW_ERRORS.c.details, sa.Text)
-        mine = sa.and_(ROW_ERRORS.c.job_id == job_id, idx > after)
-        sizes = sa.select(idx, sa.func.length(text).label("size")).where(mine).order_by(idx).limit(limit)
+        is_later = sa.and_(ROW_ERRORS.c.job_id == job_id, idx > after)
+        sizes = sa.select(idx, sa.func.length(text).label("size")).where(is_later).order_by(idx).limit(limit)
         last, num_bytes = after, 0
         for row in self._db.rows(sizes):
             num_bytes += row.size
             if last != after and num_bytes > ERRORS_BYTES:
                 break
             last = row.row_idx
-        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(mine, idx <= last).order_by(idx)))
+        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         return _dicts(

@@ -175,8 +175,8 @@ class RemoteWorker:
                 async for message in messages:
                     yield message
         except CallRefusedError as error:
-            why = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
-            raise WorkerLostError(why, self.started.host) from None
+            message = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
+            raise WorkerLostError(message, self.started.host) from None
         except ConnectionLostError as error:
             raise self._gone(error) from error
 
@@ -240,7 +240,7 @@ class WorkerSet:
                 self._idle.remove(worker)
                 return worker
         starting = self._start(bound, with_mapper=True)
-        if self._avoided():  # where the other machines are full, this one may be free again before they are
+        if self._hosts_to_avoid():  # where the other machines are full, this one may be free again before they are
             starting = within(AVOIDING_S, starting)
         return await run_until(ended, starting)
 
@@ -258,7 +258,7 @@ class WorkerSet:
         soonest = 0.0 if is_any_free else min(set_aside[host] for host in existing)
         return max(soonest, self.hosts.free_at(UNKNOWN))
 
-    def _avoided(self) -> Mapping[str, float]:
+    def _hosts_to_avoid(self) -> Mapping[str, float]:
         """The machines that are set aside, unless there are no others."""
         set_aside = self.hosts.set_aside()
         return set_aside if any(host not in set_aside for host in self.pool.hosts(self.spec)) else {}
@@ -318,18 +318,18 @@ class WorkerSet:
         worker: RemoteWorker | None = None
         try:
             await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
-            started = await self.pool.start(worker_id, slot, self.spec, self._avoided())
+            started = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
             worker = RemoteWorker(worker_id, started, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
             self.hosts.add_worker(worker_id, started.host)
-            if started.host in self._avoided() and (slot is None or self.pool.host_of(slot) is None):
+            if started.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
                 raise SetAsideError(f"a worker has started on {started.host}, which is set aside")
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
             await asyncio.to_thread(self.jobs.record_worker, worker_id, started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._forget(worker_id))
-            known = WorkerStartError | WorkerLostError | SetAsideError | SupersededError | SQLAlchemyError
-            if isinstance(error, Exception) and not isinstance(error, known):
+            expected = WorkerStartError | WorkerLostError | SetAsideError | SupersededError | SQLAlchemyError
+            if isinstance(error, Exception) and not isinstance(error, expected):
                 host = self.pool.host_of(slot) if slot is not None else None
                 raise WorkerStartError(f"a worker cannot be started: {error!r}", host or UNKNOWN) from error
             raise

@@ -46,24 +46,24 @@ class Devices:
         """Why no worker can have this many GPUs; empty if one can."""
         if len(self.free) >= count:
             return ""
-        needed = f"each of its workers needs {count} GPU{'s' * (count > 1)}"
+        demand = f"each of its workers needs {count} GPU{'s' * (count > 1)}"
         if not self.visible:
-            return f"{needed}, and the server sees none (CUDA_VISIBLE_DEVICES of the server, and nvidia-smi)"
-        seen = f"the server sees {', '.join(self.visible)}"
+            return f"{demand}, and the server sees none (CUDA_VISIBLE_DEVICES of the server, and nvidia-smi)"
+        visible = f"the server sees {', '.join(self.visible)}"
         if self.engines:
             return (
-                f"{needed}; {seen}, of which its engines may use {', '.join(self.engines)}. Leave GPUs to the workers "
-                "with --device cuda:N or the engine's degrees, such as --data-parallel, or run them with --role "
-                "batch-worker on another machine"
+                f"{demand}; {visible}, of which its engines may use {', '.join(self.engines)}. Leave GPUs to the "
+                "workers with --device cuda:N or the engine's degrees, such as --data-parallel, or run them with "
+                "--role batch-worker on another machine"
             )
-        return f"{needed}, and {seen}"
+        return f"{demand}, and {visible}"
 
 
 def devices_of(settings: Settings) -> Devices:
     """The GPUs of this machine, without loading CUDA."""
     visible = visible_devices(device_mask())
     positions = engine_positions(settings, len(visible))
-    return Devices(visible, tuple(name for number, name in enumerate(visible) if number in positions))
+    return Devices(visible, tuple(name for position, name in enumerate(visible) if position in positions))
 
 
 def visible_devices(mask: str | None) -> tuple[str, ...]:
@@ -122,8 +122,8 @@ def _count_gpus() -> int:
         pass
     if command := shutil.which("nvidia-smi"):
         try:
-            done = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=QUERY_S, check=True)
-            return sum(line.startswith("GPU ") for line in done.stdout.split("\n"))
+            result = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=QUERY_S, check=True)
+            return sum(line.startswith("GPU ") for line in result.stdout.split("\n"))
         except (OSError, subprocess.SubprocessError):
             pass
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])

@@ -120,7 +120,7 @@ class Driver:
                     if starting is not None and not starting.done():
                         starting.set_result(message)
                 else:
-                    self._lost(message["gone"], message["why"], message["host"])
+                    self._lose(message["gone"], message["why"], message["host"])
         except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
             why = f"the Ray driver process sent an invalid message: {error!r}"
             with contextlib.suppress(ProcessLookupError):
@@ -128,15 +128,15 @@ class Driver:
         finally:
             self._process = None
             for worker_id in list(self._gone):
-                self._lost(worker_id, why)
+                self._lose(worker_id, why)
         await process.wait()
 
-    def _lost(self, worker_id: str, why: str, host: str = "") -> None:
+    def _lose(self, worker_id: str, reason: str, host: str = "") -> None:
         if worker_id in self._gone:
             self._gone.pop(worker_id).set()
         starting = self._starting.get(worker_id)
         if starting is not None and not starting.done():
-            starting.set_exception(WorkerStartError(why, host))
+            starting.set_exception(WorkerStartError(reason, host))
 
 
 @dataclass(slots=True)
@@ -216,12 +216,12 @@ class RayPool:
     def hosts(self, job: JobSpec) -> Collection[str]:
         """The nodes that are large enough for a worker of the job."""
         reserved = reservation(self.spec, job)
-        needed = {RESOURCE_NAMES.get(name, name): amount for name, amount in reserved.items() if name != "resources"}
-        needed |= reserved.get("resources") or {}
+        demands = {RESOURCE_NAMES.get(name, name): amount for name, amount in reserved.items() if name != "resources"}
+        demands |= reserved.get("resources") or {}
         return [
             name
             for name, resources in self._driver.nodes.items()
-            if all(resources.get(resource, 0) >= amount for resource, amount in needed.items())
+            if all(resources.get(resource, 0) >= amount for resource, amount in demands.items())
         ]
 
     async def start(
@@ -235,8 +235,8 @@ class RayPool:
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         path = self._logs.path(worker_id)
         found, ended = await self._driver.start(worker_id, request)
-        address, host, where = found["address"], found["host"], found["where"]
-        worker = RayWorker(worker_id, address, token, host, where, self._driver, ended, path)
+        address, host, process = found["address"], found["host"], found["where"]
+        worker = RayWorker(worker_id, address, token, host, process, self._driver, ended, path)
         worker.following = asyncio.create_task(worker.follow())
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)
         return worker

@@ -55,17 +55,17 @@ class Hosts:
         task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, worker_id: str, host: Any) -> None:  # noqa: ANN401
-        why, name = "it has ended", ""
+        reason, name = "it has ended", ""
         try:
             reply = await host.start.remote()
-            why, name = reply.get("failed", why), reply["host"]
+            reason, name = reply.get("failed", reason), reply["host"]
             if "failed" not in reply:
                 nodes = await asyncio.to_thread(_nodes)
                 self.say({"started": worker_id, **reply, "nodes": nodes})
                 await host.wait.remote()
         except Exception as error:  # noqa: BLE001  any error ends the worker, and is reported
-            why = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
-        self.say({"gone": worker_id, "why": why, "host": name, "nodes": await asyncio.to_thread(_nodes)})
+            reason = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
+        self.say({"gone": worker_id, "why": reason, "host": name, "nodes": await asyncio.to_thread(_nodes)})
         self._hosts.pop(worker_id, None)
         ray.kill(host)
 

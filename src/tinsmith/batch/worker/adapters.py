@@ -58,7 +58,7 @@ def loop_of(
         return event_loop.run(asyncio.to_thread(feed.next_batch)) if is_async else feed.next_batch()
 
     def loop() -> None:
-        functions = [_step(steps, number, spec, feed, channel, event_loop) for number in range(len(steps))]
+        functions = [_step(steps, index, spec, feed, channel, event_loop) for index in range(len(steps))]
         while (batch := next_batch()) is not None:
             try:
                 for function in functions:
@@ -72,17 +72,17 @@ def loop_of(
 
 def _step(
     steps: Sequence[Mapper | list[RowOperation]],
-    number: int,
+    index: int,
     spec: JobSpec,
     feed: Feed,
     channel: Channel | None,
     event_loop: EventLoop,
 ) -> Callable[[BatchRows], None]:
-    step = steps[number]
+    step = steps[index]
     if isinstance(step, Mapper):
         is_batch = step.kind == "batch" or step.options.get("batched", False)
         return (_OfBatches if is_batch else _OfRows)(step, spec, feed, event_loop)
-    operations_before = sum(len(step) for step in steps[:number] if isinstance(step, list))
+    operations_before = sum(len(step) for step in steps[:index] if isinstance(step, list))
 
     def operate(batch: BatchRows) -> None:
         assert channel is not None, "a worker gives operations a channel"
@@ -118,13 +118,13 @@ class _Function:
         self._merge = bool(options.get("merge"))
         self._shape = str(options.get("batch_format", "rows"))
 
-    def _collect(self, made: object) -> object:
+    def _collect(self, result: object) -> object:
         """The result of a function, awaited if need be; for a generator, all values that it yields."""
-        if inspect.isgenerator(made):
-            return _Yielded(made)
-        if inspect.isasyncgen(made):
-            return self._event_loop.run(_all_of(made))
-        return self._event_loop.run(made) if inspect.iscoroutine(made) else made
+        if inspect.isgenerator(result):
+            return _Yielded(result)
+        if inspect.isasyncgen(result):
+            return self._event_loop.run(_all_of(result))
+        return self._event_loop.run(result) if inspect.iscoroutine(result) else result
 
     def _over(self, row: Row, result: object) -> object:
         """The row with its result over it, without the removed columns; each of a list of results; errors unchanged."""
@@ -206,11 +206,12 @@ class _OfBatches(_Function):
         arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
         if self._with_indices:
             arguments.append(batch.made_indices)
-        made = self._collect(self._call(*arguments))
+        returned = self._collect(self._call(*arguments))
         if self._kind == "filter":
-            batch.give(filter_rows(rows, made), self._many)
+            batch.give(filter_rows(rows, returned), self._many)
             return
-        results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
+        parts = returned if isinstance(returned, _Yielded) else [returned]
+        results = [row for part in parts for row in rows_of(part)]
         if len(results) != len(rows):
             if self._merge:
                 raise ProgramError(

@@ -31,9 +31,9 @@ class EventLoop:
         self._runner = asyncio.Runner()
         self._is_used = False
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         self._is_used = True
-        return self._runner.run(work)
+        return self._runner.run(coroutine)
 
     def cancel_tasks(self) -> None:
         """Cancel and report what is pending; the loop can be used again."""
@@ -52,10 +52,10 @@ async def _cancel_tasks() -> None:
     log.warning("the function ended with %d pending asyncio tasks, which are cancelled: %s", len(tasks), _names(tasks))
     for task in tasks:
         task.cancel()
-    done, running = await asyncio.wait(tasks, timeout=CANCEL_S)
+    ended_tasks, running = await asyncio.wait(tasks, timeout=CANCEL_S)
     if running:
         log.warning("%d asyncio tasks ignore their cancellation: %s", len(running), _names(running))
-    for task in done:
+    for task in ended_tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("the asyncio task %s raised an error when it was cancelled", _name(task), exc_info=error)
 

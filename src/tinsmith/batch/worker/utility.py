@@ -208,9 +208,9 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Iterable[Row]) ->
 
 def _write_failures(writer: OutputWriter, failures: Iterable[Row], base: str) -> Iterator[PartInfo]:
     rows, at = iter(failures), 0
-    while some := list(islice(rows, FAILURES_IN_A_PART)):
-        yield writer.write_part(some, RowRange(at, at + len(some) - 1), base)
-        at += len(some)
+    while page := list(islice(rows, FAILURES_IN_A_PART)):
+        yield writer.write_part(page, RowRange(at, at + len(page) - 1), base)
+        at += len(page)
 
 
 # Deleting.
