@@ -147,6 +147,7 @@ def test_whatever_of_a_file_is_not_logged_is_told_by_line_and_reason(
         '{"step": "2", "loss": 1}': "step is '2'; it must be a whole number",
         '{"step": true, "loss": 1}': "step is True; it must be a whole number",
         '{"step": -1, "loss": 1}': "step is -1; it must be a whole number",
+        f'{{"step": 1{"0" * 400}, "loss": 1}}': "step is 1000",
         '{"step": NaN, "loss": 1}': "step is nan; it must be a whole number",
         '{"step": null, "loss": 1}': "step is None; it must be a whole number",
         '{"total": 3}': "it has no step",
@@ -162,8 +163,8 @@ def test_whatever_of_a_file_is_not_logged_is_told_by_line_and_reason(
     assert status == 1
     for number, reason in enumerate(lines.values(), 1):
         assert (f"line {number}: {reason}" in printed) if reason else (f"line {number}:" not in printed)
-    assert "line 12: 'kl' is -inf" in printed
-    assert "logged 3 points" in printed and "11 of its lines" in printed
+    assert "line 13: 'kl' is -inf" in printed
+    assert "logged 3 points" in printed and "12 of its lines" in printed
     assert points(harness, model_id) == [(1, {"loss": 1.0}), (3, {"reward": 0.5}), (4, {"loss": 0.5})]
 
 

@@ -164,10 +164,10 @@ class RunMetrics:
 
 def step_of(value: object) -> int:
     """The step that a number names: 3, 3.0 and numpy's equals are step 3. Raises UserError for any other value."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value != int(value) or not 0 <= value <= MAX_STEP:
+    step = _as_float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not step.is_integer() or not 0 <= step <= MAX_STEP:
         raise UserError(f"step is {value!r}; it must be a whole number from 0 to {MAX_STEP}")
-    return int(value)
+    return int(step)
 
 
 def select_numbers(metrics: Mapping[str, object]) -> tuple[dict[str, float], dict[str, str]]:
@@ -180,7 +180,7 @@ def select_numbers(metrics: Mapping[str, object]) -> tuple[dict[str, float], dic
     for name, value in metrics.items():
         if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
             continue
-        scalar = float(value)  # type: ignore[arg-type]
+        scalar = _as_float(value)
         if not math.isfinite(scalar):
             reasons[name] = f"is {scalar}; a metric is a finite number"
         elif not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
@@ -198,6 +198,14 @@ def parts_of(finite: Mapping[str, float]) -> Iterator[dict[str, float]]:
     names = list(finite)
     for start in range(0, len(names), MAX_NAMES):
         yield {name: finite[name] for name in names[start : start + MAX_NAMES]}
+
+
+def _as_float(value: Any) -> float:  # noqa: ANN401  any number
+    """Infinity for an integer that is larger than any float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _plain(name: str, value: Any) -> float | list[float]:  # noqa: ANN401  also numpy numbers and arrays

@@ -242,7 +242,7 @@ class _Forms:
             return _digest("descriptor", value.__name__)
         return None
 
-    def _tensor(self, value: object) -> bytes | None:
+    def _tensor(self, value: Any) -> bytes | None:  # noqa: ANN401
         """A tensor's pickle holds addresses."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):

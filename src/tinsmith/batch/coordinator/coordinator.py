@@ -36,7 +36,7 @@ from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
-from tinsmith.batch.pools.devices import devices_of
+from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, most_workers, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
@@ -210,7 +210,8 @@ def pools_of(settings: Settings) -> dict[str, PoolSpec]:
         pools[name] = pool_from_yaml(name, Path(path).expanduser())
         if pools[name].infra == RAY and not settings.ray_address:
             raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
-    if not settings.runs_bulk_jobs:
+    have_gpus = engine_positions(settings, 1) or any(pool.devices_per_worker for pool in pools.values())
+    if not settings.runs_bulk_jobs or not have_gpus:
         return pools
     devices = devices_of(settings)
     return {name: replace(pool, devices=devices) if pool.infra == LOCAL else pool for name, pool in pools.items()}

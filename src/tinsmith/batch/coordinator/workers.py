@@ -253,15 +253,18 @@ class WorkerSet:
         host = self.pool.host_of(slot)
         if host is not None:
             return self.hosts.free_at(host)
-        set_aside, existing = self.hosts.set_aside(), self.pool.hosts(self.spec)
-        is_any_free = not existing or any(host not in set_aside for host in existing)
-        soonest = 0.0 if is_any_free else min(set_aside[host] for host in existing)
+        soonest = 0.0
+        if set_aside := self.hosts.set_aside():
+            existing = self.pool.hosts(self.spec)
+            if existing and all(host in set_aside for host in existing):
+                soonest = min(set_aside[host] for host in existing)
         return max(soonest, self.hosts.free_at(UNKNOWN))
 
     def _hosts_to_avoid(self) -> Mapping[str, float]:
         """The machines that are set aside, unless there are no others."""
         set_aside = self.hosts.set_aside()
-        return set_aside if any(host not in set_aside for host in self.pool.hosts(self.spec)) else {}
+        are_others = set_aside and any(host not in set_aside for host in self.pool.hosts(self.spec))
+        return set_aside if are_others else {}
 
     async def put_back(self, worker: RemoteWorker) -> None:
         if not worker.unusable and not self.pool.spec.exclusive:

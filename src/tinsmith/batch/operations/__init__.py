@@ -65,9 +65,10 @@ def steps_of(payload: str) -> list[RowOperation] | None:
     """The operations of a payload, also of a chain of them; None if it has a function, of which nothing is run. Raises
     UserError."""
     parts = _parts_of(payload)
-    if not parts or not all(_is_operations(part) for part in parts):
+    chain = [part for part in parts if _is_operations(part)]
+    if not chain or len(chain) < len(parts):
         return None
-    steps = [step for part in parts for step in operations_of(part)]
+    steps = [step for part in chain for step in operations_of(part)]
     _check_steps(steps)
     return steps
 
