@@ -111,14 +111,14 @@ def test_async_functions_of_rows_run_together(tmp_path: Path) -> None:
     async def add(row: dict[str, Any]) -> dict[str, Any]:
         import asyncio
 
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
         return {"m": row["n"]}
 
     import time
 
     began = time.monotonic()
     assert Ran(tmp_path, add, kind="row", batch_size=10).output() == [{"n": n, "m": n} for n in range(10)]
-    assert time.monotonic() - began < 0.45
+    assert time.monotonic() - began < 1.5
 
 
 @pytest.mark.parametrize("shape", ["rows", "columns", "numpy", "pandas", "pyarrow"])
