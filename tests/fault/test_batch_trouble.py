@@ -369,25 +369,32 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
 
 
 class NeedsGoodGpu:
-    """Fails on a GPU that is out of order."""
+    """Fails on a GPU that is out of order; elsewhere, waits until it has failed a few times."""
 
-    def __init__(self, bad: list[str]) -> None:
+    def __init__(self, bad: list[str], failures: str) -> None:
         import os
+        from pathlib import Path
 
-        self.gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+        self.gpu, self.failures = os.environ["CUDA_VISIBLE_DEVICES"], Path(failures)
         if self.gpu in bad:
+            with self.failures.open("a") as file:
+                file.write("x")
             raise RuntimeError(f"CUDA error on {self.gpu}")
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import time
 
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (not self.failures.exists() or self.failures.stat().st_size < 6):
+            time.sleep(0.02)
         return {"gpu": self.gpu}
 
 
 def gpu_job(jobs: BatchJobs, directory: Path, bad: list[str]) -> int:
     (directory / "gpu.yaml").write_text("pool: {workers: 2}\nresources: {accelerators: H100}\n")
-    payload = described(NeedsGoodGpu, kwargs={"bad": bad}, kind="row", options={"merge": True})
+    payload = described(
+        NeedsGoodGpu, kwargs={"bad": bad, "failures": f"{directory}/failures"}, kind="row", options={"merge": True}
+    )
     spec = JobSpec(
         batch_serialized_fn=packed(payload),
         batch_input_format={"format": "items", "path": "items", "items": [{"n": number} for number in range(20)]},
