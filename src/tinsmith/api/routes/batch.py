@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
+import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
