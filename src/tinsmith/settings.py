@@ -586,6 +586,11 @@ def storage_endpoints() -> dict[str, str]:
     }
 
 
+def device_mask() -> str | None:
+    """Return the GPUs that the operator left visible to this process, by CUDA's names; None for all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def client_address() -> tuple[str, str]:
     """The server URL and API key for a client: from the SDK's variables, else a server on this machine."""
     return (

@@ -28,7 +28,10 @@ from support.ray_cluster import Nodes, ray_nodes
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.pools.ray import Driver, RayPool
+from tinsmith.batch.pools.specs import PoolSpec
 from tinsmith.batch.types import TEMPORARY_DIRECTORY
+from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings
@@ -165,6 +168,30 @@ def test_a_failing_setup_fails_the_job_with_its_output(nodes: Nodes, jobs: Batch
     asyncio.run(run_to_the_end(Settings.model_validate(given), jobs, job_id))
     found = jobs.find("local", job_id)
     assert found.status == "FAILED" and "no such driver" in (found.error or "")
+
+
+def test_a_worker_starts_on_no_node_that_is_set_aside(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
+    other = nodes.add(2)
+
+    async def run() -> None:
+        driver = Driver(nodes.address)
+        pool = RayPool(PoolSpec("ray", 2, infra="ray"), JobLogs(tmp_path), driver)
+        job = jobs.spec(submit(jobs, tmp_path, slow_double, fn_kwargs={"directory": str(tmp_path)}))
+        try:
+            first = await pool.start("1-a", 0, job)
+            assert first.host in pool.hosts(job) and len(pool.hosts(job)) == 2, "the head has no CPU"
+            for number in range(3):
+                worker = await pool.start(f"1-{number}", 1, job, [first.host])
+                assert worker.host in pool.hosts(job) and worker.host != first.host
+                await worker.kill()
+            await first.kill()
+        finally:
+            await pool.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        nodes.lose(other)
 
 
 # `tinsmith up --ray local`

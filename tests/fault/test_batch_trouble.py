@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,7 +21,9 @@ from sqlalchemy.exc import OperationalError
 from support.coordinating import PATIENCE_S, is_over, submit
 from support.databases import fresh_url
 from tinsmith import batch
+from tinsmith.batch.client.functions import described
 from tinsmith.batch.coordinator import coordinator as coordinators
+from tinsmith.batch.coordinator import hosts
 from tinsmith.batch.coordinator import job_run as runs
 from tinsmith.batch.coordinator import workers as worker_sets
 from tinsmith.batch.coordinator.coordinator import Coordinator
@@ -29,7 +32,7 @@ from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import PoolSpec
-from tinsmith.batch.types import AttemptOutcome, Limits, OutputInfo, PartInfo
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, packed
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
@@ -63,9 +66,10 @@ Until = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]:
+async def coordinating(jobs: BatchJobs, directory: Path, **options: Any) -> AsyncIterator[Until]:  # noqa: ANN401
     """Start a coordinator with one slot. Yields a function that waits for a condition."""
-    coordinator = Coordinator(Settings(data_dir=directory, backend="fake", batch_workers=1), jobs, "here")
+    settings = Settings(data_dir=directory, backend="fake", batch_workers=1, **options)
+    coordinator = Coordinator(settings, jobs, "here")
 
     async def until(done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -80,9 +84,9 @@ async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]
         await coordinator.stop()
 
 
-def coordinate(jobs: BatchJobs, directory: Path, done: Callable[[], bool]) -> None:
+def coordinate(jobs: BatchJobs, directory: Path, done: Callable[[], bool], **options: Any) -> None:  # noqa: ANN401
     async def run() -> None:
-        async with coordinating(jobs, directory) as until:
+        async with coordinating(jobs, directory, **options) as until:
             await until(done)
 
     asyncio.run(run())
@@ -177,8 +181,10 @@ class Worker:
 
 @pytest.fixture
 def instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(_pool: LocalPool, worker_id: str, _slot: int | None, _job: object = None) -> SimpleNamespace:
-        return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
+    async def start(_pool: LocalPool, worker_id: str, _slot: int | None, *_: object) -> SimpleNamespace:
+        async def wait() -> None: ...
+
+        return SimpleNamespace(address="nowhere", where="nowhere", host="nowhere", gone=False, wait=wait)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(local, "MAX_SPARES", 0)
@@ -267,12 +273,12 @@ def test_a_new_job_without_a_worker_in_time_fails_and_one_with_results_waits(
     clock, start_now, room = [1000.0], LocalPool.start, [False]
     waits: list[float] = []
 
-    async def start(pool: LocalPool, worker_id: str, slot: int | None, job: Any = None) -> Any:  # noqa: ANN401
+    async def start(pool: LocalPool, worker_id: str, slot: int | None, *more: Any) -> Any:  # noqa: ANN401
         if slot is not None:
             waits.append(time.monotonic())
             while not room[0]:
                 await asyncio.sleep(0.01)
-        return await start_now(pool, worker_id, slot, job)
+        return await start_now(pool, worker_id, slot, *more)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(PoolSpec, "exclusive", property(lambda _pool: True))  # no worker of operations takes batches
@@ -349,7 +355,7 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
                     found = jobs.find("local", job_id)
                     assert found.status == "FAILED" and "no space left on device" in str(found.error), (step, found)
                     assert not list(Path(temporary).glob("tinsmith-worker-*")), step
-            monkeypatch.setattr(runs, "MAX_SETUP_FAILURES", 99)
+            monkeypatch.setattr(hosts, "MAX_SETUP_FAILURES", 99)
             with monkeypatch.context() as patched:
                 for step in STARTING:
                     spoil(patched, step, 1)
@@ -360,3 +366,73 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     with tempfile.TemporaryDirectory(prefix="tn-") as temporary:  # a socket's path must be short
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         asyncio.run(run())
+
+
+class NeedsGoodGpu:
+    """Fails on a GPU that is out of order; elsewhere, waits until it has failed a few times."""
+
+    def __init__(self, bad: list[str], failures: str) -> None:
+        import os
+        from pathlib import Path
+
+        self.gpu, self.failures = os.environ["CUDA_VISIBLE_DEVICES"], Path(failures)
+        if self.gpu in bad:
+            with self.failures.open("a") as file:
+                file.write("x")
+            raise RuntimeError(f"CUDA error on {self.gpu}")
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        import time
+
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (not self.failures.exists() or self.failures.stat().st_size < 6):
+            time.sleep(0.02)
+        return {"gpu": self.gpu}
+
+
+def gpu_job(jobs: BatchJobs, directory: Path, bad: list[str]) -> int:
+    (directory / "gpu.yaml").write_text("pool: {workers: 2}\nresources: {accelerators: H100}\n")
+    payload = described(
+        NeedsGoodGpu, kwargs={"bad": bad, "failures": f"{directory}/failures"}, kind="row", options={"merge": True}
+    )
+    spec = JobSpec(
+        batch_serialized_fn=packed(payload),
+        batch_input_format={"format": "items", "path": "items", "items": [{"n": number} for number in range(20)]},
+        batch_output_formats=[{"format": "json", "path": str(directory / "gpus.jsonl")}],
+        batch_size=1,
+        batch_pool_name="gpu",
+        limits=Limits(backoff_s=0.05, grace_s=1.0),
+    )
+    return jobs.create("local", spec)
+
+
+def test_a_machine_that_cannot_set_up_is_set_aside_and_the_job_goes_on_without_it(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-good,GPU-bad")
+    job_id, seen = gpu_job(jobs, tmp_path, ["GPU-bad"]), []
+
+    def is_done() -> bool:
+        seen.extend(jobs.find("local", job_id).machines_set_aside or [])
+        return is_over(jobs, job_id)
+
+    coordinate(jobs, tmp_path, is_done, batch_pools=(f"gpu={tmp_path}/gpu.yaml",))
+    found = jobs.find("local", job_id)
+    assert (found.status, found.rows_ok) == ("SUCCEEDED", 20)
+    rows = [json.loads(line) for line in (tmp_path / "gpus.jsonl").read_text().splitlines()]
+    assert [(row["n"], row["gpu"]) for row in rows] == [(number, "GPU-good") for number in range(20)]
+    assert {machine["machine"].rpartition(", ")[2] for machine in seen} == {"GPU GPU-bad"}
+    assert max(machine["failures"] for machine in seen) > 4, "more than end a job of one machine"
+    assert "CUDA error on GPU-bad" in seen[-1]["error"]
+
+
+def test_a_job_that_no_machine_can_set_up_fails_with_the_workers_error(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-x,GPU-y")
+    job_id = gpu_job(jobs, tmp_path, ["GPU-x", "GPU-y"])
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id), batch_pools=(f"gpu={tmp_path}/gpu.yaml",))
+    found = jobs.find("local", job_id)
+    assert found.status == "FAILED" and found.completed_batches == 0
+    assert "setup_failed on all of 2 machines" in str(found.error) and "CUDA error on GPU-" in str(found.error)
+    assert {batch["infra_retries"] for batch in jobs.get_batch_states(job_id)} == {0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from support.payloads import load_mapper
 from tinsmith import batch
 from tinsmith.batch import permissions
 from tinsmith.batch.client.dataset import Dataset, JobRefusedError
-from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.http import Client, read_lines
 from tinsmith.batch.client.job import JobFailedError, progress_of
 from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, UserError
 from tinsmith.settings import Settings
@@ -335,6 +336,60 @@ def test_steps_with_helpers_of_their_module_are_one_job(client: Client, tmp_path
     ]  # fmt: skip
     assert [row["n"] for row in all_rows(f"{tmp_path}/o.jsonl")] == [0, 1, 2, 3, 0, 1, 0, 1]
     assert (job.progress.rows_ok, job.outputs[0].rows) == (5, 8)
+
+
+LINE_ENDS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\rj"
+
+
+def test_a_line_ends_with_a_line_feed_only() -> None:
+    text = f"{LINE_ENDS}\n\nnext{LINE_ENDS}".encode()
+    for size in (1, 2, 3, 7, len(text)):
+        chunks = [text[start : start + size] for start in range(0, len(text), size)]
+        assert [line.decode() for line in read_lines(chunks)] == [LINE_ENDS, "", f"next{LINE_ENDS}"]
+    assert list(read_lines([b"a\n", b"", b"b\n"])) == [b"a", b"b"]
+
+
+def test_text_with_every_end_of_a_line_comes_through_errors_logs_and_rows(client: Client, tmp_path: Path) -> None:
+    def fail(row: dict[str, Any]) -> dict[str, Any]:
+        print(row["text"])  # noqa: T201
+        if row["bad"]:
+            raise ValueError(row["text"])
+        return {"text": row["text"]}
+
+    rows = [{"text": LINE_ENDS, "bad": bad} for bad in (True, False)]
+    job = batch.from_items(rows).map(
+        fail, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), max_failed_rows=1, client=client, stream=False
+    )
+    status = job.wait()
+    assert status["first_error"]["message"] == LINE_ENDS
+    assert [error["message"] for error in job.errors()] == [LINE_ENDS]
+    assert [line["text"] for line in job.logs()].count(LINE_ENDS) == 2
+    assert [row["text"] for row in all_rows(f"{tmp_path}/o.jsonl")] == [LINE_ENDS]
+
+
+def test_a_function_closes_what_it_opened_when_its_job_is_done(client: Client, tmp_path: Path) -> None:
+    @batch.remote_function
+    async def gen(path: str) -> None:
+        import asyncio
+        from pathlib import Path
+
+        from tinsmith import batch
+
+        try:
+            async for rows in batch.load():
+                batch.save_results(rows)
+        finally:
+            await asyncio.sleep(0.1)
+            Path(path).write_text("closed")
+
+    mark = tmp_path / "mark"
+    batch.from_items(items(3)).map(
+        gen, fn_kwargs={"path": str(mark)}, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), client=client
+    )
+    until = time.monotonic() + 20
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert mark.read_text() == "closed"
 
 
 def test_progress_tells_rates_and_what_is_left() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -179,6 +181,38 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
     assert isinstance(done, Job) and int(done) == int(same), "it finds its job done"
     with pytest.raises(JobRefusedError, match=r"SUCCEEDED, .* its function is"):
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
+
+
+SCRIPT = """
+import sys
+from tinsmith import batch
+
+STOP = {"a", "bad", "the", "of", "zebra"}
+def stop(row): return {"stop": row["w"] in STOP}
+
+output = batch.JsonWriter(sys.argv[1])
+job = batch.from_items([{"w": "a"}]).map(stop, output=output, if_exists="resume", stream=False)
+job.wait()
+print(int(job))
+"""
+
+
+def test_a_script_that_is_run_again_finds_its_job_whatever_the_order_of_its_sets(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    def run(seed: str, text: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        environment = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "PYTHONHASHSEED": seed}
+        command = [sys.executable, str(script), f"{tmp_path}/out.jsonl"]
+        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+    commented = SCRIPT.replace("def stop", "# whether a word is left out\ndef stop")
+    found = [run("1", SCRIPT), run("2", SCRIPT), run("3", commented)]
+    assert [done.returncode for done in found] == [0, 0, 0], found[-1].stderr
+    assert len({done.stdout for done in found}) == 1
+    changed = run("1", SCRIPT.replace("zebra", "lion"))
+    assert changed.returncode == 1 and "its function is" in changed.stderr
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -20,12 +20,14 @@ from support.live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch import operations
 from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.functions import described
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader
+from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Sample
-from tinsmith.batch.types import JobSpec
+from tinsmith.batch.types import CHAIN, JobSpec, packed
 from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import locations
@@ -207,6 +209,37 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
     assert harness.post("batch/jobs", upwards, BOB).status_code == 403
     trusted = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(), ALICE)["job_id"])
     assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
+
+
+def chain(*steps: object) -> str:
+    return packed({"type": CHAIN, "version": "1.0", "steps": steps})
+
+
+def test_a_chain_of_operations_is_no_code_and_one_with_a_function_is(harness: Harness) -> None:
+    sample = Sample(model="local/tiny", prompt="text", max_tokens=1)
+    graded = Dataset("in.jsonl").sample("local/tiny", prompt="text", max_tokens=1).map(Grade(by="exact", reference="r"))
+    assert isinstance(graded, Dataset)
+    payload, graded._forgotten = graded._payload(), False
+    assert operations.steps_of(payload) == [
+        Sample(model="local/tiny", prompt="text", max_tokens=1), Grade(by="exact", reference="r")
+    ]  # fmt: skip
+    spec = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(batch_serialized_fn=payload), BOB)["job_id"])
+    assert spec.roots is not None
+    operation = operations.described([sample])
+    function = described(lambda row: row, kind="row")
+    refused = {
+        "a function": chain(operation, function),
+        "a function first": chain(function, operation),
+        "a chain in a chain": chain(operation, {"type": CHAIN, "steps": [function]}),
+        "another type": chain(operation, {**operation, "type": "source"}),
+        "no object": chain(operation, "x"),
+        "nothing": chain(),
+    }
+    for what, code in refused.items():
+        answer = harness.post("batch/jobs", job(batch_serialized_fn=code), BOB)
+        assert answer.status_code == 403 and "TINSMITH_BATCH_TENANTS" in answer.text, what
+    many = harness.post("batch/jobs", job(batch_serialized_fn=chain(*[operation] * 17)), BOB)
+    assert many.status_code == 400 and "17 operations" in many.text
 
 
 def test_a_tenant_without_code_cannot_resume_code_or_resize_a_pool(harness: Harness) -> None:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from support.http_harness import ALICE, Harness, close, make_harness
 from tinsmith.cli.main import app
-from tinsmith.errors import TinsmithError
-from tinsmith.exchange.metrics import MAX_NAMES, RunMetrics, parts_of
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.exchange.metrics import MAX_NAMES, MAX_WAITING, RunMetrics, parts_of, select_numbers, step_of
 
 
 @pytest.fixture
@@ -108,24 +108,119 @@ def test_it_serves_as_a_logger_of_the_cookbook(harness: Harness, tmp_path: Path)
 
 def test_timings_are_left_out_first() -> None:
     many = {f"time/{number}": 1.0 for number in range(120)} | {f"m{number}": 1.0 for number in range(100)}
-    first, second = parts_of(many)
+    numbers, reasons = select_numbers(many)
+    assert len(reasons) == 220 - 2 * MAX_NAMES and all(name.startswith("time/") for name in reasons)
+    first, second = parts_of(numbers)
     assert len(first) == len(second) == MAX_NAMES
     assert sum(name.startswith("m") for name in {**first, **second}) == 100
+
+
+def log_file(
+    harness: Harness, model_id: str, file: Path, monkeypatch: pytest.MonkeyPatch, *words: str
+) -> tuple[int, str]:
+    monkeypatch.setattr("tinsmith.exchange.metrics.RunMetrics", lambda run_id: connected(harness, run_id)[0])
+    done = CliRunner().invoke(app, ["runs", "log", model_id, str(file), *words])
+    return done.exit_code, done.output
 
 
 def test_a_file_of_metrics_is_logged_by_a_command(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_id = harness.model()
-    monkeypatch.setattr("tinsmith.exchange.metrics.RunMetrics", lambda run_id: connected(harness, run_id)[0])
     file = tmp_path / "metrics.jsonl"
-    lines = [{"step": 0, "reward": 0.25, "note": "x"}, {"total": 3}, {"step": 1, "reward": 0.5}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"step": 0, "reward": 0.25, "note": "x"}, {"step": 1.0, "reward": 0.5}]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
     for _ in range(2):
-        done = CliRunner().invoke(app, ["runs", "log", model_id, str(file), "--json"])
-        assert done.exit_code == 0, done.output
-        assert json.loads(done.output)["points"] == 2
+        status, printed = log_file(harness, model_id, file, monkeypatch, "--json")
+        assert (status, json.loads(printed)["points"], json.loads(printed)["left_out"]) == (0, 2, 0)
     assert points(harness, model_id) == [(0, {"reward": 0.25}), (1, {"reward": 0.5})]
-    file.write_text("no json\n")
-    refused = CliRunner().invoke(app, ["runs", "log", model_id, str(file)])
-    assert refused.exit_code == 2
+
+
+def test_whatever_of_a_file_is_not_logged_is_told_by_line_and_reason(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id = harness.model()
+    file = tmp_path / "metrics.jsonl"
+    lines = {
+        '{"step": 1, "loss": 1}': "",
+        '{"step": 1.5, "loss": 1}': "step is 1.5; it must be a whole number",
+        '{"step": "2", "loss": 1}': "step is '2'; it must be a whole number",
+        '{"step": true, "loss": 1}': "step is True; it must be a whole number",
+        '{"step": -1, "loss": 1}': "step is -1; it must be a whole number",
+        f'{{"step": 1{"0" * 400}, "loss": 1}}': "step is 1000",
+        '{"step": NaN, "loss": 1}': "step is nan; it must be a whole number",
+        '{"step": null, "loss": 1}': "step is None; it must be a whole number",
+        '{"total": 3}': "it has no step",
+        "[1]": "it is a list",
+        '{"step": 2, "loss': "it is not JSON",
+        '{"step": 2, "note": "x"}': "it has no numbers",
+        '{"step": 3, "loss": NaN, "reward": 0.5, "kl": -Infinity}': "'loss' is nan; a metric is a finite number",
+        "": "",
+        '{"step": 4, "loss": 0.5}': "",
+    }
+    file.write_text("".join(line + "\n" for line in lines))
+    status, printed = log_file(harness, model_id, file, monkeypatch)
+    assert status == 1
+    for number, reason in enumerate(lines.values(), 1):
+        assert (f"line {number}: {reason}" in printed) if reason else (f"line {number}:" not in printed)
+    assert "line 13: 'kl' is -inf" in printed
+    assert "logged 3 points" in printed and "12 of its lines" in printed
+    assert points(harness, model_id) == [(1, {"loss": 1.0}), (3, {"reward": 0.5}), (4, {"loss": 0.5})]
+
+
+def test_a_file_longer_than_what_may_wait_is_logged_whole(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, sent = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(
+        RunMetrics, "_post", lambda _run, _path, body: sent.extend(body["points"]) or {"step": len(sent)}
+    )
+    file.write_text("".join(f'{{"step": {step}.0, "m": 1}}\n' for step in range(MAX_WAITING + 500)))
+    assert log_file(harness, harness.model(), file, monkeypatch)[0] == 0
+    assert [point["step"] for point in sent] == list(range(MAX_WAITING + 500))
+
+
+def test_points_that_the_server_did_not_take_are_not_called_logged(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "m": 1}\n')
+    monkeypatch.setattr(RunMetrics, "_post", lambda *_: {})
+    monkeypatch.setattr("tinsmith.cli.runs.POLL_S", 0.0)
+    status, printed = log_file(harness, harness.model(), file, monkeypatch)
+    assert status == 2 and "did not take 1 points" in printed
+
+
+def test_a_step_is_a_whole_number_of_any_type_at_every_door(harness: Harness) -> None:
+    model_id = harness.model()
+    run, _ = connected(harness, model_id)
+    for step in (1, 2.0, np.int64(3), np.float32(4)):
+        run.log({"m": np.float64(step)}, step)  # type: ignore[arg-type]
+        assert step_of(step) == step
+    for wrong in (1.5, True, "1", float("nan"), float("inf"), -1, 2**53):
+        with pytest.raises(UserError, match="whole number"):
+            run.log({"m": 1.0}, wrong)  # type: ignore[arg-type]
+    run.close()
+    body = {"model_id": model_id, "points": [{"step": 5.0, "metrics": {"m": 5}}]}
+    assert harness.post("log_metrics", body).status_code == 200
+    assert points(harness, model_id) == [(step, {"m": float(step)}) for step in range(1, 6)]
+    body = {"model_id": model_id, "metrics": {"m": 5}, "step": 5.5}
+    refused = harness.post("log_metrics", body)
+    assert refused.status_code == 400 and "step is 5.5" in refused.text
+
+
+def test_a_number_that_is_not_finite_loses_no_other_point(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    model_id = harness.model()
+    run, _ = connected(harness, model_id)
+    run.log({"m": 1.0}, 1)
+    for wrong in (float("nan"), [1.0, float("inf")]):
+        with pytest.raises(UserError, match="finite"):
+            run.log({"m": wrong}, 2)
+    with caplog.at_level(logging.WARNING):
+        for step in (3, 4):
+            run.log_metrics({"m": float("nan"), "k": np.array(1.0)}, step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a metric is not logged: 'm' is nan; a metric is a finite number"
+    ]
+    run.close()
+    assert points(harness, model_id) == [(1, {"m": 1.0}), (3, {"k": 1.0}), (4, {"k": 1.0})]

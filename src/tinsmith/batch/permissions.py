@@ -1,11 +1,11 @@
 """Permissions of bulk jobs: whether a tenant may run its own code, and which files its jobs reach.
 
 A job runs its tenant's code if its function, one of its formats or its interpreter comes with it. A job of operations
-in known formats runs none, and every tenant may submit one. Workers are processes of the server's user, with its access
-to files and buckets, so such a job is confined to its roots: the tenant's own directory and the locations that the
-operator has named. Roots are decided at submission and stored in the specification; workers check every location
-against them again when they open it (`locations.confine`). A tenant that may run code is not confined, since its code
-can reach everything that the server's user can.
+in known formats, one operation or a chain of them, runs none, and every tenant may submit one. Workers are processes of
+the server's user, with its access to files and buckets, so such a job is confined to its roots: the tenant's own
+directory and the locations that the operator has named. Roots are decided at submission and stored in the
+specification; workers check every location against them again when they open it (`locations.confine`). A tenant that
+may run code is not confined, since its code can reach everything that the server's user can.
 
 Pure except for resolving links. Knows no database and no HTTP.
 """

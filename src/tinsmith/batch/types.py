@@ -11,7 +11,8 @@ Routes below /api/v1/batch/jobs, all JSON:
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out,
   worker_seconds: of workers that have ended, error, created_at, started_at, ended_at, outputs: [OutputInfo],
   first_error: the first failed row as in /errors, or null, workers: [{worker_id, kind, state, started_at, batches,
-  rows, first_row, retried}], the last four of its batches now};
+  rows, first_row, retried}], the last four of its batches now, machines_set_aside: [{machine, failures, until, error}]:
+  those on which the function could not be set up};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
   {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
@@ -191,6 +192,8 @@ class LostAttempt:
     """The row that the mapper worked on, if it is known."""
     setup: bool = False
     """The mapper does not start."""
+    of_machine: bool = False
+    """Another machine may have what the mapper lacks here."""
     retry: bool = True
     """Whether another attempt at the same rows may succeed."""
 
@@ -206,6 +209,8 @@ class ProgramError(RuntimeError):
 
 FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
 """Errors that a retry cannot resolve. An ImportError names the module that the interpreter lacks."""
+ERRORS_OF_MACHINE = (ImportError, OSError)
+"""Errors that one machine may have and another not: it lacks a module, or a file."""
 ERRORS_OF_DATA = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError,
 )  # fmt: skip
@@ -223,11 +228,12 @@ def is_retried(error: BaseException, retry_on: Sequence[str] | None) -> bool:
 
 class MapperStartError(Exception):
     """The mapper failed before its first batch, while it was loaded or in its own setup. `final` says that it fails in
-    the same way on every worker."""
+    the same way on every worker, or with `of_machine` on every worker of this machine."""
 
-    def __init__(self, message: str, final: bool = False) -> None:
+    def __init__(self, message: str, final: bool = False, of_machine: bool = False) -> None:
         super().__init__(message)
         self.final = final
+        self.of_machine = of_machine
 
 
 @dataclass(frozen=True)
@@ -350,14 +356,17 @@ def unpacked(payload: str) -> dict[str, Any]:
 
 
 def identity_of(payload: str) -> str:
-    """A digest that is equal for two payloads if and only if they do the same: of the source, its parameters and how it
-    is called, or of the operations. Runs nothing of a payload; for an invalid one, the digest of its text.
+    """A digest that is equal for two payloads if and only if they do the same: of the source, or a pickled function's
+    `identity`, its parameters and how it is called, or of the operations. Runs nothing of a payload; for an invalid
+    one, the digest of its text.
     """
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
 
     def essence(data: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: data.get(name) for name in names}
-        return found | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else found
+        fields = {name: data.get(name) for name in names}
+        if "identity" in data:
+            fields["source"] = data["identity"]
+        return fields | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else fields
 
     try:
         data = unpacked(payload)

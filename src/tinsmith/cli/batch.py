@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -141,6 +141,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "ended": _moment(status["ended_at"]),
         "error": escape(status["error"] or ""),
         **{f"worker {index}": escape(_work_of(worker)) for index, worker in enumerate(status["workers"])},
+        **{f"aside {index}": escape(_set_aside(machine)) for index, machine in enumerate(status["machines_set_aside"])},
         **{f"output {index}": escape(_said(output)) for index, output in enumerate(status["outputs"])},
     }
     for name, text in lines.items():
@@ -223,6 +224,12 @@ def purge(
             _confirm(f"Delete the parts of {_count_jobs(chosen)}, which can then not be resumed?", yes)
         purged = [client.purge(job_id) for job_id in chosen]
     say(as_json, purged, f"the parts of {_count_jobs(chosen)} are being deleted" if chosen else "nothing to delete")
+
+
+def _set_aside(machine: Mapping[str, Any]) -> str:
+    last = machine["error"].strip().rpartition("\n")[2]
+    until = datetime.fromtimestamp(machine["until"]).strftime("%H:%M:%S")
+    return f"{machine['machine']} until {until}, after {machine['failures']} failed set-ups: {last}"
 
 
 def _work_of(worker: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """`tinsmith runs`: list, show and compare training runs, follow a run's metrics, and log metrics to a run.
 
 The commands use the dashboard's routes. A run has the metrics of its passes and optimizer steps, which the server
-records, and those that the client logs (`POST /api/v1/log_metrics`). Exit status: 0 for success, 2 if the command was
-refused, 130 if the user stopped following.
+records, and those that the client logs (`POST /api/v1/log_metrics`). Exit status: 0 for success, 1 if `log` left
+something of its file out, 2 if the command was refused, 130 if the user stopped following.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -24,6 +24,7 @@ from tinsmith.cli.remote import (
     INTERRUPTED,
     AsJson,
     moment,
+    notes,
     output,
     plain_table,
     print_json,
@@ -33,7 +34,7 @@ from tinsmith.cli.remote import (
     say,
     server,
 )
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
     from tinsmith.exchange.metrics import RunMetrics
@@ -43,6 +44,11 @@ BARS = "".join(chr(0x2581 + eighth) for eighth in range(8))
 """Block characters from one to eight eighths of a line's height."""
 BARS_SHOWN = 24
 POLL_S = 1.0
+INCOMPLETE = 1
+"""Exit status if something of the file was not logged."""
+SEND_TRIES = 10
+MAX_UNSENT = 2048
+"""The most points that wait for the server while the file is read."""
 
 app = typer.Typer(help="List, show, compare and follow training runs.", no_args_is_help=True)
 
@@ -148,38 +154,88 @@ def log_file(
     """Log the numbers of a file of metrics to a run. Logging a line again changes nothing."""
     from tinsmith.exchange.metrics import RunMetrics
 
-    num_points, read, rest = 0, 0, b""
     with refusals(), RunMetrics(run_id) as run:
+        source = _MetricsFile(run, str(file))
         try:
-            while True:
-                with file.open("rb") as lines:
-                    lines.seek(read)
-                    found = lines.read()
-                read += len(found)
-                *whole, rest = (rest + found).split(b"\n")
-                num_points += sum(_log_line(run, line) for line in ([*whole, rest] if not follow else whole))
-                run.flush()
-                if not follow:
-                    break
-                time.sleep(POLL_S)
+            with file.open("rb") as lines:
+                source.log_lines(lines, is_growing=follow)
+                while follow:
+                    time.sleep(POLL_S)
+                    source.log_lines(lines, is_growing=True)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
-    say(as_json, {"run": run_id, "points": num_points}, f"logged {num_points} points of {file} to {run_id}")
+        source.send_rest()
+    result = {"run": run_id, "points": source.num_points, "left_out": source.num_left_out}
+    suffix = f"; {source.num_left_out} of its lines were not logged whole" if source.num_left_out else ""
+    say(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
+    if source.num_left_out:
+        raise typer.Exit(INCOMPLETE)
 
 
-def _log_line(run: RunMetrics, line: bytes) -> bool:
-    """Log a line. Returns False for a line without a step, such as a summary, which is skipped."""
-    if not line.strip():
-        return False
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"a line of the file is not JSON ({error}): {line[:80]!r}") from None
-    step = values.pop("step", None) if isinstance(values, dict) else None
-    if not isinstance(step, int) or step < 0:
-        return False
-    run.log_metrics(values, step)
-    return True
+class _MetricsFile:
+    """Logs the lines of a file, and tells each line, or number of a line, that is not logged, with the reason."""
+
+    def __init__(self, run: RunMetrics, name: str) -> None:
+        self.num_points = 0
+        self.num_left_out = 0
+        """Lines of which something is not logged."""
+        self._run = run
+        self._name = name
+        self._line = 0
+        self._partial = b""
+
+    def log_lines(self, lines: IO[bytes], *, is_growing: bool) -> None:
+        """Log the lines up to the present end. While the file is growing, a line without an end waits for it."""
+        while chunk := lines.readline():
+            self._partial += chunk
+            if chunk.endswith(b"\n"):
+                self._log_line()
+        if not is_growing:
+            self._log_line()
+        self._run.flush()
+
+    def send_rest(self) -> None:
+        """Raises TinsmithError if the server does not take the points."""
+        for _ in range(SEND_TRIES):
+            self._run.flush()
+            if not self._run.num_waiting:
+                return
+            time.sleep(POLL_S)
+        raise TinsmithError(f"the server did not take {self._run.num_waiting} points of {self._name}; run it again")
+
+    def _log_line(self) -> None:
+        line, self._partial = self._partial, b""
+        self._line += 1
+        if not line.strip():
+            return
+        try:
+            reasons = self._log_values(json.loads(line))
+            self.num_points += 1
+        except UserError as error:
+            reasons = {"": str(error)}
+        except ValueError as error:
+            reasons = {"": f"it is not JSON: {error}"}
+        self.num_left_out += bool(reasons)
+        for name, reason in reasons.items():
+            text = f"{name!r} {reason}" if name else reason
+            notes.print(f"[yellow]not logged:[/] {escape(f'{self._name}, line {self._line}: {text}')}")
+
+    def _log_values(self, values: object) -> dict[str, str]:
+        """Returns why numbers of the line are not logged. Raises UserError for a line that has no step or no number."""
+        from tinsmith.exchange.metrics import select_numbers, step_of
+
+        if not isinstance(values, dict):
+            raise UserError(f"it is a {type(values).__name__}; it must be an object with a step")
+        if "step" not in values:
+            raise UserError("it has no step")
+        step = step_of(values.pop("step"))
+        metrics, reasons = select_numbers(values)
+        if not metrics and not reasons:
+            raise UserError("it has no numbers")
+        if self._run.num_waiting >= MAX_UNSENT:
+            self.send_rest()
+        self._run.log_metrics(metrics, step)
+        return reasons
 
 
 def _run(there: TinkerServer, run_id: str) -> Run:

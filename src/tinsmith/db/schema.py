@@ -460,6 +460,7 @@ BATCH_JOBS = sa.Table(
     sa.Column("max_failed_rows", sa.Float, nullable=False),
     sa.Column("worker_seconds", sa.Float, nullable=False, server_default="0"),  # of its workers that have ended
     sa.Column("paid_until", sa.JSON),  # the state of its rate limits: see RateLimits in batch/coordinator/job_run.py
+    sa.Column("machines_set_aside", sa.JSON),  # where its function could not be set up: batch/coordinator/hosts.py
     sa.Column("resume_from", sa.BigInteger),
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs
     sa.Column("error", sa.Text),

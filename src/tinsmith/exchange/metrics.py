@@ -1,8 +1,9 @@
 """Client of a run's metrics: numbers by step, and rewards of single answers, for the dashboard.
 
-Points are sent when one is logged and a second has passed since the last request, at `flush` and `close`, and at
-process exit. A training loop does not fail because its metrics cannot be sent: up to `MAX_WAITING` unsent points are
-kept and sent with the next ones. Points that the server refuses raise an error.
+Points are sent when one is logged and a second has passed since the last request or a request is full, at `flush` and
+`close`, and at process exit. A training loop does not fail because its metrics cannot be sent: up to `MAX_WAITING`
+unsent points are kept and sent with the next ones, and `num_waiting` counts them. Points that the server refuses raise
+an error.
 
 `RunMetrics` implements tinker_cookbook's logger (`tinker_cookbook.utils.ml_log.Logger`), so it can be added to the
 `loggers` of a recipe's logger. Knows HTTP, and neither the SDK nor the cookbook.
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import httpx
 import numpy as np
 
-from tinsmith.errors import refusal
+from tinsmith.errors import UserError, refusal
 from tinsmith.settings import client_address
 from tinsmith.types import tokens_digest
 
@@ -34,8 +35,9 @@ BATCH = 256
 """Points of one request."""
 MAX_WAITING = 4096
 MAX_NAMES = 64
+MAX_STEP = 2**53 - 1
 MAX_NAME_CHARS = 60
-"""Longest name of a metric from another logger; longer ones are dropped."""
+"""Longest name of a metric from another logger; longer ones are left out."""
 TIMINGS = "time/"
 """Prefix of the cookbook's metrics that are dropped first if there are too many."""
 
@@ -53,17 +55,25 @@ class RunMetrics:
         self._waiting: list[dict[str, object]] = []
         self._sent_at = 0.0
         self._is_unreachable = False
+        self._warned: set[str] = set()
         atexit.register(self.close)
 
-    def log(self, metrics: Mapping[str, Value], step: int | None = None) -> None:
-        """Log numbers, or lists of numbers, by name. Without a step they belong to the newest optimizer step.
+    @property
+    def num_waiting(self) -> int:
+        """The points that the server does not have yet."""
+        return len(self._waiting)
 
-        Raises UserError if the server refuses them.
+    def log(self, metrics: Mapping[str, Value], step: int | None = None) -> None:
+        """Log finite numbers, or lists of them, by name. Without a step they belong to the newest optimizer step. A
+        step is a whole number of any numeric type.
+
+        Raises UserError for a value that is not finite, another step, and what the server refuses.
         """
-        given = {name: _plain(value) for name, value in metrics.items()}
-        self._waiting.append({"metrics": given} if step is None else {"step": step, "metrics": given})
+        values = {name: _plain(name, value) for name, value in metrics.items()}
+        self._waiting.append({"metrics": values} if step is None else {"step": step_of(step), "metrics": values})
         del self._waiting[:-MAX_WAITING]
-        if step is None or time.monotonic() - self._sent_at >= EVERY_S:
+        is_full = len(self._waiting) % BATCH == 0
+        if step is None or is_full or time.monotonic() - self._sent_at >= EVERY_S:
             self.flush()
 
     def reward(self, prompt: Sequence[int], answers: Iterable[Sequence[int]], rewards: Iterable[float]) -> int:
@@ -115,8 +125,12 @@ class RunMetrics:
     # The methods of the cookbook's loggers.
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log the finite numbers among these."""
-        for part in parts_of(metrics):
+        """Log the numbers among these. One that a step cannot take is left out, with a warning for each name."""
+        finite, reasons = select_numbers(metrics)
+        for name in reasons.keys() - self._warned:
+            log.warning("a metric is not logged: %r %s", name, reasons[name])
+        self._warned |= reasons.keys()
+        for part in parts_of(finite):
             self.log(part, step)
 
     def log_metrics_event(
@@ -148,17 +162,55 @@ class RunMetrics:
         return None
 
 
-def parts_of(metrics: Mapping[str, object]) -> Iterator[dict[str, float]]:
-    """The finite numbers among another logger's metrics, in at most two points; timings are dropped first."""
-    found = {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, Real) and math.isfinite(value) and 0 < len(name) <= MAX_NAME_CHARS
-    }
-    names = sorted(found, key=lambda name: name.startswith(TIMINGS))[: 2 * MAX_NAMES]
+def step_of(value: object) -> int:
+    """The step that a number names: 3, 3.0 and numpy's equals are step 3. Raises UserError for any other value."""
+    step = _as_float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not step.is_integer() or not 0 <= step <= MAX_STEP:
+        raise UserError(f"step is {value!r}; it must be a whole number from 0 to {MAX_STEP}")
+    return int(step)
+
+
+def select_numbers(metrics: Mapping[str, object]) -> tuple[dict[str, float], dict[str, str]]:
+    """The numbers among another logger's metrics that a step can take, and the reasons why it cannot take others.
+
+    Values that are no numbers, such as text, are in neither. Timings are left out first where there are too many.
+    """
+    finite: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for name, value in metrics.items():
+        if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
+            continue
+        scalar = _as_float(value)
+        if not math.isfinite(scalar):
+            reasons[name] = f"is {scalar}; a metric is a finite number"
+        elif not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            reasons[name] = f"is a name of {len(name)} characters; it must have 1 to {MAX_NAME_CHARS}, all printable"
+        else:
+            finite[name] = scalar
+    names = sorted(finite, key=lambda name: name.startswith(TIMINGS))
+    for name in names[2 * MAX_NAMES :]:
+        reasons[name] = f"is one of {len(names)} numbers; a step has {2 * MAX_NAMES} at most"
+    return {name: finite[name] for name in names[: 2 * MAX_NAMES]}, reasons
+
+
+def parts_of(finite: Mapping[str, float]) -> Iterator[dict[str, float]]:
+    """The numbers in points of at most `MAX_NAMES`."""
+    names = list(finite)
     for start in range(0, len(names), MAX_NAMES):
-        yield {name: found[name] for name in names[start : start + MAX_NAMES]}
+        yield {name: finite[name] for name in names[start : start + MAX_NAMES]}
 
 
-def _plain(value: Any) -> float | list[float]:  # noqa: ANN401  also numpy numbers and arrays
-    return [float(each) for each in value] if np.ndim(value) else float(value)
+def _as_float(value: Any) -> float:  # noqa: ANN401  any number
+    """Infinity for an integer that is larger than any float."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _plain(name: str, value: Any) -> float | list[float]:  # noqa: ANN401  also numpy numbers and arrays
+    """Raises UserError for a value that is not finite: JSON has none, and one would lose the points beside it."""
+    plain = [float(item) for item in value] if np.ndim(value) else float(value)
+    if not np.isfinite(plain).all():
+        raise UserError(f"metrics.{name} is {value!r}; it must be a finite number, or a list of them")
+    return plain

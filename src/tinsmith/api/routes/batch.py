@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
+import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -35,6 +36,10 @@ SAFETY_POLL_S = 5.0
 """Longest delay of an event whose wake-up was lost."""
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
+MAX_SHOWN_ROW = 16_384
+"""The most bytes of a failed row in a status, as JSON; `/errors` has the whole row."""
+MAX_SHOWN_VALUE = 200
+MAX_SHOWN_COLUMNS = 64
 AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
 
 
@@ -277,10 +282,24 @@ def _whole(services: Services, job: JobRecord) -> JsonObject:
     return {
         **_shown(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
-        "first_error": error_row(failed[0]) if failed else None,
+        "machines_set_aside": job.machines_set_aside or [],
+        "first_error": _short_error(error_row(failed[0])) if failed else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
             | (at_work.get(worker["worker_id"]) or dict.fromkeys(WORK, 0))
             for worker in workers
         ],
     }
+
+
+def _short_error(error: JsonObject) -> JsonObject:
+    """A failed row for a status, which is sent often: the values of a large row are cut."""
+    row = error["row"]
+    if not isinstance(row, dict) or len(orjson.dumps(row)) <= MAX_SHOWN_ROW:
+        return error
+    return {**error, "row": {name: _short(value) for name, value in list(row.items())[:MAX_SHOWN_COLUMNS]}}
+
+
+def _short(value: object) -> object:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return value if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}... ({len(text)} characters)"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
 from tinsmith.api.operation import Call, JsonObject, operation
@@ -48,7 +48,14 @@ Metrics = Annotated[
     AfterValidator(_check_names),
     Field(description=f"1 to {MAX_AT_A_TIME} finite numbers, or lists of them, by name"),
 ]
-Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+
+
+def _as_integer(value: object) -> object:
+    """JSON has one type of number: a logger that counts in floats writes step 3 as 3.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Step = Annotated[int, BeforeValidator(_as_integer), Field(ge=0, le=MAX_STEP)]
 
 
 class PointBody(ClosedBody):

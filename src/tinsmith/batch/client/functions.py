@@ -7,7 +7,7 @@ version. `@remote_function` and `serializer="source"` refuse what cannot travel 
 
 The payload is a JSON object: {type, source, name, version} and {sha256, python, kwargs, is_async, is_class, kind,
 options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says that it may import that
-as `sky.batch` (`sky.py`).
+as `sky.batch` (`sky.py`). A pickled function has its `identity` (`identity.py`), too, by which it is recognized.
 
 A function that passes the check runs on a worker without a NameError. The names that it takes from outside are found
 with `symtable`, the compiler's own resolution of scopes. Only `mapper_of` runs a payload, and only workers call it.
@@ -25,16 +25,16 @@ import inspect
 import json
 import linecache
 import pkgutil
-import site
 import symtable
 import sys
-import sysconfig
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import FrameType, FunctionType, MethodType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast, overload
+
+from tinsmith.batch.client.identity import function_identity, is_own_module
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -275,7 +275,7 @@ def described(
 def _body(function: Callable[..., object], serializer: str | None) -> dict[str, Any]:
     """The function's source, or, unless the serializer forbids that, its pickle."""
     if serializer == "cloudpickle":
-        return {"type": "cloudpickle", "source": _pickled(function)}
+        return _pickle_body(function)
     try:
         check_function(function)
         definition = definition_of(function)
@@ -283,7 +283,7 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
         if serializer == "source":
             raise
         try:
-            return {"type": "cloudpickle", "source": _pickled(function)}
+            return _pickle_body(function)
         except Exception as error:
             raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
     definition.decorator_list = []
@@ -291,6 +291,10 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
     found = {name: _reference(namespace.get(name)) for name in globals_of(definition)}
     provided = {name: reference for name, reference in found.items() if reference is not None}
     return {"type": "source", "source": text_of(definition), "provided": provided}
+
+
+def _pickle_body(function: Callable[..., object]) -> dict[str, Any]:
+    return {"type": "cloudpickle", "source": _pickled(function), "identity": function_identity(function)}
 
 
 def mapper_of(data: Mapping[str, Any]) -> Mapper:
@@ -388,8 +392,9 @@ def parameters_of(function: Callable[..., object]) -> int | None:
 
 
 def _called(function: Callable[..., object]) -> object:
-    """The callable that gets the rows: of a class, its `__call__`."""
-    return getattr(function, "__call__", None) if inspect.isclass(function) else function  # noqa: B004
+    """The callable that gets the rows: of a class, or of an object of one, its `__call__`."""
+    is_code = isinstance(function, FunctionType | MethodType | BuiltinFunctionType | partial)
+    return function if is_code else getattr(function, "__call__", None)  # noqa: B004
 
 
 def _reference(value: object) -> str | None:
@@ -422,7 +427,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
 
 def execute(text: str, file: str, namespace: dict[str, Any]) -> None:
     """Runs source that is the user's, on the user's worker; tracebacks show its lines."""
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    linecache.cache[file] = (len(text), None, [f"{line}\n" for line in text.split("\n")], file)
     exec(compile(text, file, "exec"), namespace)
 
 
@@ -432,29 +437,14 @@ def _pickled(function: Callable[..., object]) -> str:
         import cloudpickle
     except ImportError:
         raise ValueError("a pickled function needs the package cloudpickle; pip install cloudpickle") from None
-    own = [module for module in list(sys.modules.values()) if _is_own(module)]
-    for module in own:
+    modules = [module for module in list(sys.modules.values()) if is_own_module(module)]
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         return base64.b64encode(cloudpickle.dumps(function)).decode()
     finally:
-        for module in own:
+        for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_own(module: object) -> bool:
-    """Whether a module belongs to the user's program, and not to an installed package or the standard library."""
-    file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
-    if not isinstance(module, ModuleType) or not isinstance(file, str) or sys.modules.get(name) is not module:
-        return False
-    return name.partition(".")[0] not in ("tinsmith", "__main__") and not file.startswith(_installed())
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """The directories of the interpreter's own modules and packages."""
-    paths = sysconfig.get_paths()
-    return (*(paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages())
 
 
 def _unpickled(data: Mapping[str, Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -24,6 +24,20 @@ REQUEST_TIMEOUT_S = 60.0
 BUSY = frozenset({429, 502, 503, 504})
 FINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 Status = dict[str, Any]
+
+
+def read_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a stream, which end with a line feed. JSON may hold every other character that Unicode counts as the
+    end of a line (`httpx.Response.iter_lines` splits at these, too)."""
+    partial: list[bytes] = []
+    for chunk in chunks:
+        first, *following = chunk.split(b"\n")
+        partial.append(first)
+        for line in following:
+            yield b"".join(partial)
+            partial = [line]
+    if any(partial):
+        yield b"".join(partial)
 
 
 class Client:
@@ -112,9 +126,9 @@ class Client:
             if response.is_error:
                 response.read()
                 raise refusal(response.status_code, response.text)
-            for line in response.iter_lines():
-                if line.startswith("data:"):
-                    yield json.loads(line.removeprefix("data:"))
+            for line in read_lines(response.iter_bytes()):
+                if line.startswith(b"data:"):
+                    yield json.loads(line.removeprefix(b"data:"))
 
     def _call(
         self,

@@ -4,7 +4,7 @@ The rows of a job that runs are in parts; once it has succeeded, its parts are d
 the same rows in the same order. A reader that finds a part deleted goes on in the output, so each row is given once. An
 output that was replaced after it was published is refused.
 
-An export has the bytes that publishing makes of the same batches. The list of parts is in memory, rows are not. An
+An export has the bytes that publishing makes of the same batches. Neither rows nor the list of parts are in memory. An
 output that is not a file (a table) is exported in the format that the target's name says.
 """
 
@@ -25,7 +25,7 @@ from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, request_form, writer_of_part
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
-from tinsmith.batch.worker.utility import delete_staging
+from tinsmith.batch.worker.utility import delete_staging, parts_on_disk
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join
@@ -114,7 +114,7 @@ class CommittedRows:
             offset += part.rows if part else 0
 
 
-def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter, list[PartInfo]]:
+def _parts_for_export(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter, Iterator[PartInfo]]:
     """The target's writer and its parts, converted below `base` where the job's own cannot be used as they are."""
     writer = rows.writer
     if writer.in_store:
@@ -124,13 +124,17 @@ def _exported(rows: CommittedRows, target: str, base: str) -> tuple[OutputWriter
     converted = bool(rows.part_formats) or not writer.in_store
     if not converted:
         _check_name(writer, target)
-    parts = []
-    for batch in rows.batches():
-        part = rows.part(batch)
-        if part is not None and converted:
-            part = other.write_part(list(rows.rows_of_part(part)), RowRange(batch["start_idx"], batch["end_idx"]), base)
-        parts += [part] if part is not None else []
-    return other, parts
+
+    def parts() -> Iterator[PartInfo]:
+        for batch in rows.batches():
+            part = rows.part(batch)
+            if part is not None and converted:
+                span = RowRange(batch["start_idx"], batch["end_idx"])
+                part = other.write_part(list(rows.rows_of_part(part)), span, base)
+            if part is not None:
+                yield part
+
+    return other, parts()
 
 
 def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
@@ -248,7 +252,12 @@ class Job:
 
     def report(self, per_million_in: float = 0.0, per_million_out: float = 0.0, per_worker_hour: float = 0.0) -> Report:
         """The time, tries and tokens of the job so far, and the price of its tokens and workers."""
-        status, batches = self.status(), [each for each in self.batches() if each["status"] != "SPLIT"]
+        status = self.status()
+        batches = tries = 0
+        for batch in self._each_batch():
+            if batch["status"] != "SPLIT":
+                batches += 1
+                tries += batch["attempt_id"]
         created, started, ended = (status[f"{name}_at"] for name in ("created", "started", "ended"))
         until = ended or time.time()
         tokens_in, tokens_out = status["tokens_in"], status["tokens_out"]
@@ -261,8 +270,8 @@ class Job:
             worker_hours=worker_hours,
             rows_ok=status["rows_ok"],
             rows_failed=status["rows_failed"],
-            batches=len(batches),
-            tries=sum(each["attempt_id"] for each in batches),
+            batches=batches,
+            tries=tries,
             tokens_in=tokens_in,
             tokens_out=tokens_out,
             cost=tokens_cost + worker_hours * per_worker_hour,
@@ -302,10 +311,13 @@ class Job:
 
     def batches(self) -> list[Status]:
         """All batches, in the order of their rows."""
-        found: list[Status] = []
-        while page := self._client.batches(self.job_id, offset=len(found)):
-            found += page
-        return found
+        return list(self._each_batch())
+
+    def _each_batch(self) -> Iterator[Status]:
+        offset = 0
+        while page := self._client.batches(self.job_id, offset):
+            yield from page
+            offset += len(page)
 
     def partial(self, output: int = 0) -> Iterator[Row]:
         """The rows committed now, in input order, whether the job runs, failed or was cancelled."""
@@ -324,8 +336,9 @@ class Job:
             status = self.status()
             if status["status"] != "SUCCEEDED":
                 try:
-                    other, parts = _exported(rows, target, part_base(target, name, output, 0))
-                    return other.publish(parts, staging, if_exists)
+                    other, parts = _parts_for_export(rows, target, part_base(target, name, output, 0))
+                    with parts_on_disk(parts) as stored:
+                        return other.publish(stored, staging, if_exists)
                 except FileNotFoundError:
                     status = self.status()  # a job that succeeds meanwhile deletes its parts
                     if status["status"] != "SUCCEEDED":

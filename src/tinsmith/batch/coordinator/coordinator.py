@@ -23,7 +23,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
+from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, most_workers, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
@@ -146,7 +147,7 @@ class _Slots:
     def resize(self, spec: PoolSpec) -> None:
         """Excess slots end after their current batches."""
         self.pool.spec = spec
-        for slot in range(spec.workers):
+        for slot in range(spec.slots):
             if slot not in self.tasks:
                 work = partial(self._serve, slot)
                 self.tasks[slot] = self._background.start("batch_slot", work, pool=spec.name, slot=slot)
@@ -163,15 +164,15 @@ class _Slots:
         self.runs.pop(run.job.job_id, None)
         self._share.leave(run.job.job_id)
 
-    def _runnable(self) -> list[int]:
+    def _runnable(self, slot: int) -> list[int]:
         at = time.monotonic()
-        return [job_id for job_id, run in self.runs.items() if run.runnable_at() <= at]
+        return [job_id for job_id, run in self.runs.items() if run.runnable_at(slot) <= at]
 
     async def _serve(self, slot: int) -> None:
-        while slot < self.pool.spec.workers:
-            job_id = self._share.choose(self._runnable())
+        while slot < self.pool.spec.slots:
+            job_id = self._share.choose(self._runnable(slot))
             if job_id is None:
-                await self._wait()
+                await self._wait(slot)
                 continue
             self._share.acquire(job_id, slot)
             try:
@@ -185,15 +186,15 @@ class _Slots:
         self.tasks.pop(slot, None)
 
     def _should_yield(self, job_id: int, slot: int) -> bool:
-        if slot >= self.pool.spec.workers:
+        if slot >= self.pool.spec.slots:
             return True
-        others = [other for other in self._runnable() if other != job_id]
-        return bool(others) and self._share.should_yield(job_id, slot, others)
+        rivals = [rival for rival in self._runnable(slot) if rival != job_id]
+        return bool(rivals) and self._share.should_yield(job_id, slot, rivals)
 
-    async def _wait(self) -> None:
+    async def _wait(self, slot: int) -> None:
         """Until something has changed, or a batch may be retried."""
         self._changed.clear()
-        due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
+        due = min((run.runnable_at(slot) for run in self.runs.values()), default=float("inf"))
         await within(max(0.01, min(due - time.monotonic(), POLL_S)), self._changed.wait())
 
 
@@ -209,7 +210,11 @@ def pools_of(settings: Settings) -> dict[str, PoolSpec]:
         pools[name] = pool_from_yaml(name, Path(path).expanduser())
         if pools[name].infra == RAY and not settings.ray_address:
             raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
-    return pools
+    have_gpus = engine_positions(settings, 1) or any(pool.devices_per_worker for pool in pools.values())
+    if not settings.runs_bulk_jobs or not have_gpus:
+        return pools
+    devices = devices_of(settings)
+    return {name: replace(pool, devices=devices) if pool.infra == LOCAL else pool for name, pool in pools.items()}
 
 
 @dataclass(slots=True)
@@ -307,7 +312,7 @@ class Coordinator:
         return [
             {
                 "name": spec.name,
-                "workers": spec.workers,
+                "workers": spec.slots,
                 "accelerators_per_worker": spec.devices_per_worker,
                 "jobs": sorted(job_id for job_id, pool in mine.items() if pool == spec.name),
             }

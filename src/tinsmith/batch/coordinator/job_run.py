@@ -26,11 +26,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
+from tinsmith.batch.coordinator.hosts import MAX_ERROR, HostHealth
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter
 from tinsmith.batch.coordinator.state import (
     TERMINAL,
@@ -46,6 +48,7 @@ from tinsmith.batch.coordinator.workers import (
     OperationError,
     RemoteWorker,
     Result,
+    SetAsideError,
     WorkerLostError,
     WorkerSet,
     run_until,
@@ -62,12 +65,12 @@ GROUP_S = 0.05
 MAX_GROUP = 256
 """The most that a worker takes in one request."""
 BURST_S = 1.0
+FAILED_PAGE = 1000
+"""Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
 IN_FLIGHT = 2
 """Groups with one worker: it works on the second while the first is committed."""
-MAX_SETUP_FAILURES = 4
-"""After this many failed starts in a row, on at least two workers, the mapper does not start."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -172,11 +175,11 @@ class Dispatcher:
     job_id: int
     spec: JobSpec
     report: Callable[[Sequence[Settled], bool], None]
-    setup_failed: Callable[[str, bool], None]
+    setup_failed: Callable[[RemoteWorker, MapperStartError], None]
 
     def __post_init__(self) -> None:
         self.in_flight: set[int] = set()
-        self._paces: dict[str, GroupSize] = {}
+        self._paces: WeakKeyDictionary[RemoteWorker, GroupSize] = WeakKeyDictionary()
         self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
@@ -184,7 +187,7 @@ class Dispatcher:
         self._schemas[output] = merged(self._schemas[output] or {}, schema)
 
     def pace(self, worker: RemoteWorker) -> GroupSize:
-        return self._paces.setdefault(worker.worker_id, GroupSize())
+        return self._paces.setdefault(worker, GroupSize())
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
@@ -208,8 +211,8 @@ class Dispatcher:
                         self._settle(left, arrived)
                 self.pace(worker).note(began, time.monotonic(), len(claims))
         except MapperStartError as error:
-            self._lose(left, "SetupFailed", error)
-            self.setup_failed(str(error), error.final)
+            self._lose(left, "SetupFailed", error, has_begun=False)
+            self.setup_failed(worker, error)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
             self._lose(left, type(error).__name__, error, infra=not isinstance(error, OperationError))
@@ -217,14 +220,20 @@ class Dispatcher:
             self.in_flight -= in_group
 
     def _lose(
-        self, left: dict[tuple[int, int], Claim], error_class: str, error: Exception, *, infra: bool = True
+        self,
+        waiting: dict[tuple[int, int], Claim],
+        error_class: str,
+        error: Exception,
+        *,
+        infra: bool = True,
+        has_begun: bool = True,
     ) -> None:
-        lost = LostAttempt(error_class, str(error), infra=infra)
-        self._settle(left, [(key, lost) for key in left])
+        lost = LostAttempt(error_class, str(error), infra=infra, begun=has_begun)
+        self._settle(waiting, [(key, lost) for key in waiting])
 
-    def _settle(self, left: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
-        settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
-        self.report(settled, not left)
+    def _settle(self, waiting: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
+        settled = [(waiting.pop(key), self._checked(result)) for key, result in results if key in waiting]
+        self.report(settled, not waiting)
 
     def _checked(self, result: AttemptOutcome | LostAttempt) -> AttemptOutcome | LostAttempt:
         if isinstance(result, LostAttempt):
@@ -280,11 +289,14 @@ class JobRun:
         self._router: RequestRouter | None = None
         if gateway is not None and operations.asks_service(spec.batch_serialized_fn):
             self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
-        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._setup_failed)
+        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._note_failed_mapper)
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
-        self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router)
+        self._hosts = HostHealth(spec.limits, time.monotonic)
+        self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
+        self._pool = pool
+        self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router, self._hosts)
         self._dispatching = False
         self._asked = asyncio.Event()  # a slot wants a worker
         self._found = asyncio.Event()  # a slot has had one
@@ -295,7 +307,7 @@ class JobRun:
         self._settle_due = asyncio.Event()
         self._settle_lock = asyncio.Lock()
         self._due_at = 0.0  # when a batch may be pending
-        self._setup_failures = 0
+        self._slot_free_at: dict[int, float] = {}
         self._num_serving = 0
 
     def end(self, reason: Exception | None = None) -> None:
@@ -307,13 +319,16 @@ class JobRun:
 
     # For the slots of the pool.
 
-    def runnable_at(self) -> float:
-        """When another slot may find a batch, on the monotonic clock."""
+    def runnable_at(self, slot: int) -> float:
+        """When this slot may find a batch, on the monotonic clock."""
         full = self._num_serving >= self._most_workers
         if not self._dispatching or full or self._ended.is_set():
             return float("inf")
+        due_at = self._due_at
+        if not self._workers.has_idle():
+            due_at = max(due_at, self._slot_free_at.get(slot, 0.0), self._workers.free_at(slot))
         wait_s = self._rates.wait_s()
-        return max(self._due_at, time.monotonic() + wait_s) if wait_s else self._due_at
+        return max(due_at, time.monotonic() + wait_s) if wait_s else due_at
 
     async def serve(self, slot: int, should_yield: Callable[[], bool]) -> None:
         """Run batches on a slot until there are none, or another job is due."""
@@ -326,9 +341,9 @@ class JobRun:
                 self._found.set()
                 await self._dispatch(worker, should_yield)
         except (WorkerStartError, WorkerLostError) as error:
-            self._setup_failed(str(error), False)
-            if isinstance(error, WorkerStartError):
-                self._due_at = time.monotonic() + self._limits.backoff_s * 2**self._setup_failures
+            self._note_failed_setup(error.host, str(error))
+        except SetAsideError:
+            self._slot_free_at[slot] = min(self._hosts.set_aside().values(), default=0.0)
         except Exception as error:
             if is_transient(error):
                 raise
@@ -366,18 +381,26 @@ class JobRun:
         for claim, result in settled:
             is_outcome = isinstance(result, AttemptOutcome)
             self._rates.ended(claim, result.tokens_in + result.tokens_out if is_outcome else None)
-            if is_outcome:
-                self._setup_failures = 0
-            elif self._ended.is_set():
+            if is_outcome or (result.begun and not result.infra):
+                self._hosts.record_success(claim.worker_cluster)
+            if not is_outcome and self._ended.is_set():
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
             self._settled.append((claim, result))
         if not is_end:
             self._settle_due.set()
 
-    def _setup_failed(self, why: str, final: bool) -> None:
-        self._setup_failures += 1
-        if final or self._setup_failures >= MAX_SETUP_FAILURES:
-            self.end(FailedError(f"setup_failed: {why}"))
+    def _note_failed_mapper(self, worker: RemoteWorker, error: MapperStartError) -> None:
+        if error.final and not error.of_machine:
+            self.end(FailedError(f"setup_failed: {error}"))
+        self._note_failed_setup(worker.started.host, str(error), is_final=error.final)
+
+    def _note_failed_setup(self, host: str, error: str, *, is_final: bool = False) -> None:
+        """On a machine; the job ends if no other one can do better."""
+        self._hosts.record_failure(host, error, is_final=is_final)
+        log.warning("a set-up has failed", job_id=self.job.job_id, machine=host, error=error[:MAX_ERROR])
+        if problem := self._hosts.problem(self._pool.hosts(self._spec)):
+            self.end(FailedError(problem))
+        self._settle_due.set()
 
     # Turns.
 
@@ -409,6 +432,7 @@ class JobRun:
             self._settle_due.clear()
             settled, wanted = self._settled, self._wanted
             self._settled, self._wanted = [], []
+            await self._store_hosts()
             if not settled and not wanted:
                 return
             claims: dict[str, list[Claim]] = {}
@@ -427,6 +451,12 @@ class JobRun:
                         claimed.set_result(claims.get(worker_id, []))
         self._check_row()
         self._on_change()
+
+    async def _store_hosts(self) -> None:
+        if self._hosts.is_changed:
+            self._hosts.is_changed = False
+            machines = self._hosts.listing(now())
+            await asyncio.to_thread(self._jobs.set_machines_aside, self.job.job_id, self._token, machines)
 
     async def _exchange(self, settled: list[Settled], wanted: dict[str, int]) -> dict[str, list[Claim]]:
         """Store results and claim batches."""
@@ -489,7 +519,11 @@ class JobRun:
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
-        await self._workers.end_all()
+        try:
+            if self.job.done:
+                await self._workers.stop_all()  # functions end by themselves: they may close what they opened
+        finally:
+            await self._workers.end_all()
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(self._jobs.release, self.job.job_id, self._token)
 
@@ -578,7 +612,7 @@ class JobRun:
                 f"no worker of the pool {self._spec.batch_pool_name!r} has started within {limit_s:g} s "
                 "(limits.discovery_timeout_s): it has no room, or no machine has what the job or the pool asks for"
             )
-            self._setup_failed(why, final=True)
+            self.end(FailedError(f"setup_failed: {why}"))
 
     async def notify_gateway(self) -> None:
         """Tell the model gateway that a job of operations has ended."""
@@ -667,7 +701,7 @@ def _write_lines(path: Path, items: Iterable[object]) -> None:
 
 def _failed_rows(jobs: BatchJobs, job_id: int) -> Iterable[dict[str, object]]:
     after = -1
-    while errors := jobs.row_errors(job_id, 1000, after):
+    while errors := jobs.row_errors(job_id, FAILED_PAGE, after):
         after = errors[-1]["row_idx"]
         yield from map(error_row, errors)
 

@@ -57,6 +57,8 @@ TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_INFRA_RETRIES = 20
 """A batch whose worker was lost more often fails."""
 PAGE = 10_000
+ERRORS_BYTES = 4 << 20
+"""Of a page of failed rows, each with its row and traceback."""
 INSERT_CHUNK = 2000
 """Rows in one transaction: some milliseconds."""
 CHECKPOINT_CHUNKS = 8
@@ -98,6 +100,7 @@ class JobRecord:
     max_failed_rows: float
     worker_seconds: float
     paid_until: dict[str, float] | None
+    machines_set_aside: list[dict[str, Any]] | None
     resume_from: int | None
     root_job_id: int | None
     error: str | None
@@ -310,9 +313,17 @@ class BatchJobs:
         return _dicts(self._db.rows(mine.limit(limit).offset(offset)))
 
     def row_errors(self, job_id: int, limit: int = PAGE, after: int = -1) -> list[dict[str, Any]]:
-        """The failed rows after row `after`."""
-        mine = sa.select(ROW_ERRORS).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > after)
-        return _dicts(self._db.rows(mine.order_by(ROW_ERRORS.c.row_idx).limit(limit)))
+        """The failed rows after row `after`: at most `limit`, and no more than `ERRORS_BYTES`, but at least one."""
+        idx, text = ROW_ERRORS.c.row_idx, sa.cast(ROW_ERRORS.c.details, sa.Text)
+        is_later = sa.and_(ROW_ERRORS.c.job_id == job_id, idx > after)
+        sizes = sa.select(idx, sa.func.length(text).label("size")).where(is_later).order_by(idx).limit(limit)
+        last, num_bytes = after, 0
+        for row in self._db.rows(sizes):
+            num_bytes += row.size
+            if last != after and num_bytes > ERRORS_BYTES:
+                break
+            last = row.row_idx
+        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         return _dicts(
@@ -506,6 +517,13 @@ class BatchJobs:
             if paid_until:
                 connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(paid_until=paid_until))
             return Transition(_job(connection, job_id), claims, rejected, attempts.failed)
+
+    def set_machines_aside(self, job_id: int, token: str, machines: Sequence[Mapping[str, Any]]) -> None:
+        """Store the machines on which the job's function could not be set up. Raises SupersededError."""
+        with self._changing(job_id) as connection:
+            _fence(connection, job_id, token)
+            values = {"machines_set_aside": [dict(machine) for machine in machines] or None}
+            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
 
     def next_retry_in(self, job_id: int) -> float | None:
         """Seconds until a pending batch may be retried; None if there is none."""

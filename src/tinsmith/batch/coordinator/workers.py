@@ -20,11 +20,13 @@ from typing import IO, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
 from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, LostAttempt, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
+from tinsmith.runtime.background import within
 
 MAX_OPERATION_TRIES = 3
 CALL_S = 10.0
@@ -32,6 +34,8 @@ CALL_S = 10.0
 MAX_SETUP_FAILURES = 2
 """After this many failed starts of the mapper in one worker, another worker is tried."""
 MAX_INFRA_FAILURES = 3
+AVOIDING_S = 120.0
+"""How long a start may wait for room on other machines than those that are set aside."""
 
 Result = tuple[tuple[int, int], AttemptOutcome | LostAttempt]
 """An attempt by (batch_idx, attempt_id), and its result."""
@@ -39,7 +43,15 @@ T = TypeVar("T")
 
 
 class WorkerLostError(Exception):
-    """The worker cannot be used any more."""
+    """The worker cannot be used any more. `host` is its machine, or empty if it is not known."""
+
+    def __init__(self, message: str, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
+
+
+class SetAsideError(Exception):
+    """The pool has started a worker on a machine that is set aside; it was ended."""
 
 
 class OperationError(Exception):
@@ -125,7 +137,7 @@ class RemoteWorker:
                     yield arrived
         if setup is not None:
             self.setup_failures += 1
-            raise MapperStartError(setup.error, setup.final)
+            raise MapperStartError(setup.error, setup.final, setup.of_machine)
         if left:
             raise self._gone("the reply is incomplete")
 
@@ -163,13 +175,14 @@ class RemoteWorker:
                 async for message in messages:
                     yield message
         except CallRefusedError as error:
-            raise WorkerLostError(f"the worker refused {name} ({error.status}): {str(error)[:500]}") from None
+            message = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
+            raise WorkerLostError(message, self.started.host) from None
         except ConnectionLostError as error:
             raise self._gone(error) from error
 
     def _gone(self, why: object) -> WorkerLostError:
         self.lost = True
-        return WorkerLostError(f"worker {self.worker_id} was lost: {why!r}")
+        return WorkerLostError(f"worker {self.worker_id} was lost: {why!r}", self.started.host)
 
     async def close(self) -> None:
         """End the process and all that it started, at once."""
@@ -211,6 +224,7 @@ class WorkerSet:
     spec: JobSpec
     pool: Pool
     router: RequestRouter | None
+    hosts: HostHealth
 
     def __post_init__(self) -> None:
         self._idle: list[RemoteWorker] = []
@@ -218,22 +232,51 @@ class WorkerSet:
 
     async def take(self, slot: int, ended: asyncio.Event) -> RemoteWorker | None:
         """An idle worker or a new one; in an exclusive pool, the slot's own. None if the job ends first, since on a
-        full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SupersededError."""
+        full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SetAsideError,
+        SupersededError."""
         bound = slot if self.pool.spec.exclusive else None
         for worker in self._idle:
             if worker.slot == bound and not worker.unusable:
                 self._idle.remove(worker)
                 return worker
-        return await run_until(ended, self._start(bound, with_mapper=True))
+        starting = self._start(bound, with_mapper=True)
+        if self._hosts_to_avoid():  # where the other machines are full, this one may be free again before they are
+            starting = within(AVOIDING_S, starting)
+        return await run_until(ended, starting)
+
+    def has_idle(self) -> bool:
+        """Whether a worker that has started waits for any slot."""
+        return not self.pool.spec.exclusive and any(not worker.unusable for worker in self._idle)
+
+    def free_at(self, slot: int) -> float:
+        """When a worker may start for a slot, as far as its machine decides."""
+        host = self.pool.host_of(slot)
+        if host is not None:
+            return self.hosts.free_at(host)
+        soonest = 0.0
+        if set_aside := self.hosts.set_aside():
+            existing = self.pool.hosts(self.spec)
+            if existing and all(host in set_aside for host in existing):
+                soonest = min(set_aside[host] for host in existing)
+        return max(soonest, self.hosts.free_at(UNKNOWN))
+
+    def _hosts_to_avoid(self) -> Mapping[str, float]:
+        """The machines that are set aside, unless there are no others."""
+        set_aside = self.hosts.set_aside()
+        are_others = set_aside and any(host not in set_aside for host in self.pool.hosts(self.spec))
+        return set_aside if are_others else {}
 
     async def put_back(self, worker: RemoteWorker) -> None:
-        if worker.unusable or self.pool.spec.exclusive:
-            await self.end(worker)
-        else:
+        if not worker.unusable and not self.pool.spec.exclusive:
             self._idle.append(worker)
+            return
+        if not worker.unusable:
+            await self._stop(worker)
+        await self.end(worker)
 
     async def end(self, worker: RemoteWorker) -> None:
         self._workers.discard(worker)
+        self.hosts.remove_worker(worker.worker_id)
         if worker in self._idle:
             self._idle.remove(worker)
         try:
@@ -263,8 +306,12 @@ class WorkerSet:
                     self._idle.append(worker)
                 worker.operated = True
                 return await operation(worker)
+            except SetAsideError as error:
+                last = error
             except (WorkerLostError, WorkerStartError) as error:
                 last = error
+                if isinstance(error, WorkerStartError):
+                    self.hosts.record_failure(error.host, str(error))
             except OperationError as error:
                 raise FailedError(error.trace) from error
         raise FailedError(f"no worker is usable: {last}") from last
@@ -274,16 +321,20 @@ class WorkerSet:
         worker: RemoteWorker | None = None
         try:
             await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
-            started = await self.pool.start(worker_id, slot, self.spec)
+            started = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
             worker = RemoteWorker(worker_id, started, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
+            self.hosts.add_worker(worker_id, started.host)
+            if started.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
+                raise SetAsideError(f"a worker has started on {started.host}, which is set aside")
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
             await asyncio.to_thread(self.jobs.record_worker, worker_id, started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._forget(worker_id))
-            known = WorkerStartError | WorkerLostError | SupersededError | SQLAlchemyError
-            if isinstance(error, Exception) and not isinstance(error, known):
-                raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
+            expected = WorkerStartError | WorkerLostError | SetAsideError | SupersededError | SQLAlchemyError
+            if isinstance(error, Exception) and not isinstance(error, expected):
+                host = self.pool.host_of(slot) if slot is not None else None
+                raise WorkerStartError(f"a worker cannot be started: {error!r}", host or UNKNOWN) from error
             raise
         return worker
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeGuard
 
 from tinsmith.batch.formats.registry import Registry, built
 from tinsmith.batch.operations.base import RowOperation
@@ -62,22 +62,34 @@ def described(steps: Sequence[RowOperation]) -> dict[str, Any]:
 
 
 def steps_of(payload: str) -> list[RowOperation] | None:
-    """The operations of a payload; None if it has a function, of which nothing is run. Raises UserError."""
-    try:
-        data = unpacked(payload)
-    except ValueError:
+    """The operations of a payload, also of a chain of them; None if it has a function, of which nothing is run. Raises
+    UserError."""
+    parts = _parts_of(payload)
+    chain = [part for part in parts if _is_operations(part)]
+    if not chain or len(chain) < len(parts):
         return None
-    return operations_of(data) if data.get("type") == TYPE else None
+    steps = [step for part in chain for step in operations_of(part)]
+    _check_steps(steps)
+    return steps
 
 
 def asks_service(payload: str) -> bool:
     """Whether a payload has operations, alone or among the steps of a chain."""
+    return any(_is_operations(part) for part in _parts_of(payload))
+
+
+def _parts_of(payload: str) -> Sequence[object]:
+    """What a worker runs one after the other; nothing for an invalid payload."""
     try:
         data = unpacked(payload)
     except ValueError:
-        return False
-    steps = data.get("steps") if data.get("type") == CHAIN else [data]
-    return any(isinstance(step, dict) and step.get("type") == TYPE for step in steps or ())
+        return ()
+    parts = data.get("steps") if data.get("type") == CHAIN else [data]
+    return parts if isinstance(parts, list) else ()
+
+
+def _is_operations(part: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(part, dict) and part.get("type") == TYPE
 
 
 def operations_of(data: Mapping[str, Any]) -> list[RowOperation]:

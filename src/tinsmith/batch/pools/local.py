@@ -2,7 +2,7 @@
 
 A worker is a process group that listens on a Unix-domain socket and ends when this process ends. Whichever process ends
 last deletes the socket's directory. If both are killed, the next server on the same data directory deletes it. With
-accelerators, each slot has its own devices.
+accelerators, each slot has its own devices; no worker sees one that an engine of this server may use (`devices.py`).
 
 Starting Python takes longer than many jobs. So when a job has ended, a pool without accelerators starts processes for
 the next one (`warm_up`): they have imported the worker's modules and wait for the line that makes them workers. They
@@ -19,10 +19,11 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class LocalWorker:
     address: str
     token: str
     directory: Path
+    host: str
 
     @property
     def where(self) -> str:
@@ -98,8 +100,28 @@ class LocalPool:
         self._warming = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
 
-    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> LocalWorker:
+    def host_of(self, slot: int) -> str:
+        """With accelerators, the GPUs of the slot: one of them may be out of order, and the others not."""
+        devices = self._devices_of(slot)
+        return f"{socket.gethostname()}, GPU {', '.join(devices)}" if devices else socket.gethostname()
+
+    def hosts(self, job: JobSpec) -> Collection[str]:
+        del job
+        return {self.host_of(slot) for slot in range(max(1, self.spec.slots))}
+
+    async def start(
+        self, worker_id: str, slot: int | None, job: JobSpec | None = None, avoid: Collection[str] = ()
+    ) -> LocalWorker:
         """Start a worker; an error leaves nothing behind."""
+        host = socket.gethostname() if slot is None else self.host_of(slot)
+        try:
+            return await self._start(worker_id, slot, host)
+        except WorkerStartError as error:
+            raise WorkerStartError(str(error), host) from error
+        except OSError as error:
+            raise WorkerStartError(f"a worker cannot be started: {error!r}", host) from error
+
+    async def _start(self, worker_id: str, slot: int | None, host: str) -> LocalWorker:
         await self._prepare()
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         token = secrets.token_urlsafe(32)
@@ -113,8 +135,8 @@ class LocalPool:
                 taken = self._spares.popleft()
                 process = taken if taken.returncode is None else None
             if process is None:
-                process = await self._spawn(log_path, self._devices(slot))
-            started = LocalWorker(process, "", token, directory)
+                process = await self._spawn(log_path, self._environment(slot))
+            started = LocalWorker(process, "", token, directory, host)
             left.push_async_callback(started.kill)
             assert process.stdin is not None and process.stdout is not None
             first = {"token": token, "socket": f"{directory}/worker", "log_path": str(log_path)}
@@ -148,7 +170,7 @@ class LocalPool:
         async with self._warming:
             while len(self._spares) < wanted:
                 roles = ("mapper",) if self._spares else ("mapper", "utility")
-                self._spares.append(await self._spawn(Path(os.devnull), {}, roles))
+                self._spares.append(await self._spawn(Path(os.devnull), self._environment(None), roles))
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(SPARE_S, self._end_spares)
@@ -167,11 +189,18 @@ class LocalPool:
         self._end_spares()
         await asyncio.gather(*(spare.wait() for spare in spares))
 
-    def _devices(self, slot: int | None) -> dict[str, str]:
-        count = self.spec.devices_per_worker
-        if not count or slot is None:
+    def _devices_of(self, slot: int) -> Sequence[str]:
+        devices, count = self.spec.devices, self.spec.devices_per_worker
+        return devices.of_slot(slot, count) if devices is not None and count else ()
+
+    def _environment(self, slot: int | None) -> dict[str, str]:
+        """The mask of a worker: its slot's GPUs, or else those that no engine uses."""
+        devices = self.spec.devices
+        if devices is None:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot * count + index) for index in range(count))}
+        if self.spec.devices_per_worker and slot is not None:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices_of(slot))}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices.free)} if devices.engines else {}
 
     async def _prepare(self) -> None:
         """Run the pool's setup command once, before its first worker."""

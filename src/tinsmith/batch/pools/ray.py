@@ -13,6 +13,7 @@ import contextlib
 import json
 import secrets
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ LOG_POLL_S = 1.0
 END_S = 5.0
 """How long the pool waits for a stopping worker."""
 LINE_BYTES = 1 << 20
+RESOURCE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
+"""Ray's names of a node's resources, by those of an actor's options."""
 
 log = structlog.get_logger()
 
@@ -43,6 +46,8 @@ class Driver:
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self.nodes: dict[str, dict[str, float]] = {}
+        """The resources of each node of the cluster, by its name, when a worker last started or ended."""
         self._starting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._gone: dict[str, asyncio.Event] = {}
 
@@ -107,6 +112,7 @@ class Driver:
         try:
             async for line in process.stdout:
                 message = json.loads(line)
+                self.nodes = message.get("nodes") or self.nodes
                 if "refused" in message:
                     why = message["refused"]
                 elif "started" in message:
@@ -114,7 +120,7 @@ class Driver:
                     if starting is not None and not starting.done():
                         starting.set_result(message)
                 else:
-                    self._lost(message["gone"], message["why"])
+                    self._lose(message["gone"], message["why"], message["host"])
         except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
             why = f"the Ray driver process sent an invalid message: {error!r}"
             with contextlib.suppress(ProcessLookupError):
@@ -122,15 +128,15 @@ class Driver:
         finally:
             self._process = None
             for worker_id in list(self._gone):
-                self._lost(worker_id, why)
+                self._lose(worker_id, why)
         await process.wait()
 
-    def _lost(self, worker_id: str, why: str) -> None:
+    def _lose(self, worker_id: str, reason: str, host: str = "") -> None:
         if worker_id in self._gone:
             self._gone.pop(worker_id).set()
         starting = self._starting.get(worker_id)
         if starting is not None and not starting.done():
-            starting.set_exception(WorkerStartError(why))
+            starting.set_exception(WorkerStartError(reason, host))
 
 
 @dataclass(slots=True)
@@ -140,6 +146,7 @@ class RayWorker:
     worker_id: str
     address: str
     token: str
+    host: str
     where: str
     driver: Driver
     ended: asyncio.Event
@@ -203,16 +210,33 @@ class RayPool:
         self._logs = logs
         self._driver = driver
 
-    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> RayWorker:
+    def host_of(self, slot: int) -> None:
+        """Ray chooses the node."""
+
+    def hosts(self, job: JobSpec) -> Collection[str]:
+        """The nodes that are large enough for a worker of the job."""
+        reserved = reservation(self.spec, job)
+        demands = {RESOURCE_NAMES.get(name, name): amount for name, amount in reserved.items() if name != "resources"}
+        demands |= reserved.get("resources") or {}
+        return [
+            name
+            for name, resources in self._driver.nodes.items()
+            if all(resources.get(resource, 0) >= amount for resource, amount in demands.items())
+        ]
+
+    async def start(
+        self, worker_id: str, slot: int | None, job: JobSpec | None = None, avoid: Collection[str] = ()
+    ) -> RayWorker:
         """Start a worker. A worker for an operation reserves nothing, since the workers whose job it finishes may hold
         all resources."""
         token = secrets.token_urlsafe(32)
         reserved = reservation(self.spec, job) if slot is not None else {"num_cpus": 0, "num_gpus": 0}
-        request = {"token": token, "setup": self.spec.setup, "reserved": reserved}
+        request = {"token": token, "setup": self.spec.setup, "reserved": reserved, "avoid": sorted(avoid)}
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         path = self._logs.path(worker_id)
         found, ended = await self._driver.start(worker_id, request)
-        worker = RayWorker(worker_id, found["address"], token, found["where"], self._driver, ended, path)
+        address, host, process = found["address"], found["host"], found["where"]
+        worker = RayWorker(worker_id, address, token, host, process, self._driver, ended, path)
         worker.following = asyncio.create_task(worker.follow())
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)
         return worker

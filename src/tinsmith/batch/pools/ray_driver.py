@@ -1,13 +1,15 @@
 """The process that talks to Ray for one coordinator: `python -m tinsmith.batch.pools.ray_driver`.
 
-Standard input has lines of JSON: first the `address` of the cluster, then workers to `start` and to `kill`. Standard
-output has lines: a worker is `started`, with its address; a worker is `gone`, with the reason; or the cluster `refused`
-the connection. This process owns the actors: when its input closes, it ends, and Ray ends them.
+Standard input has lines of JSON: first the `address` of the cluster, then workers to `start`, perhaps with nodes to
+`avoid`, and to `kill`. Standard output has lines: a worker is `started`, with its address; a worker is `gone`, with the
+reason and its host; or the cluster `refused` the connection. The first two list the `nodes` of the cluster, each with
+its resources. This process owns the actors: when its input closes, it ends, and Ray ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -18,12 +20,14 @@ from typing import IO, Any
 import ray
 from ray.exceptions import RayError
 
-from tinsmith.batch.pools.ray_host import WorkerHost
+from tinsmith.batch.pools.ray_host import WorkerHost, host_name
 
 NAMESPACE = "tinsmith-batch"
 CONNECT_S = 60.0
 """How long to try an unreachable cluster, whose head may be restarting."""
 PAUSE_S = 2.0
+NODE_LABEL = "ray.io/node-id"
+"""The label that Ray gives each node."""
 
 
 class Hosts:
@@ -40,9 +44,8 @@ class Hosts:
             "max_concurrency": 4,
             "scheduling_strategy": "SPREAD",
         }
-        remote: Any = ray.remote(WorkerHost)
         try:
-            host = remote.options(**options).remote(request["token"], request["setup"])
+            host = _create_host(options, request)
         except Exception as error:  # noqa: BLE001  an error of this worker alone
             self.say({"gone": request["start"], "why": f"{type(error).__name__}: {error}"})
             return
@@ -52,14 +55,17 @@ class Hosts:
         task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, worker_id: str, host: Any) -> None:  # noqa: ANN401
-        why = "it has ended"
+        reason, name = "it has ended", ""
         try:
-            found = await host.start.remote()
-            self.say({"started": worker_id, "address": found["address"], "where": found["where"]})
-            await host.wait.remote()
+            reply = await host.start.remote()
+            reason, name = reply.get("failed", reason), reply["host"]
+            if "failed" not in reply:
+                nodes = await asyncio.to_thread(_nodes)
+                self.say({"started": worker_id, **reply, "nodes": nodes})
+                await host.wait.remote()
         except Exception as error:  # noqa: BLE001  any error ends the worker, and is reported
-            why = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
-        self.say({"gone": worker_id, "why": why})
+            reason = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
+        self.say({"gone": worker_id, "why": reason, "host": name, "nodes": await asyncio.to_thread(_nodes)})
         self._hosts.pop(worker_id, None)
         ray.kill(host)
 
@@ -82,6 +88,29 @@ class Hosts:
     def say(self, message: dict[str, Any]) -> None:
         self._output.write(json.dumps(message) + "\n")
         self._output.flush()
+
+
+def _create_host(options: dict[str, Any], request: dict[str, Any]) -> Any:  # noqa: ANN401
+    remote: Any = ray.remote(WorkerHost)
+    arguments = request["token"], request["setup"]
+    if request["avoid"]:
+        avoided = [node["NodeID"] for node in ray.nodes() if _name(node) in request["avoid"]]
+        selector = {NODE_LABEL: f"!in({','.join(avoided)})"}
+        with contextlib.suppress(ValueError):  # an older Ray, whose worker may start on such a node again
+            return remote.options(**options, label_selector=selector).remote(*arguments)
+    return remote.options(**options).remote(*arguments)
+
+
+def _name(node: dict[str, Any]) -> str:
+    return host_name(node["NodeManagerAddress"], node["NodeID"])
+
+
+def _nodes() -> dict[str, dict[str, float]]:
+    """The resources of each node that is alive, by its name; empty if the cluster does not answer."""
+    try:
+        return {_name(node): node["Resources"] for node in ray.nodes() if node["Alive"]}
+    except Exception:  # noqa: BLE001  of a connection that ends
+        return {}
 
 
 def connect(address: str) -> str:

@@ -28,6 +28,11 @@ TAIL = 2000
 PREFIX = "tinsmith-worker-ray-"
 
 
+def host_name(address: str, node_id: str) -> str:
+    """A node's name for users: its address, and the beginning of Ray's id, since one machine may be several nodes."""
+    return f"{address} (node {node_id[:12]})"
+
+
 def sweep() -> None:
     """Delete the directories on this node whose process is gone, killed together with its worker."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -46,9 +51,17 @@ class WorkerHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Start the worker; returns its address. Raises RuntimeError with its log after cleaning up."""
+        """Start the worker; returns its address and host, or else its host and, as `failed`, why it did not start."""
+        import ray
+
+        context = ray.get_runtime_context()
+        host = host_name(ray.util.get_node_ip_address(), context.get_node_id())
         try:
-            return self._start()
+            return {**self._start(), "host": host}
+        except (RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+            self.end()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return {"host": host, "failed": str(error)}
         except BaseException:
             self.end()
             shutil.rmtree(self._directory, ignore_errors=True)

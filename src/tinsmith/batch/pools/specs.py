@@ -14,11 +14,12 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tinsmith.batch.pools.devices import Devices
 from tinsmith.batch.types import JobSpec
 from tinsmith.errors import SettingsError, UserError
 
@@ -42,7 +43,11 @@ POOL_KEYS = {
 
 
 class WorkerStartError(Exception):
-    """The process of a worker did not start to listen."""
+    """The process of a worker did not start to listen. `host` is the machine, or empty if it is not known."""
+
+    def __init__(self, message: str, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,15 @@ class PoolSpec:
     managed: bool = False
     """Whether the server has SkyPilot start a machine for each job."""
     file: Path | None = field(default=None, compare=False)
+    devices: Devices | None = field(default=None, compare=False)
+    """The GPUs of this machine, for a pool on it; None if they are not this server's to give."""
+
+    @property
+    def slots(self) -> int:
+        """How many workers there can be at a time, with GPUs of their own."""
+        if self.devices is None or not self.devices_per_worker:
+            return self.workers
+        return min(self.workers, len(self.devices.free) // self.devices_per_worker)
 
     @property
     def rented(self) -> bool:
@@ -79,6 +93,8 @@ def most_workers(pool: PoolSpec, job: JobSpec) -> int:
     Raises UserError that names the resource that a worker cannot have."""
     if pool.infra != LOCAL:
         return MAX_SLOTS
+    if pool.devices is not None and (problem := pool.devices.problem(pool.devices_per_worker)):
+        raise UserError(f"the pool {pool.name!r} cannot run a job: {problem}")
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     shared = {"num_cpus": float(os.cpu_count() or 1), "memory": float(pages * page_bytes)}
     asked = {"num_cpus": job.num_cpus, "memory": job.memory, "num_gpus": job.num_gpus, **(job.resources or {})}
@@ -101,6 +117,8 @@ class Started(Protocol):
     address: str
     """`tcp://HOST:PORT`, or the path of a Unix socket."""
     token: str
+    host: str
+    """The name of its machine, or of its GPUs there, for `Pool.start` and for users."""
 
     @property
     def where(self) -> str:
@@ -125,9 +143,19 @@ class Pool(Protocol):
     kind: str
     spec: PoolSpec
 
-    async def start(self, worker_id: str, slot: int | None, job: JobSpec | None = None) -> Started:
-        """Start a worker for a slot, with what the job needs, or, with None, for an operation beside the slots. Raises
-        WorkerStartError, or what prevented the start."""
+    async def start(
+        self, worker_id: str, slot: int | None, job: JobSpec | None = None, avoid: Collection[str] = ()
+    ) -> Started:
+        """Start a worker for a slot, with what the job needs, or, with None, for an operation beside the slots; on none
+        of the hosts in `avoid`, if the pool can choose. Raises WorkerStartError, or what prevented the start."""
+        ...
+
+    def host_of(self, slot: int) -> str | None:
+        """The host of a slot's workers; None if that is decided when one starts."""
+        ...
+
+    def hosts(self, job: JobSpec) -> Collection[str]:
+        """The hosts on which the job's workers can run, as far as is known."""
         ...
 
     async def warm_up(self) -> None:

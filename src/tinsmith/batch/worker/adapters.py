@@ -13,7 +13,6 @@ changes the number of rows.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import time
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
 from tinsmith.batch.worker.children import NO_ROW
+from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import BatchRows, Feed, wrong_number
 
 T = TypeVar("T")
@@ -41,61 +41,74 @@ def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
 
 
 def loop_of(
-    steps: Sequence[Mapper | list[RowOperation]], spec: JobSpec, feed: Feed, channel: Channel | None
+    steps: Sequence[Mapper | list[RowOperation]],
+    spec: JobSpec,
+    feed: Feed,
+    channel: Channel | None,
+    event_loop: EventLoop,
 ) -> Callable[[], object]:
-    """A function without arguments that maps all batches of a feed; it may return a coroutine."""
+    """A function without arguments that maps all batches of a feed; it may return a coroutine for the event loop."""
     first = steps[0]
     if isinstance(first, Mapper) and first.kind == "loop":
         return lambda: first.call(**first.kwargs)
+    is_async = any(isinstance(step, Mapper) and step.is_async for step in steps)
+
+    def next_batch() -> BatchRows | None:
+        # A function's own tasks run while it waits.
+        return event_loop.run(asyncio.to_thread(feed.next_batch)) if is_async else feed.next_batch()
 
     def loop() -> None:
-        with contextlib.closing(asyncio.Runner()) as runner:
-            made = [_step(steps, number, spec, feed, channel, runner) for number in range(len(steps))]
-            while (batch := feed.next_batch()) is not None:
-                try:
-                    for step in made:
-                        step(batch)
-                    feed.keep(batch)
-                except Exception as error:  # noqa: BLE001  a user's function raises what it likes
-                    feed.fail_current(error)
+        functions = [_step(steps, index, spec, feed, channel, event_loop) for index in range(len(steps))]
+        while (batch := next_batch()) is not None:
+            try:
+                for function in functions:
+                    function(batch)
+                feed.keep(batch)
+            except Exception as error:  # noqa: BLE001  a user's function raises what it likes
+                feed.fail_current(error)
 
     return loop
 
 
 def _step(
     steps: Sequence[Mapper | list[RowOperation]],
-    number: int,
+    index: int,
     spec: JobSpec,
     feed: Feed,
     channel: Channel | None,
-    runner: asyncio.Runner,
+    event_loop: EventLoop,
 ) -> Callable[[BatchRows], None]:
-    """`runner` is for operations, whose requests share its event loop."""
-    step = steps[number]
+    step = steps[index]
     if isinstance(step, Mapper):
         is_batch = step.kind == "batch" or step.options.get("batched", False)
-        return (_OfBatches if is_batch else _OfRows)(step, spec, feed)
-    operations_before = sum(len(each) for each in steps[:number] if isinstance(each, list))
+        return (_OfBatches if is_batch else _OfRows)(step, spec, feed, event_loop)
+    operations_before = sum(len(step) for step in steps[:index] if isinstance(step, list))
 
     def operate(batch: BatchRows) -> None:
         assert channel is not None, "a worker gives operations a channel"
         answers = operations_runtime.answers(
             step, batch.made, batch.made_indices, batch.assignment, channel, operations_before
         )
-        results, tokens = runner.run(answers)
+        results, tokens = event_loop.run(answers)
         batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
         batch.give(results, many=False)
 
     return operate
 
 
+async def _construct(mapper: Mapper) -> Callable[..., Any]:
+    """On the event loop, since a constructor may need the running one."""
+    return mapper.instance()
+
+
 class _Function:
     """A step with a function, of rows or batches."""
 
-    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed) -> None:
+    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed, event_loop: EventLoop) -> None:
         options = mapper.options
         self._kind = mapper.kind
-        self._call = mapper.instance()
+        self._event_loop = event_loop
+        self._call = event_loop.run(_construct(mapper)) if mapper.is_async else mapper.instance()
         self._is_async = mapper.is_async
         self._spec = spec
         self._feed = feed
@@ -104,6 +117,14 @@ class _Function:
         self._removed = frozenset(options.get("remove_columns") or ())
         self._merge = bool(options.get("merge"))
         self._shape = str(options.get("batch_format", "rows"))
+
+    def _collect(self, result: object) -> object:
+        """The result of a function, awaited if need be; for a generator, all values that it yields."""
+        if inspect.isgenerator(result):
+            return _Yielded(result)
+        if inspect.isasyncgen(result):
+            return self._event_loop.run(_all_of(result))
+        return self._event_loop.run(result) if inspect.iscoroutine(result) else result
 
     def _over(self, row: Row, result: object) -> object:
         """The row with its result over it, without the removed columns; each of a list of results; errors unchanged."""
@@ -125,12 +146,12 @@ class _OfRows(_Function):
             (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
         ]
         if self._is_async:
-            results = asyncio.run(_all([self._tried_async(each) for each in calls]))
+            results = self._event_loop.run(_all([self._tried_async(arguments) for arguments in calls]))
         else:
             results = []
-            for index, each in zip(indices, calls, strict=True):
+            for index, arguments in zip(indices, calls, strict=True):
                 self._feed.marker.row(index)
-                results.append(self._tried(each))
+                results.append(self._tried(arguments))
             self._feed.marker.row(NO_ROW)
         batch.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
 
@@ -138,7 +159,7 @@ class _OfRows(_Function):
         tries = 0
         while True:
             try:
-                return _collected(self._call(*arguments))
+                return self._collect(self._call(*arguments))
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 tries += 1
                 if (pause_s := self._pause_s(tries, error)) is None:
@@ -185,11 +206,12 @@ class _OfBatches(_Function):
         arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
         if self._with_indices:
             arguments.append(batch.made_indices)
-        made = _collected(self._call(*arguments))
+        returned = self._collect(self._call(*arguments))
         if self._kind == "filter":
-            batch.give(filter_rows(rows, made), self._many)
+            batch.give(filter_rows(rows, returned), self._many)
             return
-        results = [row for each in made for row in rows_of(each)] if isinstance(made, _Yielded) else rows_of(made)
+        parts = returned if isinstance(returned, _Yielded) else [returned]
+        results = [row for part in parts for row in rows_of(part)]
         if len(results) != len(rows):
             if self._merge:
                 raise ProgramError(
@@ -206,15 +228,6 @@ class _OfBatches(_Function):
 
 class _Yielded(list[Any]):
     """The values that a generator yielded."""
-
-
-def _collected(made: object) -> object:
-    """The result of a function, awaited if need be; for a generator, all values that it yields."""
-    if inspect.isgenerator(made):
-        return _Yielded(made)
-    if inspect.isasyncgen(made):
-        return asyncio.run(_all_of(made))
-    return asyncio.run(made) if inspect.iscoroutine(made) else made
 
 
 async def _all_of(made: AsyncIterable[object]) -> _Yielded:

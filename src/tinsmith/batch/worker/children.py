@@ -323,7 +323,7 @@ class MapperProcess:
         if self._problem is None:
             self._problem = interpreter_problem(self._python)
         if self._problem:
-            self._start_failed("InterpreterError", self._problem, final=True)
+            self._start_failed("InterpreterError", self._problem, final=True, of_machine=True)
             return
         try:
             child = started(self._python, self._spare, self._log_path)
@@ -390,7 +390,8 @@ class MapperProcess:
 
     def _on_death(self, status: int, start_error: Message | None, child: Child) -> None:
         if start_error is not None and not self._answered:
-            self._start_failed("MapperStartError", start_error["start_error"], final=bool(start_error.get("final")))
+            causes = {name: bool(start_error.get(name)) for name in ("final", "of_machine")}
+            self._start_failed("MapperStartError", start_error["start_error"], **causes)
         elif self._timed_out is not None:
             attempt, lost = self._timed_out
             if lost.setup:
@@ -425,9 +426,9 @@ class MapperProcess:
             else:
                 self._settle_all(LostAttempt(kind, _death(status, "while it worked on no batch", child), infra=True))
 
-    def _start_failed(self, error_class: str, error: str, *, final: bool = False) -> None:
+    def _start_failed(self, error_class: str, error: str, *, final: bool = False, of_machine: bool = False) -> None:
         self._start_error = {"start_error": error}
-        self._settle_all(LostAttempt(error_class, error, setup=True, final=final))
+        self._settle_all(LostAttempt(error_class, error, setup=True, final=final, of_machine=of_machine))
 
     def _settle(self, attempt: Attempt, outcome: Message | LostAttempt) -> None:
         del self._waiting[attempt.key]

@@ -8,14 +8,24 @@ database or network.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, overload
 
 from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, MapperStartError, ProgramError, Row
+from tinsmith.batch.types import (
+    ERRORS_OF_MACHINE,
+    FINAL_ERRORS,
+    Assignment,
+    JobSpec,
+    MapperStartError,
+    ProgramError,
+    Row,
+)
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
+from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import Feed, Report, text_of
 
 if TYPE_CHECKING:
@@ -80,27 +90,31 @@ def run(
         steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
-        raise MapperStartError(text_of(error), final=True) from error
+        raise MapperStartError(text_of(error), final=True, of_machine=isinstance(error, ERRORS_OF_MACHINE)) from error
     _feed = feed
-    try:
-        loop = adapters.loop_of(steps, spec, feed, channel)
-        name = getattr(steps[0], "name", "operations")
-        while not feed.ended:
-            _run_once(loop, name, feed)
-        feed.finish()
-        if feed.error is not None:
-            raise feed.error
-    finally:
-        _feed = None
+    with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
+        try:
+            loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
+            name = getattr(steps[0], "name", "operations")
+            while not feed.ended:
+                _run_once(loop, name, feed, event_loop)
+            feed.finish()
+            if feed.error is not None:
+                raise feed.error
+        finally:
+            _feed = None
 
 
-def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
+def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: EventLoop) -> None:
     num_taken = feed.num_taken
     feed.marker.start()
     try:
         result = loop()
         if asyncio.iscoroutine(result):
-            asyncio.run(result)
+            try:
+                event_loop.run(result)
+            finally:
+                event_loop.cancel_tasks()  # it loads its own state again
         if not feed.ended and feed.num_taken == num_taken:
             raise ProgramError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
         if not feed.ended:
@@ -108,4 +122,5 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
         if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.ended:
-            raise MapperStartError(text_of(error), final=isinstance(error, FINAL_ERRORS)) from error
+            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, ERRORS_OF_MACHINE)
+            raise MapperStartError(text_of(error), is_final, of_machine) from error

@@ -7,9 +7,9 @@ after a crash at any time. `plan` splits the input into spans of rows, in order,
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
+import tempfile
 import traceback
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +40,7 @@ from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore
 
 SPANS_IN_A_MESSAGE = 1000
+FAILURES_IN_A_PART = 1000
 
 
 def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
@@ -147,14 +148,25 @@ class Winners(Sequence[PartInfo]):
                 yield PartInfo.from_dict(orjson.loads(line)[self._output_idx])
 
 
+@contextlib.contextmanager
+def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
+    """Parts in a temporary file, so that any number of them needs little memory."""
+    with tempfile.TemporaryDirectory(prefix="tinsmith-parts-") as directory:
+        path = os.path.join(directory, "parts")
+        with open(path, "wb") as lines:
+            for part in parts:
+                lines.write(orjson.dumps([part.to_dict()]) + b"\n")
+        yield Winners(path, 0)
+
+
 def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
     """`path` is a file with a line for each batch, or, for the output of errors, for each failed row. It is deleted."""
     index, path = int(request["output_idx"]), request["path"]
     try:
         if index < len(spec.batch_output_formats):
             return publish_output(spec, index, job_id, Winners(path, index))
-        with open(path, encoding="utf-8") as lines:
-            return publish_errors(spec, job_id, [json.loads(line) for line in lines])
+        with open(path, "rb") as lines:
+            return publish_errors(spec, job_id, map(orjson.loads, lines))
     finally:
         os.unlink(path)
 
@@ -162,17 +174,18 @@ def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
 def publish_output(spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo]) -> OutputInfo:
     """Publishes one output of a job from the parts of its batches, in the order of their rows."""
     writer = OutputWriter.from_dict(spec.batch_output_formats[output_idx])
-    if spec.part_formats:
-        parts = _rewritten(spec, output_idx, job_id, parts, writer)
-    return writer.publish(parts, staging_of(writer.path, job_id, output_idx), spec.if_exists)
+    staging = staging_of(writer.path, job_id, output_idx)
+    if not spec.part_formats:
+        return writer.publish(parts, staging, spec.if_exists)
+    with parts_on_disk(_rewrite(spec, output_idx, job_id, parts, writer)) as rewritten:
+        return writer.publish(rewritten, staging, spec.if_exists)
 
 
-def _rewritten(
+def _rewrite(
     spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo], writer: OutputWriter
-) -> list[PartInfo]:
+) -> Iterator[PartInfo]:
     """The parts, with those of another format written again in this one. The result is the same each time."""
     base = part_base(writer.path, job_id, output_idx, 0)  # attempts begin at 1
-    rewritten: list[PartInfo] = []
     at = 0
     for part in parts:
         if (old := writer_of_part(part, spec.part_formats)) is not None:
@@ -180,19 +193,24 @@ def _rewritten(
             for row in rows:
                 writer.check(row)
             part = writer.write_part(rows, RowRange(at, at + len(rows) - 1), base)
-        rewritten.append(part)
+        yield part
         at += part.rows
-    return rewritten
 
 
-def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) -> OutputInfo:
-    """Publishes the failed rows, ascending by `idx`."""
+def publish_errors(spec: JobSpec, job_id: str | int, failures: Iterable[Row]) -> OutputInfo:
+    """Publishes the failed rows, ascending by `idx`. Some at a time are in memory."""
     assert spec.batch_error_format is not None
     writer = OutputWriter.from_dict(spec.batch_error_format)
     staging = staging_of(writer.path, job_id, len(spec.batch_output_formats))
-    span = RowRange(0, max(0, len(failures) - 1))
-    parts = [writer.write_part(failures, span, f"{staging}/attempt-0")] if failures else []
-    return writer.publish(parts, staging, spec.if_exists)
+    with parts_on_disk(_write_failures(writer, failures, f"{staging}/attempt-0")) as parts:
+        return writer.publish(parts, staging, spec.if_exists)
+
+
+def _write_failures(writer: OutputWriter, failures: Iterable[Row], base: str) -> Iterator[PartInfo]:
+    rows, at = iter(failures), 0
+    while page := list(islice(rows, FAILURES_IN_A_PART)):
+        yield writer.write_part(page, RowRange(at, at + len(page) - 1), base)
+        at += len(page)
 
 
 # Deleting.

@@ -49,6 +49,7 @@ def upgrade() -> None:
         sa.Column("max_failed_rows", sa.Float, nullable=False),
         sa.Column("worker_seconds", sa.Float(), server_default="0", nullable=False),
         sa.Column("paid_until", sa.JSON(), nullable=True),
+        sa.Column("machines_set_aside", sa.JSON(), nullable=True),
         sa.Column("resume_from", sa.BigInteger),
         sa.Column("root_job_id", sa.BigInteger),
         sa.Column("error", sa.Text),
