@@ -30,6 +30,8 @@ TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "compatibility.md"
 CLIENT_RESULTS = TESTS / "clients" / "results.json"
 """Results of scripts/test-clients, by suite."""
+SDK_RESULTS = TESTS / "clients" / "sdk_results.json"
+"""Results of scripts/test-sdks, by minor version."""
 LEDGER = DOCUMENT.with_name("ledger.csv")
 """Tinsmith's features with their tests and what these run against; edited by hand."""
 LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
