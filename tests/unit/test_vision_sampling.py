@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from support import vision_models
 from support.local_sampling import run
+from support.tolerances import rounding_of_model
 from support.vision_models import IMAGE, picture
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import UserError
+from tinsmith.plan.architecture import read_config
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence
 from tinsmith.types import EMPTY_LOGPROB, Datum, Sample, SampleResult, SamplingParams
@@ -102,6 +104,7 @@ def test_answers_match_transformers_in_chunks_and_in_batches(
 
 
 def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
+    tolerance = rounding_of_model(read_config(Path(backend.base.shape.path) / "config.json"))
     for name in ("middle", "two"):
         sample = ask(name, HOT)
         answer = run(sampler(backend), sample)[name].sequences[0]
@@ -109,7 +112,7 @@ def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
         inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
         datum = Datum(tokens[:-1], inputs, sample.images)
         scored = run_pass(backend, "m", datum, forward_only=True).logprobs[0]
-        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=2e-5)
+        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=tolerance)
 
 
 def same_but_for_the_image(name: str, data: bytes) -> Sample:
