@@ -31,7 +31,13 @@ def test_the_pinned_releases_are_tested_ones() -> None:
 
 
 def test_doctor_names_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    releases = {"torch": "2.13.0", "transformers": "5.99.0", "uvicorn": "0.40.0", "starlette": "1.0", "tinker": "0.38.0"}
+    releases = {
+        "torch": "2.13.0",
+        "transformers": "5.99.0",
+        "uvicorn": "0.40.0",
+        "starlette": "1.0",
+        "tinker": "0.38.0",
+    }
     monkeypatch.setattr(versions, "version", releases.__getitem__)
     findings = doctor.examine(Settings(data_dir=tmp_path, port=0))
     details = {finding.what: finding.detail for finding in findings}
