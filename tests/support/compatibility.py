@@ -270,9 +270,9 @@ FORMS = (
 def _sdk_lines() -> Iterator[str]:
     """A table of forms, and what failed with which version."""
     results = {minor: ClientResult(**values) for minor, values in json.loads(SDK_RESULTS.read_text()).items()}
-    yield "`make test-sdks` trains, samples, scores, saves and resumes with one release of each minor version, against one"
-    yield "server; all numbers must equal those of the pinned SDK. A result has the type that the client's `Accept` header"
-    yield f"prefers. The last results are of {max(result.date for result in results.values())}."
+    yield "`make test-sdks` trains, samples, scores, saves and resumes with one release of each minor version, against"
+    yield "one server; all numbers must equal those of the pinned SDK. A result has the type that the client's `Accept`"
+    yield f"header prefers. The last results are of {max(result.date for result in results.values())}."
     yield ""
     yield "| SDK | sends passes as | reads results as | releases that pass |"
     yield "|---|---|---|---|"
@@ -284,9 +284,9 @@ def _sdk_lines() -> Iterator[str]:
                 if result.failed or result.reason]  # fmt: skip
     yield from ("", "Failed:", "", *failures) if failures else ()
     yield ""
-    yield "There are no releases 0.17 and 0.37. SDKs before 0.7 are not supported: they ask for other paths. An SDK"
-    yield "before 0.25 checks names of losses itself: it raises for a loss that it does not know, and then waits for ever,"
-    yield "since the number of that request is never sent. 0.7 needs torch on the client."
+    yield "There are no releases 0.17 and 0.37. SDK 0.7 needs torch on the client. If an old SDK refuses a request by"
+    yield "itself, such as a loss that it does not know, it skips the number of that request, and later requests of that"
+    yield "model wait for it: create the model again."
 
 
 def _number(minor: str) -> int:
