@@ -285,7 +285,7 @@ def _sdk_lines() -> Iterator[str]:
     yield from ("", "Failed:", "", *failures) if failures else ()
     yield ""
     yield "There are no releases 0.17 and 0.37. SDK 0.7 needs torch on the client. If an old SDK refuses a request by"
-    yield "itself, such as a loss that it does not know, it skips the number of that request, and later requests of that"
+    yield "itself, such as a loss that it does not know, it skips that request's number, and later requests of the"
     yield "model wait for it: create the model again."
 
 
