@@ -9,9 +9,16 @@ PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
 PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile --no-loadscope-reorder
 TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz browser recipes)
 STAMP := $(VENV)/.installed
+# What the versions of other packages can break: families, samplers, the SDK's surface, the wire, journeys.
+VERSIONED := $(addprefix tests/unit/test_,families.py wrappers.py vision.py vision_sampling.py vision_gemma3.py \
+	recurrent.py local_sampler.py prompt_logprobs.py contiguous_kv.py kv_cache.py attention.py decoder.py lora.py \
+	losses.py experts.py torch_backend.py adapters.py merging.py tied_adapters.py connections.py versions.py) \
+	$(addprefix tests/contract/test_,wire.py json_results.py sdk_surface.py) \
+	$(addprefix tests/integration/test_,legacy_clients.py openai_chat.py responses.py batch_smoke.py) \
+	$(addprefix tests/e2e/test_,journeys.py sampling_live.py numerics_live.py)
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
-	test-clients test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
+	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
 	format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
@@ -66,6 +73,22 @@ test-harness: $(STAMP)
 # Clients that others wrote, each in an environment of its own below build/clients, from the package index.
 test-clients: $(STAMP)
 	$(BIN)/python scripts/test-clients
+
+# Old versions of the SDK, one of each minor, each in an environment of its own below build/sdks, against one server.
+test-sdks: $(STAMP)
+	$(BIN)/python scripts/test-sdks
+
+# The newest releases that the package index serves today, as a user installs them: NEWEST_TORCH chooses a build of torch.
+test-newest: $(STAMP)
+	scripts/setup-versions newest
+	$(ISOLATED) build/newest/.venv/bin/python -m pytest -q --timeout 3600 $(PARALLEL) -m "not slow" $(VERSIONED)
+	build/newest/.venv/bin/python scripts/test-clients openai anthropic langchain pydantic_ai
+
+# The lowest releases that pyproject.toml allows. Beside newer dependencies of theirs, they use what is deprecated.
+test-oldest: $(STAMP)
+	scripts/setup-versions oldest
+	$(ISOLATED) build/oldest/.venv/bin/python -m pytest -q --timeout 3600 \
+		-W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning $(PARALLEL) -m "not slow" $(VERSIONED)
 
 # vLLM's versions and the pinned ones do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)

@@ -30,9 +30,8 @@ from tinker.types import (
 
 from support.properties import examples
 from tinsmith import types
-from tinsmith.api import legacy
 from tinsmith.errors import NotSupportedError, TooLargeError, UnsupportedMediaError, UserError
-from tinsmith.wire import bodies, fields, sampling, training, weights
+from tinsmith.wire import bodies, fields, json_results, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
@@ -227,8 +226,8 @@ def test_the_sdk_reads_elementwise_losses_beside_logprobs() -> None:
     assert [set(output) for output in read.loss_fn_outputs] == [{"logprobs", "elementwise_loss"}] * 2
     for output, sent in zip(read.loss_fn_outputs, result.elementwise_loss, strict=True):
         np.testing.assert_array_equal(output["elementwise_loss"].to_numpy(), sent)
-    outputs = legacy.pass_result(body)["loss_fn_outputs"]
-    assert [output["elementwise_loss"]["data"] for output in outputs] == [[2, 4], [2, 4, 6, 8]]  # type: ignore[union-attr]
+    outputs = orjson.loads(json_results.dump(json_results.pass_result(body)))["loss_fn_outputs"]
+    assert [output["elementwise_loss"]["data"] for output in outputs] == [[2, 4], [2, 4, 6, 8]]
 
 
 sampled = st.integers(1, 6).flatmap(

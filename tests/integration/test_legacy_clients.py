@@ -6,16 +6,18 @@ import time
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 from starlette.testclient import TestClient
 
 from support.http_harness import BOB, Harness, pass_bytes, send_pass
 from support.live import API_KEY, LiveServer
 from support.raw_client import pass_body
-from tinsmith.api.legacy import pass_message, pass_result, sample_result
+from tinsmith.api.legacy import pass_message
 from tinsmith.errors import UserError
 from tinsmith.store.futures import Settlement
 from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.json_results import dump, pass_result, sample_result
 from tinsmith.wire.training import read_pass
 
 TOKENS = [1, 2, 3]
@@ -388,4 +390,9 @@ def test_a_sample_without_prompt_logprobs_has_none() -> None:
         pb.SampleResponse(sequences=[pb.SampledSequence(stop_reason=pb.STOP_REASON_LENGTH)]).SerializeToString()
     )
     sequence = {"stop_reason": "length", "tokens": [], "logprobs": []}
-    assert result == {"type": "sample", "sequences": [sequence], "prompt_logprobs": None}
+    assert orjson.loads(dump(result)) == {
+        "type": "sample",
+        "sequences": [sequence],
+        "prompt_logprobs": None,
+        "prompt_cache_hit_tokens": 0,
+    }

@@ -30,6 +30,8 @@ TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "compatibility.md"
 CLIENT_RESULTS = TESTS / "clients" / "results.json"
 """Results of scripts/test-clients, by suite."""
+SDK_RESULTS = TESTS / "clients" / "sdk_results.json"
+"""Results of scripts/test-sdks, by minor version."""
 LEDGER = DOCUMENT.with_name("ledger.csv")
 """Tinsmith's features with their tests and what these run against; edited by hand."""
 LEDGER_ROWS = {"S": 16, "T": 15, "O": 8, "K": 12, "X": 14, "A": 8, "C": 13, "D": 6, "F": 9, "I": 9}
@@ -219,6 +221,10 @@ def render() -> str:
             "",
             *_endpoint_lines(tests),
             "",
+            "## Versions of the SDK",
+            "",
+            *_sdk_lines(),
+            "",
             "## Clients of others",
             "",
             *_client_lines(),
@@ -250,6 +256,41 @@ def _ledger_lines() -> Iterator[str]:
     missing = ", ".join(each.row for each in rows if each.against == MISSING) or "nothing"
     yield f"[ledger.csv](ledger.csv) lists {len(rows)} promises with their tests: {proven}."
     yield f"Its column `lacks` says what {partly} of them lack. Missing: {missing}."
+
+
+FORMS = (
+    ("0.7", "0.16", "JSON", "JSON"),
+    ("0.18", "0.18", "JSON", "samples protobuf, passes JSON"),
+    ("0.19", "0.24", "JSON", "protobuf"),
+    ("0.25", "0.38", "protobuf", "protobuf"),
+)
+"""First and last minor version, the form of the passes that it sends, and that of the results that it reads."""
+
+
+def _sdk_lines() -> Iterator[str]:
+    """A table of forms, and what failed with which version."""
+    results = {minor: ClientResult(**values) for minor, values in json.loads(SDK_RESULTS.read_text()).items()}
+    yield "`make test-sdks` trains, samples, scores, saves and resumes with one release of each minor version, against"
+    yield "one server; all numbers must equal those of the pinned SDK. A result has the type that the client's `Accept`"
+    yield f"header prefers. The last results are of {max(result.date for result in results.values())}."
+    yield ""
+    yield "| SDK | sends passes as | reads results as | releases that pass |"
+    yield "|---|---|---|---|"
+    for first, last, sent, read in FORMS:
+        members = [result for minor, result in results.items() if _number(first) <= _number(minor) <= _number(last)]
+        versions = ", ".join(result.version for result in members if not (result.failed or result.reason))
+        yield f"| {first if first == last else f'{first} to {last}'} | {sent} | {read} | {versions or 'none'} |"
+    failures = [f"- {minor}: {result.reason or ', '.join(result.failed)}" for minor, result in results.items()
+                if result.failed or result.reason]  # fmt: skip
+    yield from ("", "Failed:", "", *failures) if failures else ()
+    yield ""
+    yield "There are no releases 0.17 and 0.37. SDK 0.7 needs torch on the client. If an old SDK refuses a request by"
+    yield "itself, such as a loss that it does not know, it skips that request's number, and later requests of the"
+    yield "model wait for it: create the model again."
+
+
+def _number(minor: str) -> int:
+    return int(minor.partition(".")[2])
 
 
 def _client_lines() -> Iterator[str]:

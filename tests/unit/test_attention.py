@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
+from support.tolerances import rounding
 from tinsmith.backends.torch.attention import (
     FEW_ROWS,
     KEPT_ROWS,
@@ -32,7 +33,7 @@ def rows(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @examples(40)
 @given(num=st.integers(1, 3), length=st.integers(1, 20), window=WINDOWS, **SIZES)
 def test_prefill_is_the_reference_and_so_are_its_gradients(
@@ -43,8 +44,10 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
     repeat: int,
     seed: int,
     dtype: torch.dtype,
-    tolerance: float,
 ) -> None:
+    # Sums of bfloat16 are float32 inside, and are rounded once.
+    exact = dtype == torch.float32
+    tolerance = rounding(dtype, sums=4 if exact else 1, length=20 if exact else 1)
     shapes = [(num, heads, length, 8) for heads in (keys * repeat, keys, keys, keys * repeat)]
     *given_rows, grad = (rows(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
     mask = None if window is None else causal_mask(length, window, grad)

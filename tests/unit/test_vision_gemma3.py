@@ -19,6 +19,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 
 from support import vision_models
 from support.local_sampling import run
+from support.tolerances import rounding_of_model
 from support.vision_models import END, GEMMA3, IMAGE, START, picture
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import wrapped_name
@@ -26,7 +27,7 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import read_shape
 from tinsmith.chat.texts import Text
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import read_directory
+from tinsmith.plan.architecture import read_config, read_directory
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import Datum, Image, ModelShape, Sample, SamplingParams
 from unit.test_vision import own, own_gradients, text, trained, trained_gradients
@@ -187,13 +188,14 @@ def test_no_piece_ends_within_an_image(backend: TorchBackend) -> None:
 
 
 def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
+    tolerance = rounding_of_model(read_config(Path(backend.base.shape.path) / "config.json"))
     for name in ("middle", "two"):
         sample = ask(name, HOT)
         answer = run(sampler(backend), sample)[name].sequences[0]
         tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
         inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
         scored = run_pass(backend, "m", Datum(tokens[:-1], inputs, sample.images), forward_only=True).logprobs[0]
-        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=2e-5)
+        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=tolerance)
 
 
 def test_cached_blocks_that_end_within_an_image_serve_the_same_image_alone(

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from support import vision_models
 from support.local_sampling import run
+from support.tolerances import rounding_of_model
 from support.vision_models import IMAGE, picture
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import UserError
+from tinsmith.plan.architecture import read_config
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence
 from tinsmith.types import EMPTY_LOGPROB, Datum, Sample, SampleResult, SamplingParams
@@ -65,6 +67,7 @@ def check(
     have finite logprobs of the image token, since the cookbook's SamplerNLLEvaluator multiplies them by 0.
     """
     num_prompt = len(sample.prompt_T)
+    tolerance = rounding_of_model(model.config)  # type: ignore[arg-type]
     for sequence in result.sequences:
         # transformers would treat a sampled image token as an image, so the answer is compared up to it.
         drawn = np.append(sequence.tokens_T, IMAGE)
@@ -75,14 +78,14 @@ def check(
             expected = torch.log_softmax(logits_of(model, whole).double(), -1)
         rows = torch.arange(num_prompt - 1, len(whole.tokens_N))
         chosen = torch.from_numpy(answer_T.astype(np.int64))
-        np.testing.assert_allclose(logprobs_T, expected[rows, chosen], atol=1e-4)
+        np.testing.assert_allclose(logprobs_T, expected[rows, chosen], atol=tolerance)
         if sample.params.temperature == 0:
             assert chosen.tolist() == expected[rows].argmax(-1).tolist()
     if result.prompt_logprobs_T is not None:
         seen = expected[torch.arange(num_prompt - 1), torch.from_numpy(sample.prompt_T[1:].astype(np.int64))].numpy()
         found = result.prompt_logprobs_T
         assert np.isnan(found[0])
-        np.testing.assert_allclose(found[1:], seen, atol=1e-4)
+        np.testing.assert_allclose(found[1:], seen, atol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [5, 512])
@@ -102,6 +105,7 @@ def test_answers_match_transformers_in_chunks_and_in_batches(
 
 
 def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
+    tolerance = rounding_of_model(read_config(Path(backend.base.shape.path) / "config.json"))
     for name in ("middle", "two"):
         sample = ask(name, HOT)
         answer = run(sampler(backend), sample)[name].sequences[0]
@@ -109,7 +113,7 @@ def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
         inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
         datum = Datum(tokens[:-1], inputs, sample.images)
         scored = run_pass(backend, "m", datum, forward_only=True).logprobs[0]
-        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=2e-5)
+        np.testing.assert_allclose(scored[len(sample.prompt_T) - 1 :], answer.logprobs_T, atol=tolerance)
 
 
 def same_but_for_the_image(name: str, data: bytes) -> Sample:

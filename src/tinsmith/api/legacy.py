@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -50,11 +49,12 @@ from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
 from tinsmith.wire.images import ImageBytes, image_chunk, refuse_chunk
+from tinsmith.wire.json_results import CONVERSIONS, DTYPES, dump
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 
-DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
 # The dtypes of plain lists, as in the SDK (training_client.py). Any other input must give its dtype.
 LIST_DTYPES = {
     "target_tokens": "int64",
@@ -65,7 +65,6 @@ LIST_DTYPES = {
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
 }
-STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
 class JsonTensor(TensorDataBody):
@@ -223,45 +222,6 @@ def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarr
         return found.astype(dtype)
 
 
-def pass_result(body: bytes) -> dict[str, object]:
-    """Return losses and logprobs in the form of the SDK's JSON types."""
-    message = pb.ForwardBackwardOutput.FromString(body)
-    outputs: list[dict[str, object]] = []
-    for record in message.loss_fn_outputs:
-        fields = {name: _arrays(tensor) for name, tensor in record.fields.items()}
-        for index in range(record.num_datums):
-            outputs.append({name: arrays[index] for name, arrays in fields.items()})
-    return {
-        "loss_fn_output_type": message.loss_fn_output_type,
-        "loss_fn_outputs": outputs,
-        "metrics": dict(message.metrics),
-    }
-
-
-def _arrays(tensor: pb.BatchedTensor) -> list[dict[str, object]]:
-    offsets = np.frombuffer(tensor.offsets, "<i8")
-    name, dtype = next((name, dtype) for name, (number, dtype) in DTYPES.items() if number == tensor.dtype)
-    arrays = [np.frombuffer(tensor.data[start:stop], dtype) for start, stop in pairwise(offsets)]
-    shaped = [array.reshape(-1, *tensor.trailing_shape) for array in arrays]
-    return [{"data": array.ravel().tolist(), "dtype": name, "shape": list(array.shape)} for array in shaped]
-
-
-def sample_result(body: bytes) -> dict[str, object]:
-    """Return a sample as JSON. Undefined logprobs (NaN in protobuf) are null."""
-    message = pb.SampleResponse.FromString(body)
-    scored = message.HasField("prompt_logprobs")
-    sequences = [
-        {
-            "stop_reason": STOP_REASONS[sequence.stop_reason],
-            "tokens": np.frombuffer(sequence.tokens, "<i4").tolist(),
-            "logprobs": np.frombuffer(sequence.logprobs, "<f4").tolist(),
-        }
-        for sequence in message.sequences
-    ]
-    prompt_logprobs = np.frombuffer(message.prompt_logprobs, "<f4").tolist() if scored else None
-    return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt_logprobs}
-
-
 def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str, object]:
     """Return the body of an asample for one prompt of a `sample`, without its session and sequence number."""
     chunks = [_shown(chunk) for chunk in prompt_chunks(prompt, where)]
@@ -291,7 +251,6 @@ MAX_PROMPTS = 1024
 HOUR_S = 3600
 MAX_AGE_HOURS = 24 * 3650
 VERSION = version("tinsmith")  # cached, since it is read from a file
-_FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
 
 
 HEALTH = fields({"status": one_of("healthy", "failing"), "version": TEXT, "timestamp": TEXT}, {"reason": TEXT})
@@ -484,7 +443,8 @@ async def retrieve_future(request: Request) -> Response:
         outcomes.append((one, outcome))
     results = [await run(_result, services, tenant_id, one, outcome) for one, outcome in outcomes]
     result = results[0] if len(results) == 1 else _together(results)
-    return answer({"request_id": request_id, "status": "completed", "result": result})
+    content = {"request_id": request_id, "status": "completed", "result": result}
+    return Response(await run(dump, content), media_type=JSON_TYPE)
 
 
 def _ids_of(request_id: str) -> list[str]:
@@ -502,7 +462,7 @@ def _result(services: Services, tenant_id: str, request_id: str, outcome: Future
     assert outcome.body is not None
     if outcome.result_type == "json":
         return orjson.loads(outcome.body)
-    return _FROM_PROTO[services.futures.kind_of(tenant_id, request_id) or ""](outcome.body)
+    return CONVERSIONS[services.futures.kind_of(tenant_id, request_id) or ""](outcome.body)
 
 
 def _together(results: Sequence[JsonObject]) -> JsonObject:

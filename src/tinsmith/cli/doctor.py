@@ -22,10 +22,18 @@ from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Plan
 from tinsmith.plan.speed import Rates
+from tinsmith.plan.versions import TESTED, VersionRange, installed_versions, untested_versions
 from tinsmith.settings import Settings, engine_environment
 
 GIBIBYTE = 1024**3
 SMALLEST_DISK_BYTES = GIBIBYTE
+
+TESTED_OF_SERVER = (
+    VersionRange("uvicorn", "0.34", "0.54"),
+    VersionRange("starlette", "0.46", "1.10"),
+    VersionRange("tinker", "0.7", "0.38"),
+)
+"""Releases with which the server's tests pass: uvicorn's and Starlette's private parts, and the SDKs of clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,7 @@ def examine(settings: Settings) -> list[Finding]:
         _python(),
         _torch(),
         _tinker(),
+        *_releases(),
         _memory(),
         _disk(settings.resolved_data_dir),
         _port(settings),
@@ -69,6 +78,15 @@ def _tinker() -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding(True, "tinker SDK", "not installed here (clients need it; the server does not)")
     return Finding(True, "tinker SDK", version)
+
+
+def _releases() -> Iterator[Finding]:
+    """Name the installed releases, and each one outside of its tested range; that alone is not a problem."""
+    installed = installed_versions((*TESTED, *TESTED_OF_SERVER))
+    tested = ", ".join(str(release) for release in installed if release.is_tested)
+    yield Finding(True, "tested releases", tested or "none of those installed")
+    for release in untested_versions((*TESTED, *TESTED_OF_SERVER)):
+        yield Finding(True, "not tested", f"{release}; tested are {release.tested}")
 
 
 def _memory() -> Finding:

@@ -32,6 +32,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 FAMILY_OF_STATE = {frozenset(params.state): family for family, params in OPTIMIZERS.items()}
 
 UNEMBEDDINGS = ("lm_head", "embed_out", "output")
+TINKER_HEAD, HEAD = "model.unembed_tokens", "lm_head"
+"""The unembedding in Tinker's exports, and its name here and in PEFT."""
 
 HARMLESS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
@@ -292,9 +294,10 @@ def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]
             raise UserError(f"{path.name} holds {key!r} {list(shape)}, which is not a LoRA matrix of a linear")
         if dtype not in FLOATS:
             raise UserError(f"{path.name}: {key!r} is {dtype}; weights must be floating-point numbers")
-        matrices = sides.setdefault(found["name"], {})
+        name = HEAD if found["name"] == TINKER_HEAD else found["name"]
+        matrices = sides.setdefault(name, {})
         if found["side"] in matrices:
-            raise UserError(f"{path.name} holds {found['name']} twice; keep one adapter in a file")
+            raise UserError(f"{path.name} holds {name} twice; keep one adapter in a file")
         matrices[found["side"]] = (key, shape)
     linears = {}
     for name, matrices in sides.items():

@@ -1,4 +1,5 @@
-"""Request bodies: size, encoding, content type, and the number of messages in a protobuf body.
+"""Request bodies: size, encoding, content type, and the number of messages in a protobuf body; and the content type of
+a response.
 
 Limits are enforced before memory is allocated: a body that declares or reaches more than the limit is refused while at
 most the limit is in memory. Messages are counted before they are parsed, because an empty one takes 2 bytes of a body
@@ -7,6 +8,8 @@ and 60 of memory. The parser reports malformed protobuf.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import cast
 
 import orjson
@@ -19,6 +22,8 @@ from tinsmith.wire.fields import show
 
 JSON_TYPE = "application/json"
 PROTO_TYPE = "application/x-protobuf"
+
+_WEIGHT = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 
 WINDOW_BYTES = 8 << 20
 """Window limit for zstd frames without a declared size: the minimum for decoders (RFC 8878, section 3.1.1.1.2)."""
@@ -54,6 +59,37 @@ def check_content_type(content_type: str | None, expected: str) -> None:
     got = (content_type or "").partition(";")[0].strip().lower()
     if got != expected:
         raise UnsupportedMediaError(f"the header Content-Type is {show(got)}; this path takes {expected!r}")
+
+
+def choose_type(accept: str | None, offers: Sequence[str]) -> str:
+    """Return the offer that a client prefers by its Accept header (RFC 9110, section 12.5.1).
+
+    Of offers with the same weight, the client that names one gets it before those of a wildcard; otherwise the first
+    offer is taken, also if none is acceptable.
+    """
+    if accept is None or accept.strip().lower() == offers[0]:
+        return offers[0]
+    ranges = [_media_range(part) for part in accept.split(",")]
+
+    def rank(offer: str) -> tuple[float, int]:
+        patterns = (offer, f"{offer.partition('/')[0]}/*", "*/*")
+        for specificity, pattern in zip((2, 1, 0), patterns, strict=True):
+            weights = [weight for media_range, weight in ranges if media_range == pattern]
+            if weights:
+                return (max(weights), specificity) if any(weights) else (0.0, 0)
+        return 0.0, 0
+
+    return max(offers, key=rank)
+
+
+def _media_range(part: str) -> tuple[str, float]:
+    """Split one element of Accept into its media range and its weight; a malformed weight is 0."""
+    media_range, *parameters = (field.strip().lower() for field in part.split(";"))
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            return media_range, float(value) if _WEIGHT.fullmatch(value.strip()) else 0.0
+    return media_range, 1.0
 
 
 def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:

@@ -4,7 +4,9 @@ A poll is held until a result exists, `hold_s` have passed, or its client discon
 future returns 408, and a poll for a session returns 200 with an empty list; the client polls again at once. While no
 engine of the base model can be started, both report the request as failed, although it stays pending. A failed future
 is a 200 with `error` and `category`, because the client retries any other status. A result can be fetched repeatedly
-until the client acknowledges it. On request, a large result is first announced with its size.
+until the client acknowledges it. On request, a large result is first announced with its size. A protobuf result is
+converted to JSON for a client whose Accept header prefers JSON: SDKs before 0.16 read nothing else, and those before
+0.19 read only samples as protobuf.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
 from tinsmith.api.operation import (
+    SHORT_BYTES,
     Call,
     JsonObject,
     Services,
@@ -35,8 +38,9 @@ from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import UNBOUNDED, FutureOutcome
 from tinsmith.store.sampling_sessions import Completion
-from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
+from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE, choose_type
 from tinsmith.wire.fields import INT64_MAX, Body, OneOf, Position, Text
+from tinsmith.wire.json_results import CONVERSIONS, JSON_GROWTH, dump
 
 T = TypeVar("T")
 
@@ -92,11 +96,24 @@ async def retrieve_future(request: Request) -> Response:
     if outcome.error is not None:
         return answer({"error": outcome.error, "category": outcome.category})
     assert outcome.result_type is not None and outcome.body_bytes is not None
-    if outcome.body is not None:
-        return Response(outcome.body, media_type=RESULT_TYPES[outcome.result_type])
-    if outcome.body_bytes > inline_bytes:
-        return answer({"status": "complete_metadata", "response_payload_size": outcome.body_bytes})
-    return await _large(services, tenant_id, request_id, RESULT_TYPES[outcome.result_type])
+    media_type = RESULT_TYPES[outcome.result_type]
+    is_converted = media_type == PROTO_TYPE and _prefers_json(request)
+    if outcome.body is not None and not is_converted:
+        return Response(outcome.body, media_type=media_type)
+    if outcome.body is None and outcome.body_bytes > inline_bytes:
+        size = outcome.body_bytes * (JSON_GROWTH if is_converted else 1)
+        return answer({"status": "complete_metadata", "response_payload_size": size})
+    if not is_converted:
+        return await _large(services, tenant_id, request_id, media_type)
+    convert = CONVERSIONS[await read(services, services.futures.kind_of, tenant_id, request_id) or ""]
+    if outcome.body is not None and len(outcome.body) <= SHORT_BYTES:
+        return Response(dump(convert(outcome.body)), media_type=JSON_TYPE)
+    return await _large(services, tenant_id, request_id, JSON_TYPE, lambda body: dump(convert(body)))
+
+
+def _prefers_json(request: Request) -> bool:
+    accept = ",".join(request.headers.getlist("accept")) or None
+    return choose_type(accept, (PROTO_TYPE, JSON_TYPE)) == JSON_TYPE
 
 
 async def outcome_of(
@@ -111,16 +128,25 @@ async def outcome_of(
     return await run(services.futures.outcome, tenant_id, request_id, inline_bytes, on=lane)
 
 
-async def _large(services: Services, tenant_id: str, request_id: str, media_type: str) -> Response:
+async def _large(
+    services: Services,
+    tenant_id: str,
+    request_id: str,
+    media_type: str,
+    convert: Callable[[bytes], bytes] | None = None,
+) -> Response:
     slot = _Slot(services.large_results)
     await slot.take()
     try:
         outcome = await outcome_of(services, tenant_id, request_id)
         assert outcome is not None and outcome.body is not None
+        body = outcome.body
+        if convert is not None:
+            body = await run(convert, body, on=services.threads.results)
     except BaseException:
         slot.give_back()
         raise
-    return _LargeResult(outcome.body, media_type, slot)
+    return _LargeResult(body, media_type, slot)
 
 
 class _Slot:

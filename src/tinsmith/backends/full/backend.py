@@ -74,7 +74,9 @@ class FullBackend(TorchBackend):
     def load_version(self, version_id: str, directory: Path) -> None:
         self._versions[version_id] = base.load_weights(self._base.layout, directory, self._home)
 
-    def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
+    def _write(
+        self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
+    ) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
             checkpoint.save_optimizer(trained, directory, base.named)

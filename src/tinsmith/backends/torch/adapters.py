@@ -77,6 +77,10 @@ def wrapped_name(name: str) -> str:
     return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
 
 
+UNEMBED_TOKENS, EMBED_TOKENS = "model.unembed_tokens", "model.embed_tokens"
+"""Tinker's name for the unembedding, and the embedding into which tinker_cookbook.weights merges it in a tied model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A linear, some rows of one, or one projection of experts that may carry adapters: its path, group and sizes."""

@@ -109,6 +109,7 @@ class TorchBackend:
             max_tokens_per_microbatch = MICRO_BATCH[self._base.device.type == "cuda"]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
+        self._tied_head = self._base.tied_head
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
             logits_chunk = chunk_rows(self._base.vocab_size, cuda=self._base.device.type == "cuda")
@@ -391,10 +392,13 @@ class TorchBackend:
         return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        self._write(replace(self._model(model_id), gradient_P=None), optimizer, directory, stacked=stacked)
+        trained = replace(self._model(model_id), gradient_P=None)
+        self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
-    def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
-        self._save_adapter(trained.adapter, directory, stacked=stacked)
+    def _write(
+        self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
+    ) -> None:
+        self._save_adapter(trained.adapter, directory, stacked=stacked, exported=exported)
         if optimizer:
             checkpoint.save_optimizer(trained, directory)
         checkpoint.save_gradient(trained, directory)
@@ -482,8 +486,16 @@ class TorchBackend:
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: checkpoint.Tensor) -> Adapter:
         return Adapter(spec, layout, flat_P, self._base.dtype)
 
-    def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool) -> None:
-        checkpoint.save_adapter(adapter, self._base.shape.name, self._module_names, directory, stacked=stacked)
+    def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool, exported: bool = False) -> None:
+        """`exported`: for tinker_cookbook.weights, not for engines such as vLLM, which read `lm_head`."""
+        checkpoint.save_adapter(
+            adapter,
+            self._base.shape.name,
+            self._module_names,
+            directory,
+            stacked=stacked,
+            tied_head=self._tied_head if exported else None,
+        )
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:
         return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable()})

@@ -31,7 +31,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adapters import WRAPPED, Adapter, Layout, Pair, Target, Trained, text_name, wrapped_name
+from tinsmith.backends.torch.adapters import (
+    UNEMBED_TOKENS,
+    WRAPPED,
+    Adapter,
+    Layout,
+    Pair,
+    Target,
+    Trained,
+    text_name,
+    wrapped_name,
+)
 from tinsmith.errors import UserError
 from tinsmith.types import OPTIMIZERS
 
@@ -305,11 +315,18 @@ class AdapterFile:
 
 
 def save_adapter(
-    adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path, *, stacked: bool = False
+    adapter: Adapter,
+    base_name: str,
+    module_names: Sequence[str],
+    directory: Path,
+    *,
+    stacked: bool = False,
+    tied_head: str | None = None,
 ) -> None:
     """`module_names` are the paths of all modules of the base model: target_modules must select ours exactly.
     `stacked`: experts and names as in Tinker's exports, with the names of the standalone text model; otherwise PEFT can
-    load it into the model, including a model with a wrapper around its text model.
+    load it into the model, including a model with a wrapper around its text model. `tied_head` is the unembedding that
+    a stacked adapter gives Tinker's name, since the base's files hold no weights of it.
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
     alpha = written_alpha(adapter.spec.alpha)
@@ -317,7 +334,8 @@ def save_adapter(
     adapted = [target.name for target in targets] if not settings else peft_linears(targets)
     path_of = text_name
     if stacked:
-        module_names = [text_name(name) for name in module_names]
+        path_of = _tinker_name(tied_head)
+        module_names = [path_of(name) for name in module_names]
     elif any(name.startswith(WRAPPED) for name in module_names):
         path_of = wrapped_name
     if "target_parameters" in settings:
@@ -348,6 +366,15 @@ def save_adapter(
     path = directory / CONFIG_FILE
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _fsync(path)
+
+
+def _tinker_name(tied_head: str | None) -> Callable[[str], str]:
+    """Return the map from a module's path to its name in Tinker's exports."""
+
+    def path_of(name: str) -> str:
+        return UNEMBED_TOKENS if name == tied_head else text_name(name)
+
+    return path_of
 
 
 def written_alpha(alpha: float) -> int | float:
@@ -422,9 +449,11 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
     known = targets.keys() | names(targets.values())
+    head = next((name for name, target in targets.items() if target.group == "unembed"), UNEMBED_TOKENS)
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
         name, _, last = text_name(key.removeprefix(PREFIX)).removesuffix(".weight").rpartition(".lora_")
+        name = head if name == UNEMBED_TOKENS else name
         if last not in ("A", "B") or name not in known:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
         if not tensor.is_floating_point():

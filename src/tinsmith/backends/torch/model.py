@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
-from tinsmith.backends.torch.adapters import TEXT_KEYS, Target, text_name
+from tinsmith.backends.torch.adapters import EMBED_TOKENS, TEXT_KEYS, Target, text_name
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -93,6 +93,7 @@ class BaseModel:
         self._decoder = decoder_of(model)
         self.num_parameters = model.num_parameters()
         quantization.refuse_experts(quantize, model)
+        self.tied_head = _tied_head(model)
         self.targets = _swap_linears(model, self._decoder, self._context, quantization.maker(quantize))
         mark_experts(model)
         self.experts = _swap_experts(model, self._context)
@@ -469,6 +470,15 @@ def _swap_linears(
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
     return targets
+
+
+def _tied_head(model: PreTrainedModel) -> str | None:
+    """Return the name of the unembedding if it shares its weights with embeddings at Tinker's path."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        return None
+    names = {module: text_name(name) for name, module in model.named_modules()}
+    return names[head] if names[embeddings] == EMBED_TOKENS else None
 
 
 def _swap_experts(model: PreTrainedModel, context: ForwardContext) -> list[MultiLoRAExperts]:
