@@ -41,9 +41,9 @@ def trajectories(call: Call) -> JsonObject:
     limit = call.page(SESSIONS)[0]
     if not 1 <= limit <= MAX_SESSIONS:
         raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_SESSIONS}")
-    names, more = exchanges.sessions(call.tenant_id, limit, call.query.get("after", ""))
-    found = [shown(each) for name in names for each in exchanges.trajectories(call.tenant_id, name)]
-    return {"trajectories": found, "has_more": more, "next_after": names[-1] if more else None}
+    page, next_after = exchanges.page(call.tenant_id, limit, call.query.get("after", ""))
+    listed = [shown(each) for each in page]
+    return {"trajectories": listed, "has_more": next_after is not None, "next_after": next_after}
 
 
 def shown(trajectory: Trajectory) -> JsonObject:
