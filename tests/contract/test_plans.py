@@ -166,8 +166,8 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     janitor = Janitor(services, Engines(database, "here"), directories[0], directories[1])
     for part in janitor.parts:
         if not part.period_s:  # the sweeps of directories read all rows, once an hour
-            part.work()
-    janitor._acknowledged.work()
+            part.run()
+    janitor._acknowledged.run()
     weak = recorder.weak()
     assert weak == {}, "\n".join(f"WEAK {' '.join(text.split())}: {lines}" for text, lines in weak.items())
 

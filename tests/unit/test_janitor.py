@@ -288,7 +288,7 @@ def test_a_part_that_raises_keeps_no_other_part_from_running(parts: Parts) -> No
             return work
 
         for part in janitor.parts:
-            part.work, part.period_s = stand_in(part.name, error if part.name == broken else None), 0.0
+            part.run, part.period_s = stand_in(part.name, error if part.name == broken else None), 0.0
         for _ in range(3):
             janitor.sweep()
         expected = {name: 1 if name == broken else 3 for name in PART_NAMES}
@@ -302,7 +302,7 @@ def test_the_pauses_of_a_broken_part_grow_and_its_failures_are_counted(parts: Pa
     def fail() -> None:
         raise OSError("no disk")
 
-    broken.work = fail
+    broken.run = fail
     pauses = []
     for _ in range(3):
         broken.next_at = 0.0
@@ -323,7 +323,7 @@ def test_the_pauses_of_a_broken_part_grow_and_its_failures_are_counted(parts: Pa
     assert ("last_success_seconds", broken.name, None) not in values
     assert values["last_success_seconds", sound.name, None] == pytest.approx(now(), abs=60)
     assert 0 < values["seconds_total", sound.name, None] < 60
-    broken.work, broken.next_at = lambda: None, 0.0
+    broken.run, broken.next_at = lambda: None, 0.0
     janitor.sweep()
     assert broken.next_at <= time.monotonic(), "after a success it runs with every sweep again"
 
@@ -333,7 +333,7 @@ def test_a_part_with_a_period_runs_once_in_it_and_again_after_an_error(parts: Pa
     (part,) = [part for part in janitor.parts if part.name == "file_directories"]
     assert part.period_s == 3600.0
     runs: list[int] = []
-    part.work = lambda: runs.append(1)
+    part.run = lambda: runs.append(1)
     for _ in range(2):
         janitor.sweep()
     assert len(runs) == 1 and part.next_at > time.monotonic() + 3000
@@ -348,8 +348,8 @@ def test_a_stopped_janitor_ends_after_its_current_part(parts: Parts, monkeypatch
         begun.set()
         release.wait(20)
 
-    janitor.parts[0].work = wait
-    janitor.parts[1].work = lambda: runs.append("later")
+    janitor.parts[0].run = wait
+    janitor.parts[1].run = lambda: runs.append("later")
 
     async def stop() -> float:
         with ThreadPoolExecutor(1) as threads:

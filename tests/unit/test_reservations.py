@@ -25,12 +25,12 @@ def test_uploads_at_the_same_time_share_what_the_quota_leaves(tmp_path: Path) ->
             with pytest.raises(TooManyRequestsError, match="uploads under way 110, the limit is 100"):
                 reserve("alice", 50)
             with reserve("bob", 100), reserve("alice", 30) as second:
-                first.covering(50)  # it has more already
-                second.covering(40)
+                first.cover(50)  # it has more already
+                second.cover(40)
                 with pytest.raises(TooManyRequestsError):
-                    first.covering(61)
+                    first.cover(61)
                 assert quotas._reserved.totals.total() == 200
-            first.covering(100)
+            first.cover(100)
         assert quotas._reserved.totals == {}
         with pytest.raises(RuntimeError), reserve("alice", 100):
             raise RuntimeError
@@ -43,7 +43,7 @@ def test_without_a_limit_nothing_is_refused(tmp_path: Path) -> None:
     database = Database(fresh_url(tmp_path))
     quotas = Quotas(database, QuotaLimits())
     with quotas.reserve_file("alice", 10**15) as reservation:
-        reservation.covering(10**16)
+        reservation.cover(10**16)
     database.close()
 
 

@@ -103,19 +103,19 @@ class Reservation:
     def __init__(self, name: str, limit: int, stored: int, reserved: Reserved, tenant_id: str) -> None:
         self._name, self._limit, self._stored = name, limit, stored
         self._reserved, self._key = reserved, (name, tenant_id)
-        self._own = 0
+        self._reserved_bytes = 0
 
-    def covering(self, size_bytes: int) -> Reservation:
+    def cover(self, size_bytes: int) -> Reservation:
         """Reserve up to `size_bytes` in total, before they are stored. Raises TooManyRequestsError."""
         with self._reserved.lock:
-            total, more = self._reserved.totals[self._key], size_bytes - self._own
-            if more > 0 and self._limit and self._stored + total + more > self._limit:
-                what = "files" if self._name == "file_bytes" else "checkpoints"
-                used = f"the {what} take {self._stored} bytes, and uploads under way {total + more}"
+            total, missing_bytes = self._reserved.totals[self._key], size_bytes - self._reserved_bytes
+            if missing_bytes > 0 and self._limit and self._stored + total + missing_bytes > self._limit:
+                objects = "files" if self._name == "file_bytes" else "checkpoints"
+                used = f"the {objects} take {self._stored} bytes, and uploads under way {total + missing_bytes}"
                 raise _exceeded(self._name, used, self._limit, "delete some", 5.0)
-            if more > 0:
-                self._reserved.totals[self._key] += more
-                self._own += more
+            if missing_bytes > 0:
+                self._reserved.totals[self._key] += missing_bytes
+                self._reserved_bytes += missing_bytes
         return self
 
     def __enter__(self) -> Reservation:
@@ -123,8 +123,8 @@ class Reservation:
 
     def __exit__(self, *_error: object) -> None:
         with self._reserved.lock:
-            self._reserved.totals[self._key] -= self._own
-            self._own = 0
+            self._reserved.totals[self._key] -= self._reserved_bytes
+            self._reserved_bytes = 0
             if not self._reserved.totals[self._key]:
                 del self._reserved.totals[self._key]
 
@@ -184,26 +184,26 @@ class Quotas:
         """Reserve the bytes of a file while it is uploaded. Raises TooManyRequestsError."""
         limit = self.limits(tenant_id).file_bytes
         stored = self.file_bytes(tenant_id) if limit else 0
-        return Reservation("file_bytes", limit, stored, self._reserved, tenant_id).covering(size_bytes)
+        return Reservation("file_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def reserve_checkpoint(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
         """Reserve the bytes of a checkpoint while its files are uploaded or copied. Raises TooManyRequestsError."""
         limit = self.limits(tenant_id).checkpoint_bytes
         stored = self.checkpoint_bytes(tenant_id) if limit else 0
-        return Reservation("checkpoint_bytes", limit, stored, self._reserved, tenant_id).covering(size_bytes)
+        return Reservation("checkpoint_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def checkpoint_bytes(self, tenant_id: str) -> int:
         """The bytes of the tenant's checkpoints, and of uploads that will become some."""
-        return self._stored_bytes(CHECKPOINTS, tenant_id) + self._stored_bytes(
+        return self._sum_bytes(CHECKPOINTS, tenant_id) + self._sum_bytes(
             UPLOADS, tenant_id, UPLOADS.c.purpose == EXTERNAL_UPLOAD
         )
 
     def file_bytes(self, tenant_id: str) -> int:
         """The bytes of the tenant's files."""
-        return self._stored_bytes(UPLOADS, tenant_id, UPLOADS.c.purpose != EXTERNAL_UPLOAD)
+        return self._sum_bytes(UPLOADS, tenant_id, UPLOADS.c.purpose != EXTERNAL_UPLOAD)
 
-    def _stored_bytes(self, table: sa.Table, tenant_id: str, *more: sa.ColumnElement[bool]) -> int:
-        total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id, *more)
+    def _sum_bytes(self, table: sa.Table, tenant_id: str, *conditions: sa.ColumnElement[bool]) -> int:
+        total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id, *conditions)
         return int(self._db.scalar(total) or 0)
 
     def limits(self, tenant_id: str) -> QuotaLimits:

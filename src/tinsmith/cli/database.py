@@ -48,8 +48,8 @@ def server_database(data_dir: Path | None) -> Iterator[Database]:
     """Open the server's database: TINSMITH_DATABASE_URL, or the one in the data directory. Raises SettingsError."""
     from tinsmith.db.database import DatabaseMovedError
 
-    given = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
-    fix = f"run `tinsmith migrate{given}`, or start the server"
+    option = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    fix = f"run `tinsmith migrate{option}`, or start the server"
     settings = _settings(data_dir)
     try:
         database = _open(settings, exists=True)

@@ -60,7 +60,7 @@ class Part:
     """One part of a sweep: it runs with every sweep, or once in `period_s`. `next_at` is a monotonic time."""
 
     name: str
-    work: Callable[[], object]
+    run: Callable[[], object]
     period_s: float = 0.0
     next_at: float = 0.0
     backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -141,7 +141,7 @@ class Janitor:
         began = time.monotonic()
         try:
             with long_statements(MAINTENANCE_S):
-                part.work()
+                part.run()
         except Exception as error:
             pause_s = part.backoff.after()
             part.next_at = time.monotonic() + pause_s

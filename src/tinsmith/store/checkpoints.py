@@ -230,7 +230,7 @@ class Checkpoints:
             if row is None:
                 raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
             connection.execute(CHECKPOINTS.delete().where(is_deletable))
-            connection.execute(_audited(tenant_id, "checkpoint_deleted", ref))
+            connection.execute(_audit_entry(tenant_id, "checkpoint_deleted", ref))
         self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
@@ -238,7 +238,7 @@ class Checkpoints:
         expires_at = None if ttl_s is None else now() + ttl_s
         with self._db.write() as connection:
             connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
-            connection.execute(_audited(tenant_id, "checkpoint_ttl_set", ref, ttl_seconds=ttl_s))
+            connection.execute(_audit_entry(tenant_id, "checkpoint_ttl_set", ref, ttl_seconds=ttl_s))
 
     def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
         """Publish or unpublish; returns whether the state changed. A repetition is not an error, since the SDK would
@@ -250,7 +250,7 @@ class Checkpoints:
             if connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount != 1:
                 return False
             event = "checkpoint_published" if public else "checkpoint_unpublished"
-            connection.execute(_audited(tenant_id, event, ref))
+            connection.execute(_audit_entry(tenant_id, event, ref))
         return True
 
     def _check_own(self, tenant_id: str, ref: CheckpointRef) -> None:
@@ -363,7 +363,7 @@ def failure(ref: CheckpointRef, error: str) -> sa.Executable:
     return CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
 
 
-def _audited(tenant_id: str, event: str, ref: CheckpointRef, **details: object) -> sa.Executable:
+def _audit_entry(tenant_id: str, event: str, ref: CheckpointRef, **details: object) -> sa.Executable:
     """The audit entry of a change of a checkpoint."""
     return entry(tenant_id, event, {"model_id": ref.training_run_id, "tinker_path": ref.path} | details)
 

@@ -190,7 +190,7 @@ class Exchanges:
         num_tokens = 0
         for index, name in enumerate(names):
             of_session = self.trajectories(tenant_id, name)
-            num_tokens += sum(len(each.tokens) for each in of_session)
+            num_tokens += sum(len(trajectory.tokens) for trajectory in of_session)
             if index and num_tokens > MAX_TOKENS:
                 return trajectories, names[index - 1]
             trajectories += of_session
@@ -224,9 +224,9 @@ class Exchanges:
         return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
 
 
-def too_large(session: str, what: str) -> UserError:
+def too_large(session: str, limit: str) -> UserError:
     return UserError(
-        f"session {session[:80]!a} has more than {what}, too many to merge; use a separate session for each "
+        f"session {session[:80]!a} has more than {limit}, too many to merge; use a separate session for each "
         "conversation. A list of all sessions continues behind it with the query's after"
     )
 

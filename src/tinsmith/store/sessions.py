@@ -155,9 +155,9 @@ class Sessions:
         self.get(tenant_id, session_id)
         reason = _finish_reason(finish_type, detail)
         active = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
-        ended = active.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+        finish = active.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
         with self._db.write() as connection:
-            if connection.execute(ended).rowcount != 1:
+            if connection.execute(finish).rowcount != 1:
                 return False
             finished = {"session_id": session_id, "reason": finish_type}
             connection.execute(entry(tenant_id, "session_finished", finished))

@@ -93,7 +93,7 @@ def _store(services: Services, tenant_id: str, form: FormData, reservation: Rese
     size_bytes = file.size or 0
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
-    reservation.covering(size_bytes)
+    reservation.cover(size_bytes)
     stored = services.files.store(new_id(), _pieces(file))
     return orjson.dumps(shown(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
 

@@ -86,7 +86,7 @@ def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     services = call.services
     with services.quotas.reserve_file(call.tenant_id) as reservation:
         lines = list(request.lines())
-        reservation.covering(sum(map(len, lines)))
+        reservation.cover(sum(map(len, lines)))
         stored = services.files.store(new_id(), lines)
         file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
     new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))

@@ -108,13 +108,13 @@ async def put(request: Request) -> Response:
     reservation = await run(services.quotas.reserve_checkpoint, tenant_id)
     with reservation, tempfile.TemporaryFile() as spooled:
         # A repeated PUT replaces bytes that are counted already.
-        reservation.covering(int(request.headers.get("content-length") or 0) - earlier_bytes)
+        reservation.cover(int(request.headers.get("content-length") or 0) - earlier_bytes)
         size_bytes = 0
         async for chunk in request.stream():
             size_bytes += len(chunk)
             if size_bytes > limit_bytes:
                 raise _too_large(limit_bytes)
-            reservation.covering(size_bytes - earlier_bytes)
+            reservation.cover(size_bytes - earlier_bytes)
             await run(spooled.write, chunk, on=services.threads.transfers)
         spooled.seek(0)
         stored = await run(services.files.store, key, _pieces(spooled), on=services.threads.transfers)

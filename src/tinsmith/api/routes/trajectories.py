@@ -37,12 +37,12 @@ def trajectories(call: Call) -> JsonObject:
         if "after" in call.query:
             raise UserError("the query has both session and after; send one of them")
         found = exchanges.trajectories(call.tenant_id, session)
-        return {"trajectories": [shown(each) for each in found], "has_more": False, "next_after": None}
+        return {"trajectories": [shown(trajectory) for trajectory in found], "has_more": False, "next_after": None}
     limit = call.page(SESSIONS)[0]
     if not 1 <= limit <= MAX_SESSIONS:
         raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_SESSIONS}")
     page, next_after = exchanges.page(call.tenant_id, limit, call.query.get("after", ""))
-    listed = [shown(each) for each in page]
+    listed = [shown(trajectory) for trajectory in page]
     return {"trajectories": listed, "has_more": next_after is not None, "next_after": next_after}
 
 

@@ -78,7 +78,7 @@ async def read_form(
         raise too_large(limit_bytes) from None
 
     if reservation is not None:
-        reservation.covering(int(request.headers.get("content-length") or 0) - overhead_bytes)
+        reservation.cover(int(request.headers.get("content-length") or 0) - overhead_bytes)
 
     async def limited() -> AsyncGenerator[bytes, None]:
         size_bytes = 0
@@ -87,7 +87,7 @@ async def read_form(
             if size_bytes > limit_bytes + overhead_bytes:
                 raise too_large(limit_bytes)
             if reservation is not None:
-                reservation.covering(size_bytes - overhead_bytes)
+                reservation.cover(size_bytes - overhead_bytes)
             yield chunk
 
     parser = MultiPartParser(
@@ -144,15 +144,15 @@ async def upload(request: Request) -> Response:
         try:
             call = call_of(request, services, tenant_id, b"")
             return Response(
-                await run(_stored, call, form, reservation, on=services.threads.transfers), media_type=JSON_TYPE
+                await run(_store_form, call, form, reservation, on=services.threads.transfers), media_type=JSON_TYPE
             )
         finally:
             await form.close()  # deletes the spooled files
 
 
-def _stored(call: Call, form: FormData, reservation: Reservation) -> bytes:
+def _store_form(call: Call, form: FormData, reservation: Reservation) -> bytes:
     request, files = _read(form)
-    reservation.covering(sum(file.size or 0 for file in files.values()))
+    reservation.cover(sum(file.size or 0 for file in files.values()))
     opened = {name: (lambda file=file: nullcontext(file.file)) for name, file in files.items()}
     stored = store_adapter(call, request, idempotent_session(call, UPLOAD_IDS), opened)
     return orjson.dumps(

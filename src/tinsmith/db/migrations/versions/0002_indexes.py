@@ -12,5 +12,5 @@ def upgrade() -> None:
         ("ix_futures_ran_samples", "futures", "settled_at", "kind = 'sample' AND started_at IS NOT NULL"),
         ("ix_checkpoints_pending", "checkpoints", "base_model", "state = 'pending'"),
     ):
-        where = sa.text(condition)
-        op.create_index(name, table, [column], if_not_exists=True, sqlite_where=where, postgresql_where=where)
+        predicate = sa.text(condition)
+        op.create_index(name, table, [column], if_not_exists=True, sqlite_where=predicate, postgresql_where=predicate)
