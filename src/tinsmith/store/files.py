@@ -218,7 +218,7 @@ def add_row(
 
 
 def _is_upload(file_id: str) -> sa.ColumnElement[bool]:
-    return (file_id == _ID) & (UPLOADS.c.purpose == EXTERNAL_UPLOAD) & (UPLOADS.c.expires_at > now())
+    return (UPLOADS.c.file_id == file_id) & (UPLOADS.c.purpose == EXTERNAL_UPLOAD) & (UPLOADS.c.expires_at > now())
 
 
 def _alive() -> sa.ColumnElement[bool]:
