@@ -258,8 +258,10 @@ class Sessions:
 
     def closed_before(self, before: float, *, tenant_id: str | None = None) -> list[str]:
         """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
-        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
-        deletable = has_futures.where(FUTURES.c.state != "pending") | ~has_futures
+        # Postgres would turn EXISTS into a hash of all futures.
+        futures = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == SESSIONS.c.session_id).limit(1)
+        settled = futures.where(FUTURES.c.state != "pending").scalar_subquery()
+        deletable = settled.is_not(None) | futures.scalar_subquery().is_(None)
         is_stored = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < before)
         query = sa.select(SESSIONS.c.session_id).where(is_stored, deletable).limit(_DELETE_BATCH)
         if tenant_id is not None:
