@@ -78,6 +78,13 @@ class Settings(BaseSettings):
     database_url: str = ""
     """`postgresql://USER:PASSWORD@HOST/NAME` or `sqlite:///FILE`; empty means SQLite in the data directory."""
 
+    database_connect_timeout_s: int = Field(default=3, ge=2, le=60)
+    """How long an attempt to connect to a host of Postgres may take."""
+
+    database_timeout_s: float = Field(default=5.0, ge=1, le=600)
+    """How long a statement on Postgres may take, and a request may wait for a connection. Migrations have no limit,
+    and the janitor's statements one of ten minutes."""
+
     storage_dir: str = ""
     """Storage of checkpoints, snapshots, versions and uploads: a directory, `s3://BUCKET/PREFIX` or
     `gs://BUCKET/PREFIX`; empty means the data directory."""
@@ -304,7 +311,7 @@ class Settings(BaseSettings):
     """Most loaded models of a tenant."""
 
     quota_checkpoint_bytes: int = Field(default=0, ge=0)
-    """A tenant with this many bytes of checkpoints cannot save more."""
+    """A tenant with this many bytes of checkpoints cannot save more, nor upload or copy beyond it."""
 
     quota_file_bytes: int = Field(default=64 * 1024 * MEBIBYTE, ge=0)
     """A tenant with this many bytes of files cannot upload more."""
@@ -449,6 +456,11 @@ class Settings(BaseSettings):
     def samples_elsewhere(self) -> bool:
         """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
         return self.sampler in ("vllm", "sglang")
+
+    @property
+    def database_timeouts(self) -> tuple[int, float]:
+        """The limits of connecting to Postgres and of a statement, in seconds."""
+        return self.database_connect_timeout_s, self.database_timeout_s
 
     @property
     def resolved_database_url(self) -> str:

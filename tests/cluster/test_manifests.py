@@ -208,8 +208,11 @@ def test_the_services_of_compose_train_and_go_on_after_a_restart(tmp_path: Path,
     pod = first["spec"]["template"]["spec"]
     pod["restartPolicy"] = "Never"
     pod["containers"][0]["args"] = ["keys", "create", "me", "--name", "first"]
+    tables = copy.deepcopy(first)
+    tables["spec"]["template"]["spec"]["containers"][0]["args"] = ["migrate"]
     published = {"selector": {"service": "server"}, "ports": [{"name": "http", "port": 8000, "targetPort": 8000}]}
     with running(tmp_path, built, hosts=hosts) as cluster:
+        assert cluster.job([tables]).exits == [0]
         (key,) = re.findall(r"^tml-\S+$", cluster.job([first]).log, re.M)
         cluster.apply([*workloads, {"kind": "Service", "metadata": {"name": "server"}, "spec": published}])
         before = cluster.pods()

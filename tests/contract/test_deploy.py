@@ -313,7 +313,7 @@ def test_every_value_of_a_setting_is_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_command_that_is_named_exists() -> None:
     found = list(commands())
-    assert {command[0] for command in found} == {"serve", "keys", "rank"}
+    assert {command[0] for command in found} == {"serve", "keys", "migrate", "rank"}
     for command in found:
         flags = {word for word in command if word.startswith("-")}
         if command[0] in FLAGS:
@@ -321,7 +321,7 @@ def test_every_command_that_is_named_exists() -> None:
             roles = [after for word, after in itertools.pairwise(command) if word == "--role"]
             assert set(roles) <= {"server", "engine", "sampler", "batch-worker"}
         else:
-            run(sys.executable, "-m", "tinsmith.cli", *command[:2], "--help")
+            run(sys.executable, "-m", "tinsmith.cli", *itertools.takewhile(str.isalpha, command[:2]), "--help")
 
 
 def commands() -> Iterator[Sequence[str]]:
@@ -330,7 +330,9 @@ def commands() -> Iterator[Sequence[str]]:
         yield from (shlex.split(line, comments=True) for line in re.findall(r"/bin/tinsmith ([a-z].*)$", text, re.M))
         if path.suffix == ".yaml":
             for document in documents(path):
-                yield from (words for words in lists(document) if words and words[0] in ("serve", "keys", "up"))
+                yield from (
+                    words for words in lists(document) if words and words[0] in ("serve", "keys", "migrate", "up")
+                )
 
 
 def lists(value: object) -> Iterator[list[str]]:

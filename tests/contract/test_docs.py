@@ -94,6 +94,7 @@ FLAGS = {
     },
     "status": {"--ray", "--data-dir", "--json"},
     "down": {"--ray", "--data-dir", "--patience", "--json"},
+    "migrate": {"--data-dir", "--json"},
     "keys create": {"tenant", "--name", "--quota", "--data-dir", "--json"},
     "keys list": {"--json", "--data-dir"},
     "keys revoke": {"key_id", "--data-dir", "--json"},

@@ -22,10 +22,10 @@ from tinker.types.session_search_cursor import SessionSearchCursor
 from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
 
-from support.http_harness import Harness
+from support.http_harness import ALICE, Harness
 from tinsmith.api.app import API, OPERATIONS
-from tinsmith.api.openapi import body_schema, document
-from tinsmith.api.operation import PREFIX, Access
+from tinsmith.api.openapi import body_schema, document, statuses
+from tinsmith.api.operation import BEARER_SCHEME, KEY_SCHEME, METRICS_SCHEME, PREFIX, Access
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Schema, described
 from tinsmith.wire.sampling import EncodedTextChunkBody
@@ -141,7 +141,28 @@ def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never
 def test_a_path_asks_for_a_key_where_the_document_says_so(harness: Harness) -> None:
     for operation in OPERATIONS:
         answer = harness.client.request(operation.method, operation.url)
-        assert (answer.status_code == 401) == operation.keyed, operation.name
+        assert (answer.status_code == 401) == bool(operation.schemes), operation.name
+        assert 401 in statuses(operation) or not operation.schemes, operation.name
+
+
+def test_a_path_takes_a_key_as_bearer_token_where_the_document_says_so(harness: Harness) -> None:
+    taken: set[bool] = set()
+    for operation in OPERATIONS:
+        if KEY_SCHEME in operation.schemes:
+            headers = {"Authorization": f"Bearer {ALICE}"}
+            answer = harness.client.request(operation.method, operation.url, headers=headers)
+            assert (answer.status_code != 401) == (BEARER_SCHEME in operation.schemes), operation.name
+            taken.add(BEARER_SCHEME in operation.schemes)
+    assert taken == {True, False}
+    schemes = {
+        name
+        for path in DOCUMENT["paths"].values()
+        for each in path.values()
+        for one in each.get("security", ())
+        for name in one
+    }
+    assert schemes <= set(DOCUMENT["components"]["securitySchemes"])
+    assert DOCUMENT["paths"]["/api/v1/metrics"]["get"]["security"] == [{METRICS_SCHEME: []}]
 
 
 @pytest.mark.parametrize("path", SENT)

@@ -52,6 +52,7 @@ def test_every_command_can_print_json() -> None:
 @pytest.mark.smoke
 def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
     where = ("--json", "--data-dir", str(tmp_path / "data"))
+    assert json.loads(run("migrate", *where).stdout)["schema_version"].startswith("schema_")
     made = json.loads(run("keys", "create", "alice", "--name", "laptop", *where).stdout)
     assert made["tenant"] == "alice" and made["name"] == "laptop" and made["key"].startswith("tml-")
     ended = json.loads(run("keys", "revoke", str(made["key_id"]), *where).stdout)

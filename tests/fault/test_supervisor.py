@@ -186,8 +186,10 @@ def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_p
             )
             assert said.status_code >= 500 and "ImportError" in said.json()["error"]["message"]
             health = httpx.get(f"{server.url}/healthz", timeout=20)
-            assert health.status_code == 503 and "ImportError" in health.json()["reason"]
-            assert "hunter2" not in health.text
+            assert health.status_code == 503 and BASE in health.json()["reason"]
+            assert "ImportError" not in health.text and "postgresql" not in health.text, "everyone may read it"
+            details = httpx.get(f"{server.url}/api/v1/operator/health", headers={"X-API-Key": API_KEY}, timeout=20)
+            assert "ImportError" in details.json()["engines"][0]["reason"] and "hunter2" not in details.text
             broken.rename(tmp_path / "away")  # after the repair the same requests are served
             deadline = time.monotonic() + 150  # the next start, which loads torch
             while "model_id" not in (said := client.post("retrieve_future", {"request_id": created})).json():
@@ -305,12 +307,12 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
         await supervisor.stop()
 
     assert supervisor.failing() == ""
-    assert supervisor.loading() == f"{engines.id_of(Seat('local/tiny'))} is starting"
+    assert supervisor.loading() == f"{engines.id_of(Seat('local/tiny'))} of local/tiny is starting"
     asyncio.run(run())
-    failing = supervisor.failing()
-    assert (
-        engines.id_of(Seat("local/tiny")) in failing and "times in a row, last with: it ended with status 1" in failing
-    )
+    assert supervisor.failing() == "the engine of local/tiny ended 3 or more times in a row"
+    (failure,) = supervisor.failures()
+    assert failure.engine == engines.id_of(Seat("local/tiny")) and failure.deaths >= 3
+    assert failure.reason.startswith("it ended with status 1")
     with monkeypatch.context() as later:  # when the current one has run long enough to count as stable
         later.setattr("tinsmith.cluster.supervisor.STEADY_S", 0.0)
         assert supervisor.failing() == ""

@@ -20,6 +20,8 @@ from safetensors.numpy import save
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith.api.routes import external_uploads, links
+from tinsmith.auth.quotas import QuotaLimits
+from tinsmith.db.schema import UPLOADS
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 32, "target_modules": ["q_proj"]}
@@ -159,5 +161,62 @@ def test_abandoned_uploads_are_swept(harness: Harness) -> None:
     waiting = kept(harness)
     assert len(waiting) == 2
     os.utime(waiting[0], (0, 0))
-    assert harness.services.files.sweep_unreferenced(3600) == [waiting[0].name]
-    assert kept(harness) == waiting[1:]
+    files = harness.services.files
+    assert files.sweep_unreferenced(3600) == files.sweep_expired() == [], "their links are still valid"
+    with harness.services.models._db.write() as connection:
+        connection.execute(UPLOADS.update().values(expires_at=0.0))
+    assert sorted(files.sweep_expired()) == [path.name for path in waiting]
+    assert kept(harness) == []
+
+
+def listed_files(harness: Harness) -> list[object]:
+    return harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
+
+
+def test_uploads_count_against_the_quota_of_checkpoints_from_their_first_byte(tmp_path: Path) -> None:
+    size = sum(map(len, FILES.values()))
+    harness = make_harness(tmp_path, max_upload_bytes=MAX_BYTES, limits=QuotaLimits(checkpoint_bytes=2 * size))
+    try:
+        first, second, third = (start(harness) for _ in range(3))
+        put_all(harness, first)
+        put_all(harness, first)  # replaces the bytes
+        put_all(harness, second)
+        assert harness.services.quotas.checkpoint_bytes("alice") == 2 * size
+        for name, url in third["urls"].items():
+            refused = put(harness, url, FILES[name])
+            assert refused.status_code == 429 and "quota checkpoint_bytes" in refused.json()["detail"]
+        refused = harness.post("external_weights_upload_start", {"base_model": BASE, "lora_config": LORA})
+        assert refused.status_code == 429 and "quota checkpoint_bytes" in refused.json()["detail"]
+        assert len(kept(harness)) == 4 and listed_files(harness) == []
+        assert harness.services.quotas.file_bytes("alice") == 0, "they are no files"
+        assert finish(harness, first).status_code == 200, "its bytes are counted already"
+        assert len(kept(harness)) == 2
+    finally:
+        close(harness)
+
+
+def test_a_put_that_does_not_say_its_length_is_stopped_at_the_quota(tmp_path: Path) -> None:
+    harness = make_harness(tmp_path, max_upload_bytes=MAX_BYTES, limits=QuotaLimits(checkpoint_bytes=10_000))
+    try:
+        url = urlsplit(start(harness)["urls"]["adapter_model.safetensors"])
+        sent: list[int] = []
+
+        def chunks() -> Iterator[bytes]:
+            for number in range(40):
+                sent.append(number)
+                yield bytes(1000)
+
+        refused = harness.client.put(f"{url.path}?{url.query}", content=chunks())
+        assert refused.status_code == 429 and kept(harness) == []
+        assert harness.services.quotas._reserved.totals == {}
+    finally:
+        close(harness)
+
+
+def test_a_finished_or_expired_upload_takes_no_more_bytes(harness: Harness) -> None:
+    started = start(harness)
+    put_all(harness, started)
+    assert finish(harness, started).status_code == 200
+    for name, url in started["urls"].items():
+        assert put(harness, url, FILES[name]).status_code == 410
+    assert kept(harness) == []

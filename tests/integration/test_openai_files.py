@@ -223,7 +223,7 @@ def test_a_tenants_stored_bytes_are_bounded(tmp_path: Path) -> None:
         first = form(harness, b"x" * 6).json()["id"]
         refused = form(harness, b"x" * 5)
         assert refused.status_code == 429
-        assert "quota file_bytes: the files take 6 bytes and this one has 5" in refused.json()["error"]["message"]
+        assert "quota file_bytes: the files take 6 bytes, and uploads under way 5" in refused.json()["error"]["message"]
         assert form(harness, b"x" * 5, key=BOB).status_code == 200
         harness.client.delete(f"/v1/files/{first}", headers={"X-API-Key": ALICE})
         assert form(harness, b"x" * 10).status_code == 200

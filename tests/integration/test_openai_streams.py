@@ -370,9 +370,7 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
 def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:
     moment = [1000.0]
     services = harness.services
-    implicit = ImplicitSessions(
-        services.sessions, services.sampling_sessions, services.audit, 300.0, clock=lambda: moment[0]
-    )
+    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 300.0, clock=lambda: moment[0])
     seats = [implicit.next_sample("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
     assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
     assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
@@ -392,7 +390,7 @@ def test_a_waiting_client_keeps_the_session_alive(harness: Harness, monkeypatch:
     monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
     moment = [0.0]
     services = harness.services
-    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, services.audit, 40.0, lambda: moment[0])
+    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 40.0, lambda: moment[0])
     seat = implicit.next_sample("alice", nano.MODEL_NAME, None)
     for _ in range(10):
         moment[0] += 3

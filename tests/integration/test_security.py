@@ -45,10 +45,17 @@ class Keyed:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    """A server whose data directory was created by the command for the first key."""
+    """A server whose data directory was created by `tinsmith migrate`, before the first key."""
     data_dir = tmp_path_factory.mktemp("secure") / "new" / "data"
-    command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", "alice", "--data-dir", str(data_dir)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tinsmith.cli", *arguments, "--data-dir", str(data_dir)]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir)
+        )
+
+    run("migrate")
+    made = run("keys", "create", "alice")
     key = made.stdout.strip()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (ELSEWHERE | HARMLESS).items():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker.types._pydantic_types.datum import Datum
@@ -15,6 +17,7 @@ from tinker.types._pydantic_types.datum import Datum
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
 from tinsmith.chat.generation_request import GenerationPlan
+from tinsmith.store import exchanges as exchanges_module
 from tinsmith.store.exchanges import RETENTION_S, Exchange, merged
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 
@@ -145,3 +148,58 @@ def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None
     found = harness.get("trajectories?session=s").json()["trajectories"]
     assert [each["tokens"] for each in found] == [[1, 2, 3], [1, 2, 4]]
     assert all(each["versions"] == ["tinker://a/weights/b"] for each in found)
+
+
+def capture(harness: Harness, session: str, prompts: list[list[int]]) -> None:
+    answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
+    results = [SampleResult("r", (answer,)) for _ in prompts]
+    harness.services.exchanges.record("alice", session, BASE, prompts, results)
+
+
+def test_a_page_ends_before_a_session_that_would_make_it_too_large(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges_module, "MAX_TOKENS", 10)
+    for session, length in (("a", 3), ("b", 4), ("c", 8), ("d", 1)):  # and a sampled token each
+        capture(harness, session, [[1] * length])
+    pages, after = [], ""
+    while True:
+        page = harness.get(f"trajectories?limit=3{after}").json()
+        pages.append([each["session"] for each in page["trajectories"]])
+        if not page["has_more"]:
+            break
+        after = f"&after={page['next_after']}"
+    assert pages == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_session_that_is_too_large_is_refused_and_the_list_continues_behind_it(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges_module, "MAX_TOKENS", 10)
+    capture(harness, "a", [[1, 2]])
+    capture(harness, "b", [[7] * 6, [8] * 6])
+    capture(harness, "c", [[1, 2]])
+    refused = harness.get("trajectories")
+    assert refused.status_code == 400 and "'b' has more than 10 tokens" in refused.json()["detail"]
+    assert "after" in refused.json()["detail"]
+    assert [each["session"] for each in harness.get("trajectories?after=b").json()["trajectories"]] == ["c"]
+    monkeypatch.setattr(exchanges_module, "MAX_TOKENS", 100)
+    monkeypatch.setattr(exchanges_module, "MAX_EXCHANGES", 1)
+    assert "'b' has more than 1 exchanges" in harness.get("trajectories?session=b").json()["detail"]
+
+
+def test_exchanges_are_read_piece_by_piece(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges_module, "_ROWS", 3)
+    prompts = [[number, number + 1] for number in range(10)]
+    capture(harness, "a", prompts)
+    database, sizes = harness.services.exchanges._db, list[int]()
+    rows = database.rows
+
+    def counting(query: sa.Select) -> Sequence[Any]:
+        answer = rows(query)
+        sizes.append(len(answer))
+        return answer
+
+    monkeypatch.setattr(database, "rows", counting)
+    assert [each.tokens[:2] for each in harness.services.exchanges.trajectories("alice", "a")] == prompts
+    assert sizes == [3, 3, 3, 1, 0]

@@ -181,9 +181,10 @@ def test_an_adapter_of_another_base_is_refused(harness: Harness, tmp_path: Path)
 
 
 def test_a_tenant_whose_space_is_full_uploads_no_more(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=QuotaLimits(checkpoint_bytes=10))
+    harness = make_harness(tmp_path, limits=QuotaLimits(checkpoint_bytes=1000))
     try:
-        assert upload(harness).status_code == 200
+        stored = upload(harness)
+        assert stored.status_code == 200 and 500 < stored.json()["size_bytes"] < 1000, "two do not fit"
         assert upload(harness).status_code == 429
         assert len(directories(harness)) == 1
     finally:

@@ -207,7 +207,7 @@ def make_harness(
         ),
         texts=Texts(),
         partials=Partials(),
-        implicit_sessions=ImplicitSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),
+        implicit_sessions=ImplicitSessions(Sessions(database), SamplingSessions(database), 300.0),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),

@@ -15,7 +15,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from support.databases import POSTGRES, bare_url
-from tinsmith.db.database import IDLE_IN_TRANSACTION_S, Database, sqlalchemy_url
+from tinsmith.db.database import Database, sqlalchemy_url
+from tinsmith.db.postgres import IDLE_IN_TRANSACTION_S
 from tinsmith.db.schema import ENGINES, FUTURES, METADATA
 from tinsmith.errors import SettingsError
 

@@ -93,7 +93,9 @@ class Life:
         services = harness.services
         versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
         self.janitor = Janitor(services, Engines(database(harness), "here"), versions, snapshots)
-        self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
+        for part in self.janitor.parts:
+            if part.period_s:  # once an hour, over the checkpoints that exist
+                part.next_at = float("inf")
         with database(harness).write() as connection:
             row = {"pid": 0, "state": "ready", "started_at": 0.0}
             names = (BASE, "local/other")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.http_harness import Harness
 from tinsmith.api.operation import Services
@@ -232,7 +238,8 @@ def test_the_janitors_actions_are_in_the_audit_log_once(parts: Parts, tmp_path: 
     for _ in range(2):
         janitor.sweep()
     entries = parts.services.audit.entries(TENANT, "all", 0.0, now() + 1)
-    assert [(entry.event, entry.details) for entry in entries] == [
+    own = ("session_expired", "checkpoint_expired")
+    assert [(entry.event, entry.details) for entry in entries if entry.event in own] == [
         ("session_expired", {"session_id": session_id, "reason": "no heartbeat for 300 s"}),
         ("checkpoint_expired", {"tinker_path": "tinker://m/weights/old"}),
     ]
@@ -257,3 +264,103 @@ def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(parts: 
     with parts.db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(SEQUENCES)) == 0
         assert connection.scalar(sa.select(sa.func.count()).select_from(CUSTOM_LOSSES)) == 0
+
+
+PART_NAMES = (
+    *("clock", "sessions", "models", "samples", "versions", "results", "custom_losses", "sequences", "checkpoints"),
+    *("files", "kept_samples", "responses", "exchanges", "engines", "checkpoint_directories", "file_directories"),
+    *("version_directories", "snapshot_directories", "audit"),
+)
+
+
+def test_a_part_that_raises_keeps_no_other_part_from_running(parts: Parts) -> None:
+    for broken, error in zip(PART_NAMES, cycle((OSError("no disk"), ValueError("any other"))), strict=False):
+        janitor = janitor_of(parts)
+        assert [part.name for part in janitor.parts] == list(PART_NAMES)
+        runs: list[str] = []
+
+        def stand_in(name: str, fails: Exception | None, runs: list[str] = runs) -> Callable[[], None]:
+            def work() -> None:
+                runs.append(name)
+                if fails is not None:
+                    raise fails
+
+            return work
+
+        for part in janitor.parts:
+            part.run, part.period_s = stand_in(part.name, error if part.name == broken else None), 0.0
+        for _ in range(3):
+            janitor.sweep()
+        expected = {name: 1 if name == broken else 3 for name in PART_NAMES}
+        assert {name: runs.count(name) for name in PART_NAMES} == expected, "the broken part waits for its back-off"
+
+
+def test_the_pauses_of_a_broken_part_grow_and_its_failures_are_counted(parts: Parts) -> None:
+    janitor = janitor_of(parts)
+    broken, sound = janitor.parts[3], janitor.parts[4]
+
+    def fail() -> None:
+        raise OSError("no disk")
+
+    broken.run = fail
+    pauses = []
+    for _ in range(3):
+        broken.next_at = 0.0
+        janitor.sweep()
+        pauses.append(broken.next_at - time.monotonic())
+    assert pauses[0] < pauses[1] < pauses[2]
+    values = {
+        (
+            sample.name.removeprefix("tinsmith_janitor_"),
+            sample.labels["part"],
+            sample.labels.get("outcome"),
+        ): sample.value
+        for family in text_string_to_metric_families(parts.services.meters.text().decode())
+        for sample in family.samples
+        if sample.labels.get("part")
+    }
+    assert values["runs_total", broken.name, "failed"] == values["runs_total", sound.name, "ok"] == 3
+    assert ("last_success_seconds", broken.name, None) not in values
+    assert values["last_success_seconds", sound.name, None] == pytest.approx(now(), abs=60)
+    assert 0 < values["seconds_total", sound.name, None] < 60
+    broken.run, broken.next_at = lambda: None, 0.0
+    janitor.sweep()
+    assert broken.next_at <= time.monotonic(), "after a success it runs with every sweep again"
+
+
+def test_a_part_with_a_period_runs_once_in_it_and_again_after_an_error(parts: Parts) -> None:
+    janitor = janitor_of(parts)
+    (part,) = [part for part in janitor.parts if part.name == "file_directories"]
+    assert part.period_s == 3600.0
+    runs: list[int] = []
+    part.run = lambda: runs.append(1)
+    for _ in range(2):
+        janitor.sweep()
+    assert len(runs) == 1 and part.next_at > time.monotonic() + 3000
+
+
+def test_a_stopped_janitor_ends_after_its_current_part(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(janitor_module, "SWEEP_S", 0.001)
+    janitor = janitor_of(parts, session_sweep_s=-1.0)
+    begun, release, runs = threading.Event(), threading.Event(), list[str]()
+
+    def wait() -> None:
+        begun.set()
+        release.wait(20)
+
+    janitor.parts[0].run = wait
+    janitor.parts[1].run = lambda: runs.append("later")
+
+    async def stop() -> float:
+        with ThreadPoolExecutor(1) as threads:
+            task = asyncio.create_task(janitor.run(threads))
+            await asyncio.to_thread(begun.wait, 20)
+            began = time.monotonic()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            took_s = time.monotonic() - began
+            release.set()
+        return took_s
+
+    assert asyncio.run(stop()) < 2.0
+    assert runs == [], "no part begins after the stop"

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import cast
 
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -122,7 +123,7 @@ class LocalOriginGuard:
         try:
             anyone = self._tenants.known_to_accept_anyone()
             if anyone is None:  # at most every other second, and not at all once a key exists
-                anyone = await run(self._tenants.accepts_anyone, on=self._threads.quick)
+                anyone = await self._accepts_anyone()
             detail = self._refused(Headers(scope=scope)) if anyone else ""
         except Exception as error:
             if (response := _error_response(Request(scope), error)) is None:
@@ -133,6 +134,13 @@ class LocalOriginGuard:
             await answer({"detail": detail}, 403)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    async def _accepts_anyone(self) -> bool:
+        """Whether the server has no keys; True, which refuses more, while the database does not answer."""
+        try:
+            return await run(self._tenants.accepts_anyone, on=self._threads.quick)
+        except SQLAlchemyError:
+            return True
 
     def _refused(self, headers: Headers) -> str:
         """Return the reason to refuse a request, or "" if it is allowed."""

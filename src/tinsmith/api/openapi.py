@@ -18,7 +18,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, OPENAI, OPENAI_PATHS, Access, Operation, operation
+from tinsmith.api.operation import (
+    ANTHROPIC,
+    BEARER_SCHEME,
+    KEY_SCHEME,
+    MAX_PAGE,
+    METRICS_SCHEME,
+    OPENAI,
+    OPENAI_PATHS,
+    Access,
+    Operation,
+    operation,
+)
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import Schema, described
 
@@ -137,13 +148,17 @@ def document(operations: tuple[Operation, ...]) -> Schema:
     for each in operations:
         paths.setdefault(each.url, {})[each.method.lower()] = _described(each)
         schemas |= _parts(each)
-    key = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
+    schemes = {
+        KEY_SCHEME: {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        BEARER_SCHEME: {"type": "http", "scheme": "bearer", "description": "the same key"},
+        METRICS_SCHEME: {"type": "http", "scheme": "bearer", "description": "the setting metrics_token"},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tinsmith", "version": version("tinsmith"), "description": "see docs/wire.md"},
         "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": {"key": key}},
-        "security": [{"key": []}],
+        "components": {"schemas": schemas, "securitySchemes": schemes},
+        "security": [{KEY_SCHEME: []}],
     }
 
 
@@ -175,8 +190,8 @@ def _described(operation: Operation) -> Schema:
             for takes in operation.takes
         }
         described["requestBody"] = {"required": True, "content": content}
-    if not operation.keyed:
-        described["security"] = []
+    if operation.schemes != (KEY_SCHEME,):
+        described["security"] = [{name: []} for name in operation.schemes]
     return described
 
 

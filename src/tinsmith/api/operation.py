@@ -28,7 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_seq_id
-from tinsmith.auth import ANY_KEY
+from tinsmith.auth import ANY_KEY, Caller
 from tinsmith.auth.quotas import Quotas
 from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import StoredTenants
@@ -55,6 +55,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
+from tinsmith.cluster.engines import EngineFailure
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import ForbiddenError, NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
@@ -101,6 +102,8 @@ _ANTHROPIC_HEADER = "anthropic-version"
 CAPTURE_HEADER, CAPTURE_MARK = "x-tinsmith-session", "#"
 """A request names its capture session in this header, or after this separator in its API key."""
 MAX_CAPTURE = 128
+KEY_SCHEME, BEARER_SCHEME, METRICS_SCHEME = "key", "bearer", "metrics_token"
+"""Names of security schemes: the header X-API-Key, a key as bearer token, and the token of the metrics."""
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_PATH = 2000
@@ -117,8 +120,9 @@ class Services:
     """The services that routes use.
 
     `queue_state` returns why a base model's queue is not moving, `cannot_start` why it will never move, `failing` why
-    a process is failing (or ""), and `loading` which of its engines are not ready (or ""). `reads_wait` is True for a
-    remote database, which must not be read on the event loop.
+    a process is failing (or ""), and `loading` which of its engines are not ready (or ""), both without details, since
+    everyone may read them. `failures` has the details, for operators. `reads_wait` is True for a remote database, which
+    must not be read on the event loop.
     """
 
     settings: Settings
@@ -162,6 +166,7 @@ class Services:
     reads_wait: bool = True
     failing: Callable[[], str] = str
     loading: Callable[[], str] = str
+    failures: Callable[[], Sequence[EngineFailure]] = tuple
     cannot_start: Callable[[str], str | None] = lambda _base_model: None
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 
@@ -221,8 +226,9 @@ class Operation:
     """One method of one path, as declared.
 
     `body` is a typed body, or the schema of one that the handler reads itself. `answer` is the schema of the response,
-    or the content type if the response is not JSON. `errors` are the statuses in addition to those that follow from the
-    declaration. `example` is a body, and `filters` are queries or bodies of a listing, with ids in braces.
+    or the content type if the response is not JSON. `scheme` is the security scheme, if it is not a key. `errors` are
+    the statuses in addition to those that follow from the declaration. `example` is a body, and `filters` are queries
+    or bodies of a listing, with ids in braces.
     """
 
     method: str
@@ -238,6 +244,7 @@ class Operation:
     example: object
     filters: tuple[object, ...]
     keyed: bool
+    scheme: str
     at_root: bool
 
     @property
@@ -249,6 +256,16 @@ class Operation:
     def path(self) -> str:
         """The path below PREFIX, or the whole path for clients of other services."""
         return self.url.removeprefix(PREFIX)
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """The names of the alternative security schemes in the OpenAPI document; empty if everyone may call it."""
+        if self.scheme != KEY_SCHEME:
+            return (self.scheme,)
+        if not self.keyed:
+            return ()
+        takes_bearer = self.route.startswith((*OPENAI_PATHS, *_ANTHROPIC, _HUB))
+        return (KEY_SCHEME, BEARER_SCHEME) if takes_bearer else (KEY_SCHEME,)
 
     @property
     def name(self) -> str:
@@ -269,6 +286,7 @@ def operation(  # noqa: PLR0913
     example: object = None,
     filters: tuple[object, ...] = (),
     keyed: bool = True,
+    scheme: str = KEY_SCHEME,
     prefixes: tuple[str, ...] = (PREFIX,),
     at_root: bool = False,
     late: bool = False,
@@ -298,6 +316,7 @@ def operation(  # noqa: PLR0913
                 example=_example(example, access, body),
                 filters=filters,
                 keyed=keyed,
+                scheme=scheme,
                 at_root=at_root,
             )
             for prefix in prefixes
@@ -415,9 +434,18 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
         credential = ANY_KEY  # these clients send no key, or a token of the hub
-    caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential, on=quick)
+    caller = services.tenants.known(credential) or await _look_up(services, credential)
     bind_contextvars(tenant_id=caller.tenant_id)  # each request has its own context
     return services, caller.tenant_id
+
+
+async def _look_up(services: Services, credential: str | None) -> Caller:
+    """The caller of a credential that is not cached. Strangers have threads of their own, so that they delay nobody."""
+    tenants, threads = services.tenants, services.threads
+    if not tenants.is_stranger(credential):
+        return await run(tenants.authenticate, credential, on=threads.quick)
+    with tenants.admit_stranger():
+        return await run(tenants.authenticate, credential, on=threads.strangers)
 
 
 def capture_session(request: Request) -> str | None:

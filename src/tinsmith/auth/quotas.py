@@ -4,14 +4,15 @@ A request over a quota is refused with 429 before it is stored, and the client r
 refused. Limits come from the settings, overridden by the tenant's row; 0 means no limit. Queue counts are read from the
 database at most once a second per tenant; in between, this server adds the requests that it admits, and sees those of
 other servers up to a second late. Models are counted in the transaction that creates one, so that their limit is exact.
-Each server counts tokens in its own memory.
+Each server counts tokens in its own memory. Bytes are checked before and while an upload arrives; those of uploads
+under way are reserved in the memory of their server.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -21,6 +22,7 @@ import sqlalchemy as sa
 from tinsmith.db.database import Database
 from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, RESPONSES, TENANTS, UPLOADS
 from tinsmith.errors import TooManyRequestsError, UserError
+from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.futures import NewFuture
 
 COUNTED_EVERY_S = 1.0
@@ -88,6 +90,46 @@ _FIRST_WAITING = (
 )
 
 
+class Reserved:
+    """The bytes of uploads under way on this server, by quota and tenant."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.totals: Counter[tuple[str, str]] = Counter()
+
+
+class Reservation:
+    """The bytes of one upload under way, which count against a quota until the end of a `with` block."""
+
+    def __init__(self, name: str, limit: int, stored: int, reserved: Reserved, tenant_id: str) -> None:
+        self._name, self._limit, self._stored = name, limit, stored
+        self._reserved, self._key = reserved, (name, tenant_id)
+        self._reserved_bytes = 0
+
+    def cover(self, size_bytes: int) -> Reservation:
+        """Reserve up to `size_bytes` in total, before they are stored. Raises TooManyRequestsError."""
+        with self._reserved.lock:
+            total, missing_bytes = self._reserved.totals[self._key], size_bytes - self._reserved_bytes
+            if missing_bytes > 0 and self._limit and self._stored + total + missing_bytes > self._limit:
+                objects = "files" if self._name == "file_bytes" else "checkpoints"
+                used = f"the {objects} take {self._stored} bytes, and uploads under way {total + missing_bytes}"
+                raise _exceeded(self._name, used, self._limit, "delete some", 5.0)
+            if missing_bytes > 0:
+                self._reserved.totals[self._key] += missing_bytes
+                self._reserved_bytes += missing_bytes
+        return self
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        with self._reserved.lock:
+            self._reserved.totals[self._key] -= self._reserved_bytes
+            self._reserved_bytes = 0
+            if not self._reserved.totals[self._key]:
+                del self._reserved.totals[self._key]
+
+
 class Quotas:
     def __init__(self, db: Database, defaults: QuotaLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
@@ -95,6 +137,7 @@ class Quotas:
         self._clock = clock
         self._lock = threading.Lock()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+        self._reserved = Reserved()
 
     def admit(self, new: NewFuture) -> None:
         """Count a request before it is stored. Raises TooManyRequestsError."""
@@ -133,30 +176,42 @@ class Quotas:
         limit = self.limits(tenant_id).checkpoint_bytes
         if not limit:
             return
-        stored = self._stored_bytes(CHECKPOINTS, tenant_id)
+        stored = self.checkpoint_bytes(tenant_id)
         if stored >= limit and not (request_id and self._is_stored(request_id)):
             used = f"the checkpoints take {stored} bytes"
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 
-    def admit_file(self, tenant_id: str, size_bytes: int) -> None:
-        """Raise TooManyRequestsError if the tenant's files and a new one of `size_bytes` exceed the limit."""
+    def reserve_file(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
+        """Reserve the bytes of a file while it is uploaded. Raises TooManyRequestsError."""
         limit = self.limits(tenant_id).file_bytes
-        if not limit:
-            return
-        stored = self._stored_bytes(UPLOADS, tenant_id)
-        if stored + size_bytes > limit:
-            used = f"the files take {stored} bytes and this one has {size_bytes}"
-            raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
+        stored = self.file_bytes(tenant_id) if limit else 0
+        return Reservation("file_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def admit_response(self, tenant_id: str) -> None:
         """Raise TooManyRequestsError if the tenant's stored responses have reached the limit."""
         limit = self.limits(tenant_id).response_bytes
-        if limit and (stored := self._stored_bytes(RESPONSES, tenant_id)) >= limit:
+        if limit and (stored := self._sum_bytes(RESPONSES, tenant_id)) >= limit:
             used = f"the stored responses take {stored} bytes"
             raise _exceeded("response_bytes", used, limit, "delete some, or send store=false", 5.0)
 
-    def _stored_bytes(self, table: sa.Table, tenant_id: str) -> int:
-        total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id)
+    def reserve_checkpoint(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
+        """Reserve the bytes of a checkpoint while its files are uploaded or copied. Raises TooManyRequestsError."""
+        limit = self.limits(tenant_id).checkpoint_bytes
+        stored = self.checkpoint_bytes(tenant_id) if limit else 0
+        return Reservation("checkpoint_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
+
+    def checkpoint_bytes(self, tenant_id: str) -> int:
+        """The bytes of the tenant's checkpoints, and of uploads that will become some."""
+        return self._sum_bytes(CHECKPOINTS, tenant_id) + self._sum_bytes(
+            UPLOADS, tenant_id, UPLOADS.c.purpose == EXTERNAL_UPLOAD
+        )
+
+    def file_bytes(self, tenant_id: str) -> int:
+        """The bytes of the tenant's files."""
+        return self._sum_bytes(UPLOADS, tenant_id, UPLOADS.c.purpose != EXTERNAL_UPLOAD)
+
+    def _sum_bytes(self, table: sa.Table, tenant_id: str, *conditions: sa.ColumnElement[bool]) -> int:
+        total = sa.select(sa.func.sum(table.c.size_bytes)).where(table.c.tenant_id == tenant_id, *conditions)
         return int(self._db.scalar(total) or 0)
 
     def limits(self, tenant_id: str) -> QuotaLimits:

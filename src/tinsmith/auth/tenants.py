@@ -1,22 +1,28 @@
 """Authenticates keys and tokens against the database.
 
 Results are cached for `CACHE_S`, so that most requests need no query; a revocation takes effect on all servers
-within that time. Until the first key is created, any well-formed credential is the tenant `local`; this ends for good
-within `CACHE_S` after that. The cache is keyed by digests and holds no credentials.
+within that time. Refusals are cached for `REFUSAL_S`, so a new key that was used too early is accepted that much later.
+A credential that this server has never accepted is a stranger: `admit_stranger` bounds how many are looked up. Until
+the first key is created, any well-formed credential is the tenant `local`; this ends for good within `CACHE_S` after
+that. The caches are keyed by digests and hold no credentials.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tinsmith.auth import KEY_PREFIX, LOCAL_TENANT, TOKEN_PREFIX, Caller, check_form
 from tinsmith.auth.keys import Key, Keys, digest_of
 from tinsmith.auth.tokens import Tokens
-from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, UserError
+from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, TooManyRequestsError, UserError
 
 CACHE_S = 2.0
+REFUSAL_S = 1.0
 MAX_CACHED = 10_000
+MAX_STRANGERS = 128
+"""Most strangers that are looked up or wait for it; with two threads, the last one waits for well under a second."""
 
 
 class StoredTenants:
@@ -32,14 +38,35 @@ class StoredTenants:
         self._tokens = tokens
         self._clock = clock
         self._cache: dict[str, tuple[float, Caller]] = {}
+        self._refusals: dict[str, tuple[float, str]] = {}
+        self._num_strangers = 0
         self._open_until = 0.0
         self._has_keys = False
 
     def known(self, credential: str | None) -> Caller | None:
         """The caller, if cached; makes no query. Raises NotAuthenticatedError."""
         digest = digest_of(check_form(credential, self._prefixes))
+        refused_until, reason = self._refusals.get(digest, (0.0, ""))
+        if self._clock() < refused_until:
+            raise NotAuthenticatedError(reason)
         until, caller = self._cache.get(digest, (0.0, None))
         return caller if caller is not None and self._clock() < until else None
+
+    def is_stranger(self, credential: str | None) -> bool:
+        """Whether looking up the credential may need a query although this server has not accepted it before."""
+        text = check_form(credential, self._prefixes)
+        return not self.known_to_accept_anyone() and digest_of(text) not in self._cache
+
+    @contextmanager
+    def admit_stranger(self) -> Iterator[None]:
+        """Surrounds the lookup of a stranger. Must be called from one thread. Raises TooManyRequestsError."""
+        if self._num_strangers >= MAX_STRANGERS:
+            raise TooManyRequestsError("too many unknown API keys are being checked; send the request again", 1.0)
+        self._num_strangers += 1
+        try:
+            yield
+        finally:
+            self._num_strangers -= 1
 
     def authenticate(self, credential: str | None) -> Caller:
         """The caller that the credential names. Raises NotAuthenticatedError."""
@@ -50,6 +77,7 @@ class StoredTenants:
             caller = self._caller_of_token(text)
         else:
             caller = self._caller_of_key(text)
+        self._refusals.pop(digest_of(text), None)
         self._add_to_cache(digest_of(text), caller)
         return caller
 
@@ -83,12 +111,19 @@ class StoredTenants:
     def _caller_of_key(self, secret: str) -> Caller:
         key = self._keys.find(secret)
         if key is None:
-            raise NotAuthenticatedError(
-                "this server does not know the API key; `tinsmith keys create TENANT` makes one"
-            )
+            raise self._refuse(secret, "this server does not know the API key; `tinsmith keys create TENANT` makes one")
         if key.revoked_at is not None:
-            raise NotAuthenticatedError(f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
+            raise self._refuse(secret, f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
         return Caller(key.tenant_id, key.key_id, key.name)
+
+    def _refuse(self, secret: str, reason: str) -> NotAuthenticatedError:
+        """Cache a refusal, and return its error."""
+        if len(self._refusals) >= MAX_CACHED:
+            self._refusals = {}
+        digest = digest_of(secret)
+        self._cache.pop(digest, None)  # a revoked key is a stranger
+        self._refusals[digest] = self._clock() + REFUSAL_S, reason
+        return NotAuthenticatedError(reason)
 
     def _caller_of_token(self, token: str) -> Caller:
         caller = self._tokens.read(token)

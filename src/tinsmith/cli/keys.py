@@ -1,32 +1,27 @@
 """`tinsmith keys`: create, list and revoke API keys in the database, with or without a running server.
 
-A running server applies changes within two seconds. A key is printed once, when it is created, and is not stored.
+The database must exist (`tinsmith migrate`). A running server applies changes within two seconds. A key is printed
+once, when it is created, and is not stored.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tinsmith.cli.database import DataDir, server_database
 from tinsmith.cli.remote import AsJson, notes, output, print_rows
-from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import load
 
 if TYPE_CHECKING:
     from tinsmith.auth.keys import Key
-    from tinsmith.db.database import Database
 
 app = typer.Typer(
     help="Create, list and revoke API keys. Once a key exists, the server rejects all others.", no_args_is_help=True
 )
-
-DataDir = Annotated[Path | None, typer.Option(help="The server's data directory. Default: ~/.tinsmith.")]
 
 
 @app.command()
@@ -83,25 +78,6 @@ def revoke(
         typer.echo(json.dumps(_shown(key)))
     else:
         output.print(f"key {key.key_id} of tenant {key.tenant_id!r} is revoked")
-
-
-@contextmanager
-def server_database(data_dir: Path | None) -> Iterator[Database]:
-    """Open and migrate the server's database: TINSMITH_DATABASE_URL, or the one in the data directory."""
-    from tinsmith.db.database import Database
-    from tinsmith.storage.stores import make_private
-
-    settings = load({} if data_dir is None else {"data_dir": data_dir})
-    if not settings.database_url:
-        make_private(settings.resolved_data_dir)
-    database = Database(settings.resolved_database_url)
-    try:
-        database.migrate()
-        yield database
-    except UserError as error:
-        raise SettingsError(str(error)) from None
-    finally:
-        database.close()
 
 
 def _shown(key: Key) -> dict[str, object]:

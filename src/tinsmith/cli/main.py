@@ -25,6 +25,7 @@ from rich.markup import escape
 from tinsmith import __version__
 from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
+from tinsmith.cli import database as database_cli
 from tinsmith.cli import keys as keys_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import samplers as samplers_cli
@@ -129,6 +130,7 @@ def _json_settings(text: str) -> dict[str, object]:
     return settings
 
 
+app.command()(database_cli.migrate)
 app.add_typer(keys_cli.app, name="keys")
 app.add_typer(samplers_cli.app, name="samplers")
 app.add_typer(runs_cli.app, name="runs")

@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tinsmith.cli.keys import DataDir, server_database
+from tinsmith.cli.database import DataDir, server_database
 from tinsmith.cli.remote import AsJson, output, print_json, print_rows, print_table
 
 app = typer.Typer(help="List, locate, drain and wake dedicated samplers, or have them sleep.", no_args_is_help=True)

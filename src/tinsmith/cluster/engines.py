@@ -244,6 +244,16 @@ def _is(lease: Lease) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
     return ENGINES.c.engine_id == lease.engine_id, ENGINES.c.epoch == lease.epoch
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """The deaths of an engine in a row; `reason` may name hosts and users, so it is for operators only."""
+
+    engine: str
+    base_model: str
+    deaths: int
+    reason: str
+
+
 class Renewal:
     """A thread that renews a lease, also during long steps; calls `on_loss` once if the lease is lost."""
 

@@ -26,7 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.auth.signing import RANKS, Signer, load_secret
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engine_process import EngineProcess
-from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, Engines, Seat
+from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, NO_START, EngineFailure, Engines, Seat
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
 from tinsmith.settings import Settings
@@ -106,22 +106,30 @@ class Supervisor:
         self.refused.set()
 
     def failing(self) -> str:
-        """The reason why the process is unhealthy: it must stop, or engines keep dying. Empty if it is healthy."""
+        """Why the process is unhealthy, without details, since everyone may read it; empty if it is healthy."""
         if self.refused.is_set():
             return "this process is stopping; see its log"
+        base_models = dict.fromkeys(failure.base_model for failure in self.failures())
+        return "; ".join(f"the engine of {name} ended {MANY_DEATHS} or more times in a row" for name in base_models)
+
+    def failures(self) -> list[EngineFailure]:
+        """The engines that keep dying, with the reasons, for operators."""
         at = time.monotonic()
-        dying = [
-            f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; see its log"
+        seats = {self._engines.id_of(seat): seat for shape in self._bases for seat in self._seats(shape)}
+        return [
+            EngineFailure(engine_id, seats[engine_id].base_model, deaths.count, deaths.reason)
             for engine_id, deaths in self._deaths.items()
             if deaths.count >= MANY_DEATHS and at - deaths.last_start < STEADY_S
         ]
-        return "; ".join(dying)
 
     def loading(self) -> str:
         """The engines of this process that are not ready; empty if all are. Reads the database."""
-        seats = [seat for shape in self._bases for seat in self._seats(shape)]
-        states = {self._engines.id_of(seat): row.state if (row := self._engines.find(seat)) else None for seat in seats}
-        return "; ".join(f"{name} is {state or 'starting'}" for name, state in states.items() if state != "ready")
+        states: list[str] = []
+        for seat in (seat for shape in self._bases for seat in self._seats(shape)):
+            row = self._engines.find(seat)
+            if row is None or row.state != "ready":
+                states.append(f"{self._engines.id_of(seat)} of {seat.base_model} is {row.state if row else 'starting'}")
+        return "; ".join(states)
 
     async def stop(self) -> None:
         """Stop all engines and wait until they have ended."""

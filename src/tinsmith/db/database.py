@@ -11,6 +11,7 @@ A fence runs at the beginning of every writing transaction, and raises if this p
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
-from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import OperationalError
 
+from tinsmith.db.postgres import (
+    DEFAULT_TIMEOUTS,
+    PostgresTimeouts,
+    long_statements,
+    make_postgres_engine,
+    sqlalchemy_url,
+    statement_limit_s,
+    time_pool,
+)
 from tinsmith.db.sqlite import (
     MAX_BUSY_TIMEOUT_S,
     ConnectionPool,
@@ -41,16 +50,17 @@ from tinsmith.errors import SettingsError
 from tinsmith.runtime.failpoints import hit
 
 if TYPE_CHECKING:
+    from alembic.config import Config as AlembicConfig
     from alembic.script import ScriptDirectory
 
 MAX_NOTIFY_BYTES = 7_900
 """The payload of a Postgres NOTIFY must be shorter than 8,000 bytes."""
 
-IDLE_IN_TRANSACTION_S = 10
-"""Postgres ends a transaction that is idle for this long, since a suspended process would hold its locks for ever."""
-
 MAX_CONNECTIONS, IDLE_CONNECTIONS = 40, 8
-"""One process's limits of connections to Postgres: in total, and idle."""
+"""Limits of one `Database`'s connections to Postgres: in total, unless it states its own, and idle."""
+
+LEASE_CONNECTIONS, ENGINE_CONNECTIONS = 2, 8
+"""An engine's connections: for its lease, and for all else. It has two more for wake-ups (`pg_notify`)."""
 
 FILES_POLL_S = 1.0
 """Interval of the checks that the database's files were not moved or deleted."""
@@ -78,6 +88,7 @@ class Database:
         patience_s: float = MAX_BUSY_TIMEOUT_S,
         exists: bool = False,
         connections: int = MAX_CONNECTIONS,
+        timeouts: PostgresTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         """On SQLite, a writer waits up to `patience_s` for other writers. With `exists`, raises DatabaseMovedError if
         the database's file is missing. `connections` is the limit on Postgres; with one for each thread, threads never
@@ -85,6 +96,7 @@ class Database:
         """
         self.url = sqlalchemy_url(url)
         self._fence = fence
+        self._timeouts = timeouts
         self.is_sqlite = self.url.startswith("sqlite")
         self._files: DatabaseFiles | None = None
         if self.is_sqlite:
@@ -95,15 +107,14 @@ class Database:
             self.engine: Engine = make_engine(self.url, self._files, self._write_lock.busy_timeout_s)
             self._pool = ConnectionPool(self.engine)
         else:
-            self.engine = _postgres_engine(self.url, connections)
-            event.listen(self.engine, "connect", _configure_postgres)
+            self.engine = make_postgres_engine(url, timeouts, connections, IDLE_CONNECTIONS)
 
     def time_use(self, used: Callable[[float], None]) -> None:
         """Call `used` with the duration in seconds of each use of a connection."""
         if self.is_sqlite:
             self._pool.on_use = used
         else:
-            _time_pool(self.engine, used)
+            time_pool(self.engine, used)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -117,6 +128,8 @@ class Database:
                 self.check_files()  # so that a write to a deleted file is not acknowledged
         else:
             with self.engine.begin() as connection:
+                if (limit_s := statement_limit_s()) is not None:
+                    connection.exec_driver_sql(f"SET LOCAL statement_timeout = {_milliseconds(limit_s)}")
                 if self._fence:
                     self._fence(connection)
                 yield connection
@@ -137,7 +150,13 @@ class Database:
                 end_reading(connection)
         else:
             with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                if (limit_s := statement_limit_s()) is None:
+                    yield connection
+                    return
+                connection.exec_driver_sql(f"SET statement_timeout = {_milliseconds(limit_s)}")
                 yield connection
+                usual_ms = _milliseconds(self._timeouts.statement_s)
+                connection.exec_driver_sql(f"SET statement_timeout = {usual_ms}")
 
     def execute(self, statement: sa.Executable, values: Values = None) -> int:
         """Execute one statement in its own transaction; returns the number of changed rows."""
@@ -227,25 +246,46 @@ class Database:
     def migrate(self) -> None:
         """Migrate the schema to the newest version; processes may call it concurrently. Raises SettingsError."""
         from alembic import command
-        from alembic.config import Config as AlembicConfig
-        from alembic.script import ScriptDirectory
 
-        config = AlembicConfig()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        config, scripts = _migrations()
         try:
-            with self.engine.connect() as connection:
+            with long_statements(), self.engine.connect() as connection:
                 # Locked first, or two processes that find an empty schema would both create it.
                 if self.is_sqlite:
                     begin(connection)
                 else:
+                    connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-                _check_version(connection, ScriptDirectory.from_config(config))
+                _check_version(connection, scripts)
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
                 hit("migration.uncommitted")
                 connection.commit()
         except OperationalError as error:
             raise SettingsError(f"the database cannot be reached or written: {error.orig}") from None
+
+    def require_schema(self, fix: str) -> None:
+        """Raise SettingsError, which ends with `fix`, unless the schema has this Tinsmith's version."""
+        scripts = _migrations()[1]
+        try:
+            version = self.schema_version()
+        except OperationalError as error:
+            raise SettingsError(f"the database cannot be reached: {error.orig}") from None
+        if version == scripts.get_current_head():
+            return
+        if version is None:
+            raise SettingsError(f"the database has no tables of Tinsmith yet: {fix}")
+        _refuse_unknown_version({version} - {_LAST_BEFORE_RELEASE}, scripts)
+        raise SettingsError(
+            f"the database has schema version {version}, older than this Tinsmith's {scripts.get_current_head()}: {fix}"
+        )
+
+    def schema_version(self) -> str | None:
+        """The version of the schema; None for a database without tables."""
+        from alembic.migration import MigrationContext
+
+        with self.engine.connect() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
 
     def close(self) -> None:
         if self.is_sqlite:
@@ -263,62 +303,39 @@ _TRY_LOCK = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam
 _UNLOCK = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
 
 
-def sqlalchemy_url(url: str) -> str:
-    """The URL for SQLAlchemy, with psycopg 3 as the driver for Postgres."""
-    scheme, separator, rest = url.partition("://")
-    return f"postgresql+psycopg{separator}{rest}" if scheme in ("postgres", "postgresql") else url
+def _milliseconds(seconds: float) -> int:
+    """A timeout as Postgres takes it; 0 means none."""
+    return 0 if math.isinf(seconds) else math.ceil(seconds * 1000)
 
 
-def _postgres_engine(url: str, connections: int) -> Engine:
-    scheme = url.partition("://")[0]
-    if scheme != "postgresql+psycopg":
-        raise SettingsError(f"database_url begins with {f'{scheme[:20]}://'!r}; use sqlite:/// or postgresql://")
-    try:
-        # pool_pre_ping replaces a broken connection before it is used.
-        overflow = max(0, connections - IDLE_CONNECTIONS)
-        return sa.create_engine(
-            url, pool_size=IDLE_CONNECTIONS, max_overflow=overflow, pool_pre_ping=True, hide_parameters=True
-        )
-    except ModuleNotFoundError:
-        raise SettingsError("database_url needs the Postgres driver: pip install 'tinsmith[postgres]'") from None
-    except (ArgumentError, ValueError):
-        raise SettingsError("database_url is not a URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
+def _migrations() -> tuple[AlembicConfig, ScriptDirectory]:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    return config, ScriptDirectory.from_config(config)
 
 
 def _check_version(connection: Connection, scripts: ScriptDirectory) -> None:
     """Raise SettingsError unless the database is empty or has a known schema version."""
     from alembic.migration import MigrationContext
 
-    found = set(MigrationContext.configure(connection).get_current_heads())
-    if found == {_LAST_BEFORE_RELEASE}:
+    versions = set(MigrationContext.configure(connection).get_current_heads())
+    if versions == {_LAST_BEFORE_RELEASE}:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = :to"), {"to": _FIRST_RELEASE})
         return
-    unknown = found - {script.revision for script in scripts.walk_revisions()}
+    _refuse_unknown_version(versions, scripts)
+
+
+def _refuse_unknown_version(versions: set[str], scripts: ScriptDirectory) -> None:
+    unknown = versions - {script.revision for script in scripts.walk_revisions()}
     if unknown:
         raise SettingsError(
             f"the database has schema version {', '.join(sorted(unknown))}, which this Tinsmith does not know; its own "
             f"is {scripts.get_current_head()}. If a newer Tinsmith created the database, upgrade this one. If it is "
             "older than the first release, choose another database_url or an empty --data-dir"
         )
-
-
-def _time_pool(pool: Engine, used: Callable[[float], None]) -> None:
-    def checkout(_connection: object, record: sa.pool.ConnectionPoolEntry, _proxy: object) -> None:
-        record.info["since"] = time.perf_counter()
-
-    def checkin(_connection: object, record: sa.pool.ConnectionPoolEntry) -> None:
-        since = record.info.pop("since", None)
-        if since is not None:
-            used(time.perf_counter() - since)
-
-    event.listen(pool, "checkout", checkout)
-    event.listen(pool, "checkin", checkin)
-
-
-def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
-    with contextlib.closing(dbapi_connection.cursor()) as cursor:
-        cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S}s'")
-    dbapi_connection.commit()
 
 
 def chunks(values: Sequence[str], size: int = 500) -> Iterator[Sequence[str]]:

@@ -1,9 +1,10 @@
 """Wake-ups between machines by Postgres' LISTEN and NOTIFY.
 
 `Database.notify` sends in the transaction that writes the rows, so that rows are never committed without their
-notification. This module receives: a thread with its own connection collects ids. It replaces a broken connection.
-Notifications sent meanwhile are lost, so it wakes the reader with an empty id, which means: read all rows. Slow polls
-cover the rest (`wakeups`). It sends only token streams, which have no rows, on a second connection.
+notification. This module receives: a thread with its own connection collects ids. It replaces a broken connection, and
+one on which Postgres does not answer a probe in time. Notifications sent meanwhile are lost, so it wakes the reader
+with an empty id, which means: read all rows. Slow polls cover the rest (`wakeups`). It sends only token streams, which
+have no rows, on a second connection.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 import structlog
 
-from tinsmith.db.database import MAX_NOTIFY_BYTES, sqlalchemy_url
+from tinsmith.db.database import MAX_NOTIFY_BYTES
+from tinsmith.db.postgres import DEFAULT_TIMEOUTS, PostgresTimeouts, connect, connection_parameters
 from tinsmith.db.wakeups import Mailbox, WakeUps, payloads, socket_dir
 from tinsmith.runtime.background import ignore, start_supervised_thread
 
@@ -28,17 +31,28 @@ if TYPE_CHECKING:
 RECONNECT_S = 0.5
 """Pause between attempts to connect."""
 
-QUIET_S = 30.0
+QUIET_S = 3.0
 """A connection without notifications for this long is tested with a query."""
+
+STREAM_S = 1.0
+"""The limit of a statement that sends tokens, during which an engine waits."""
+
+STREAM_PAUSE_S = 5.0
+"""After Postgres took no tokens, further ones are lost for this long, so that the engine is not slowed down."""
 
 log = structlog.get_logger()
 
 
-def open_mailbox(database_url: str, name: str, failed: Callable[[str], None] = ignore) -> WakeUps:
+def open_mailbox(
+    database_url: str,
+    name: str,
+    failed: Callable[[str], None] = ignore,
+    timeouts: PostgresTimeouts = DEFAULT_TIMEOUTS,
+) -> WakeUps:
     """Open this process's endpoint for the wake-ups of a database. `failed` is called when its thread fails."""
     if database_url.startswith("sqlite"):
         return Mailbox(socket_dir(_shared_path(database_url)), name)
-    return PostgresMailbox(database_url, name, failed)
+    return PostgresMailbox(database_url, name, failed, timeouts)
 
 
 def _shared_path(database_url: str) -> Path:
@@ -50,12 +64,20 @@ def _shared_path(database_url: str) -> Path:
 class PostgresMailbox:
     """Reads one channel and its group's channel. `wake` does nothing, since `Database.notify` sends."""
 
-    def __init__(self, url: str, channel: str, failed: Callable[[str], None] = ignore) -> None:
-        self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
+    def __init__(
+        self,
+        url: str,
+        channel: str,
+        failed: Callable[[str], None] = ignore,
+        timeouts: PostgresTimeouts = DEFAULT_TIMEOUTS,
+    ) -> None:
+        self._parameters = connection_parameters(url, timeouts)
+        self._statement_s = timeouts.statement_s
         self._channels = sorted({channel, channel.partition(".")[0]})
         self._lock = threading.Lock()
         self._ids: set[str] = set()
-        self._sender: psycopg.Connection | None = None
+        self._sender: psycopg.Connection[Any] | None = None
+        self._streams_at = 0.0
         self._woken, self._wake = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
@@ -71,14 +93,17 @@ class PostgresMailbox:
         """Send lines of token streams; lines that are too long or meet a broken connection are lost. One thread."""
         import psycopg
 
+        if time.monotonic() < self._streams_at:
+            return
         try:
             if self._sender is None or self._sender.closed:
-                self._sender = psycopg.connect(self._conninfo, autocommit=True, connect_timeout=1)
+                self._sender = connect(self._parameters | {"connect_timeout": 2}, STREAM_S, autocommit=True)
             short = (line for line in lines if len(line.encode()) < MAX_NOTIFY_BYTES)
             for text in filter(None, payloads(short, MAX_NOTIFY_BYTES)):  # an empty one means: read all rows
                 self._sender.execute("SELECT pg_notify(%s, %s)", (name, text))
         except psycopg.Error as error:
             log.warning("tokens of a stream are late: Postgres did not take them", error=str(error))
+            self._streams_at = time.monotonic() + STREAM_PAUSE_S
 
     def drain(self) -> set[str]:
         """All ids that arrived; an empty id means that others may have been missed."""
@@ -113,13 +138,13 @@ class PostgresMailbox:
 
         while not self._ends_within(0.0):
             try:
-                with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                with connect(self._parameters, self._statement_s, autocommit=True) as connection:
                     self._listen(connection)
             except psycopg.Error as error:
                 log.warning("the connection for wake-ups broke; reconnecting", error=str(error))
                 self._ends_within(RECONNECT_S)
 
-    def _listen(self, connection: psycopg.Connection) -> None:
+    def _listen(self, connection: psycopg.Connection[Any]) -> None:
         for channel in self._channels:
             connection.execute(f'LISTEN "{channel}"'.encode())
         self._arrived([""])

@@ -29,6 +29,10 @@ def _serial(name: str) -> sa.Column[int]:
     return sa.Column(name, sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True)
 
 
+RAN_SAMPLE = "kind = 'sample' AND started_at IS NOT NULL"
+PENDING_SAVE = "state = 'pending'"
+"""Conditions of partial indexes; queries repeat them literally, since planners do not see through parameters."""
+
 # Sessions, models and requests.
 
 SESSIONS = sa.Table(
@@ -122,6 +126,7 @@ FUTURES = sa.Table(
     sa.Index("ix_futures_tenant_settled", "tenant_id", "state", "settled_at"),
     sa.Index("ix_futures_settle_order", "sampling_session_id", "settle_order"),
     sa.Index("ix_futures_executor", "executor", "state", "arrival", **_where("executor IS NOT NULL")),
+    sa.Index("ix_futures_ran_samples", "settled_at", **_where(RAN_SAMPLE)),
     sqlite_autoincrement=True,
 )
 
@@ -181,6 +186,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("expires_at", sa.Float),
     sa.Index("ix_checkpoints_tenant_created", "tenant_id", "created_at"),
     sa.Index("ix_checkpoints_expires", "expires_at"),
+    sa.Index("ix_checkpoints_pending", "base_model", **_where(PENDING_SAVE)),
 )
 
 CUSTOM_LOSSES = sa.Table(
@@ -390,7 +396,7 @@ UPLOADS = sa.Table(
     sa.Column("file_id", sa.String(64), nullable=False, unique=True),
     sa.Column("tenant_id", sa.String(64), nullable=False),
     sa.Column("filename", sa.Text, nullable=False),
-    sa.Column("purpose", sa.String(32), nullable=False),  # batch | batch_output
+    sa.Column("purpose", sa.String(32), nullable=False),  # batch | batch_output | external_upload
     sa.Column("size_bytes", sa.BigInteger, nullable=False),
     sa.Column("sha256", sa.String(64), nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),

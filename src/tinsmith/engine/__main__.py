@@ -54,8 +54,9 @@ from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.sampler_choice import choose_sampler
-from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.database import ENGINE_CONNECTIONS, FILES_POLL_S, LEASE_CONNECTIONS, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
+from tinsmith.db.postgres import PostgresTimeouts
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
@@ -396,7 +397,8 @@ def main() -> int:
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
     seat = Seat(shape.name, spec["kind"], spec["index"])
     # Separate connections: a lease is also renewed in the middle of the engine's transactions.
-    leases = Database(settings.resolved_database_url, exists=True)
+    timeouts = PostgresTimeouts(*settings.database_timeouts)
+    leases = Database(settings.resolved_database_url, exists=True, connections=LEASE_CONNECTIONS, timeouts=timeouts)
     engines = Engines(leases, holder_of(settings.resolved_data_dir))
     engine_id = engines.id_of(seat)
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
@@ -456,9 +458,17 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
     # Computed results must not be lost because another process holds the database.
-    database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf, exists=True)
+    timeouts = PostgresTimeouts(*settings.database_timeouts)
+    database = Database(
+        settings.resolved_database_url,
+        fence(place.lease),
+        patience_s=math.inf,
+        exists=True,
+        connections=ENGINE_CONNECTIONS,
+        timeouts=timeouts,
+    )
     engine_id = place.lease.engine_id
-    mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
+    mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id), timeouts=timeouts)
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     stores = open_stores(database, settings, ownership, tracing)

@@ -50,8 +50,9 @@ from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.supervisor import Supervisor
-from tinsmith.db.database import FILES_POLL_S, MAX_CONNECTIONS, Database, DatabaseMovedError
+from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
+from tinsmith.db.postgres import PostgresTimeouts
 from tinsmith.db.wakeups import (
     EVERYTHING,
     SAFETY_POLL_S,
@@ -64,7 +65,7 @@ from tinsmith.db.wakeups import (
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
-from tinsmith.runtime.threads import ThreadPools
+from tinsmith.runtime.threads import SWEEPS, ThreadPools, bound_starlette_threads, num_threads
 from tinsmith.server.janitor import Janitor
 from tinsmith.server.pending_responses import PendingResponses
 from tinsmith.settings import Settings
@@ -92,6 +93,9 @@ from tinsmith.wire.token_stream import MARK, Partials
 
 PATIENCE_S = 5.0
 """How long a request waits for the database before it is answered with 503."""
+
+OTHER_CONNECTIONS = 3
+"""Connections to Postgres for threads outside of the pools, such as the main thread."""
 
 SHUTDOWN_S = 5
 """How long requests in flight may take after a stop signal."""
@@ -215,18 +219,32 @@ class Server:
         await serving
 
 
+def pool_size(settings: Settings) -> int:
+    """The limit of the server's connections to Postgres, of which threads then never wait for one: one for each thread
+    of its pools, a second one for each sweep, which holds a lock, and a few for other threads.
+    """
+    return num_threads(settings.handler_threads, settings.transfer_threads) + SWEEPS + OTHER_CONNECTIONS
+
+
 def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
     """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models, vision=settings.vision)
-    connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
-    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
+    timeouts = PostgresTimeouts(*settings.database_timeouts)
+    database = Database(
+        settings.resolved_database_url,
+        patience_s=PATIENCE_S,
+        connections=pool_size(settings),
+        timeouts=timeouts,
+    )
     holder = holder_of(data_dir)
     engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
     database.time_use(meters.observe_database)
-    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure)
+    mailbox = open_mailbox(
+        settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure, timeouts
+    )
     background = Background(meters.count_background_failure)
     supervisor = Supervisor(
         settings,
@@ -247,7 +265,11 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     services = replace(
-        services, failing=supervisor.failing, loading=supervisor.loading, cannot_start=engines.cannot_start
+        services,
+        failing=supervisor.failing,
+        failures=supervisor.failures,
+        loading=supervisor.loading,
+        cannot_start=engines.cannot_start,
     )
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
@@ -260,6 +282,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(services.threads.handlers)
+        bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
         _start(services, supervisor, janitor, database, background)
@@ -321,7 +344,7 @@ def _services(
 ) -> Services:
     batch_jobs, batches, dispatch = BatchJobs(database), OpenAIBatches(database), Dispatch(Executors(database))
     files = Files(database, settings.storage_location("files"))
-    sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
+    sessions, samplers = Sessions(database), SamplingSessions(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
@@ -334,7 +357,7 @@ def _services(
         bases=served,
         futures=futures,
         usage=Usage(database),
-        audit=audit,
+        audit=Audit(database),
         traces=Traces(database),
         waiters=waiters,
         signer=signer,
@@ -356,7 +379,7 @@ def _services(
         batch_reconciler=Reconciler(settings, parts),
         texts=Texts(),
         partials=Partials(),
-        implicit_sessions=ImplicitSessions(sessions, samplers, audit, settings.session_timeout_s),
+        implicit_sessions=ImplicitSessions(sessions, samplers, settings.session_timeout_s),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),

@@ -2,8 +2,8 @@
 
 A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. `storage` generates the
 directory names, never from client text. States: pending -> completed | failed; only completed checkpoints are visible,
-until they expire. Files are durable before the row is completed. Each directory belongs to one row; a copy has its own.
-Unreferenced directories are swept.
+until they expire. Each change writes its audit entry in its own transaction. Files are durable before the row is
+completed. Each directory belongs to one row; a copy has its own. Unreferenced directories are swept.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import CHECKPOINTS, MODELS
+from tinsmith.db.schema import CHECKPOINTS, MODELS, PENDING_SAVE
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
+from tinsmith.store.audit import entry
 from tinsmith.store.models import NewModel, ids_of_project, lora_columns
 from tinsmith.types import LoraSpec
 
@@ -229,12 +230,15 @@ class Checkpoints:
             if row is None:
                 raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
             connection.execute(CHECKPOINTS.delete().where(is_deletable))
+            connection.execute(_audit_entry(tenant_id, "checkpoint_deleted", ref))
         self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
         self._check_own(tenant_id, ref)
         expires_at = None if ttl_s is None else now() + ttl_s
-        self._db.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
+        with self._db.write() as connection:
+            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
+            connection.execute(_audit_entry(tenant_id, "checkpoint_ttl_set", ref, ttl_seconds=ttl_s))
 
     def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
         """Publish or unpublish; returns whether the state changed. A repetition is not an error, since the SDK would
@@ -242,7 +246,12 @@ class Checkpoints:
         """
         self._check_own(tenant_id, ref)
         other = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
-        return self._db.execute(CHECKPOINTS.update().where(other).values(public=public)) == 1
+        with self._db.write() as connection:
+            if connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount != 1:
+                return False
+            event = "checkpoint_published" if public else "checkpoint_unpublished"
+            connection.execute(_audit_entry(tenant_id, event, ref))
+        return True
 
     def _check_own(self, tenant_id: str, ref: CheckpointRef) -> None:
         if self.get(tenant_id, ref).tenant_id != tenant_id:
@@ -279,10 +288,14 @@ class Checkpoints:
         expired = CHECKPOINTS.c.expires_at < now()
         swept = []
         for checkpoint in [Checkpoint(**row._mapping) for row in self._db.rows(sa.select(CHECKPOINTS).where(expired))]:
-            # The condition is repeated, because the checkpoint may have been overwritten.
-            if self._db.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired)):
-                self.files.discard(checkpoint.directory)
-                swept.append(checkpoint)
+            with self._db.write() as connection:
+                # The condition is repeated, because the checkpoint may have been overwritten.
+                if not connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired)).rowcount:
+                    continue
+                expiry = {"tinker_path": checkpoint.ref.path}
+                connection.execute(entry(checkpoint.tenant_id, "checkpoint_expired", expiry))
+            self.files.discard(checkpoint.directory)
+            swept.append(checkpoint)
         return swept
 
     def sweep_directories(self, age_s: float) -> list[str]:
@@ -319,7 +332,9 @@ class Checkpoints:
         has_other_engine = sa.exists().where(
             MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id
         )
-        is_orphaned = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~has_other_engine
+        is_orphaned = (
+            (CHECKPOINTS.c.base_model == base_model) & sa.text(f"checkpoints.{PENDING_SAVE}") & ~has_other_engine
+        )
         self._db.execute(
             CHECKPOINTS.update().where(is_orphaned).values(state="failed", error="the save was interrupted")
         )
@@ -346,6 +361,11 @@ def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[
 def failure(ref: CheckpointRef, error: str) -> sa.Executable:
     """A statement for the transaction that settles a failed save."""
     return CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
+
+
+def _audit_entry(tenant_id: str, event: str, ref: CheckpointRef, **details: object) -> sa.Executable:
+    """The audit entry of a change of a checkpoint."""
+    return entry(tenant_id, event, {"model_id": ref.training_run_id, "tinker_path": ref.path} | details)
 
 
 def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:

@@ -12,7 +12,9 @@ first exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -30,6 +32,10 @@ RETENTION_S = 7 * 86400.0
 _PREFIX = "traj-"
 MAX_EXCHANGES = 10_000
 """Most exchanges of one session that can be merged."""
+MAX_TOKENS = 1_000_000
+"""Most tokens of the merged trajectories of one session, and of a page beyond its first session."""
+_ROWS = 100
+"""Exchanges that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +82,36 @@ class Trajectory:
 def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
     """The trajectories of one session's exchanges, in the order of their first exchanges."""
     trajectories: list[Trajectory] = []
-    ends: dict[bytes, list[Trajectory]] = {}  # by all tokens so far
-    lengths: set[int] = set()
+    ends: dict[bytes, list[Trajectory]] = {}  # by the digest of all tokens so far
+    lengths: Counter[int] = Counter()  # of the trajectories in `ends`
+    num_tokens = 0
     for exchange in exchanges:
         prompt = exchange.prompt_T
-        begins = (prompt[:length].tobytes() for length in sorted(lengths, reverse=True) if length <= len(prompt))
-        continued = next((ends[tokens] for tokens in begins if ends.get(tokens)), None)
-        if continued:
-            trajectory = continued.pop()
+        begins = (_digest(prompt[:length]) for length in sorted(lengths, reverse=True) if length <= len(prompt))
+        key = next((digest for digest in begins if digest in ends), None)
+        if key is not None:
+            trajectory = ends[key].pop()
+            lengths[len(trajectory.tokens)] -= 1
+            lengths += Counter()  # drops lengths without trajectories
+            if not ends[key]:
+                del ends[key]
         else:
             trajectory = Trajectory(
                 f"{_PREFIX}{exchange.exchange_id}", exchange.session, exchange.reward, exchange.created_at
             )
             trajectories.append(trajectory)
+        before = len(trajectory.tokens)
         trajectory.add(exchange)
-        ends.setdefault(np.array(trajectory.tokens, np.int32).tobytes(), []).append(trajectory)
-        lengths.add(len(trajectory.tokens))
+        num_tokens += len(trajectory.tokens) - before
+        if num_tokens > MAX_TOKENS:
+            raise too_large(exchange.session, f"{MAX_TOKENS} tokens")
+        ends.setdefault(_digest(np.array(trajectory.tokens, "<i4")), []).append(trajectory)
+        lengths[len(trajectory.tokens)] += 1
     return trajectories
+
+
+def _digest(tokens_T: I32) -> bytes:
+    return hashlib.sha256(tokens_T.tobytes()).digest()
 
 
 class Exchanges:
@@ -145,17 +164,37 @@ class Exchanges:
         return index, prompt_T, tokens_T
 
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
-        """The merged trajectories. Raises UserError if the session has more than MAX_EXCHANGES exchanges."""
-        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        """The merged trajectories. Raises UserError if the session is larger than MAX_EXCHANGES or MAX_TOKENS."""
+        return merged(self._exchanges(tenant_id, session))
+
+    def _exchanges(self, tenant_id: str, session: str) -> Iterator[Exchange]:
+        """The exchanges of a session in their order, read piece by piece, since their prompts repeat each other."""
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
-        query = sa.select(*columns).where(of_session).order_by(EXCHANGES.c.exchange_id).limit(MAX_EXCHANGES + 1)
-        rows = self._db.rows(query)
-        if len(rows) > MAX_EXCHANGES:
-            raise UserError(
-                f"session {session[:80]!a} has more than {MAX_EXCHANGES} exchanges, too many to merge; use a separate "
-                "session for each conversation"
-            )
-        return merged(_exchange(tuple(row)) for row in rows)
+        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
+        query = sa.select(*columns).where(of_session).order_by(EXCHANGES.c.exchange_id).limit(_ROWS)
+        last, num_exchanges = 0, 0
+        while rows := self._db.rows(query.where(EXCHANGES.c.exchange_id > last)):
+            for row in rows:
+                num_exchanges += 1
+                if num_exchanges > MAX_EXCHANGES:
+                    raise too_large(session, f"{MAX_EXCHANGES} exchanges")
+                yield _exchange(tuple(row))
+            last = rows[-1].exchange_id
+
+    def page(self, tenant_id: str, limit: int, after: str) -> tuple[list[Trajectory], str | None]:
+        """The trajectories of up to `limit` sessions, fewer if those have many tokens, and the last session's name if
+        there are more.
+        """
+        names, has_more = self.sessions(tenant_id, limit, after)
+        trajectories: list[Trajectory] = []
+        num_tokens = 0
+        for index, name in enumerate(names):
+            of_session = self.trajectories(tenant_id, name)
+            num_tokens += sum(len(trajectory.tokens) for trajectory in of_session)
+            if index and num_tokens > MAX_TOKENS:
+                return trajectories, names[index - 1]
+            trajectories += of_session
+        return trajectories, names[-1] if has_more else None
 
     def sessions(self, tenant_id: str, limit: int, after: str) -> tuple[list[str], bool]:
         """A page of session names in their order, and whether there are more."""
@@ -183,6 +222,13 @@ class Exchanges:
 
     def sweep(self) -> int:
         return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
+
+
+def too_large(session: str, limit: str) -> UserError:
+    return UserError(
+        f"session {session[:80]!a} has more than {limit}, too many to merge; use a separate session for each "
+        "conversation. A list of all sessions continues behind it with the query's after"
+    )
 
 
 _COLUMNS = (

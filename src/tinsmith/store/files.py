@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,8 @@ from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore, join, make_private
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
+EXTERNAL_UPLOAD = "external_upload"
+"""The purpose of bytes that will become a checkpoint. No tenant sees them as files."""
 PAGE = 1000
 
 
@@ -127,6 +129,32 @@ class Files:
         rows = self._db.rows(query.order_by(order).limit(limit + 1))
         return [File(*row) for row in rows[:limit]], len(rows) > limit
 
+    def begin_upload(self, tenant_id: str, file_ids: Iterable[str], expires_at: float) -> None:
+        """Add rows for files that clients will send, of 0 bytes until then. They are swept when they expire."""
+        row = {"tenant_id": tenant_id, "purpose": EXTERNAL_UPLOAD, "size_bytes": 0, "sha256": ""}
+        row |= {"created_at": now(), "expires_at": expires_at}
+        with self._db.write() as connection:
+            connection.execute(UPLOADS.insert(), [row | {"file_id": name, "filename": name} for name in file_ids])
+
+    def uploader(self, file_id: str) -> tuple[str, int] | None:
+        """The tenant of a file of an upload, and its bytes so far; None if the upload has ended or expired."""
+        row = self._db.first(sa.select(UPLOADS.c.tenant_id, UPLOADS.c.size_bytes).where(_is_upload(file_id)))
+        return None if row is None else (row.tenant_id, row.size_bytes)
+
+    def record_upload(self, stored: StoredBytes) -> bool:
+        """Record the bytes of a file of an upload; False, after deleting them, if the upload has ended."""
+        values = {"size_bytes": stored.size_bytes, "sha256": stored.sha256}
+        if self._db.execute(UPLOADS.update().where(_is_upload(stored.file_id)).values(**values)):
+            return True
+        self.discard(stored.file_id)
+        return False
+
+    def end_upload(self, file_ids: Sequence[str]) -> None:
+        """Delete the files of an upload and their rows."""
+        self._db.execute(UPLOADS.delete().where(_ID.in_(file_ids), UPLOADS.c.purpose == EXTERNAL_UPLOAD))
+        for file_id in file_ids:
+            self.discard(file_id)
+
     def delete(self, tenant_id: str, file_id: str) -> None:
         """Raises NotFoundError."""
         self.find(tenant_id, file_id)
@@ -189,5 +217,10 @@ def add_row(
     connection.execute(db.insert_once(UPLOADS), row)
 
 
+def _is_upload(file_id: str) -> sa.ColumnElement[bool]:
+    return (UPLOADS.c.file_id == file_id) & (UPLOADS.c.purpose == EXTERNAL_UPLOAD) & (UPLOADS.c.expires_at > now())
+
+
 def _alive() -> sa.ColumnElement[bool]:
-    return sa.or_(UPLOADS.c.expires_at.is_(None), UPLOADS.c.expires_at > now())
+    unexpired = sa.or_(UPLOADS.c.expires_at.is_(None), UPLOADS.c.expires_at > now())
+    return unexpired & (UPLOADS.c.purpose != EXTERNAL_UPLOAD)

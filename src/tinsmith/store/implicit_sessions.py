@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tinsmith.errors import GoneError, NotFoundError
-from tinsmith.store.audit import Audit
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
 
@@ -57,14 +56,12 @@ class ImplicitSessions:
         self,
         sessions: Sessions,
         samplers: SamplingSessions,
-        audit: Audit,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_s` is the time without heartbeats after which a session expires; negative means never."""
         self._sessions = sessions
         self._samplers = samplers
-        self._audit = audit
         self._clock = clock
         self.heartbeat_s = min(HEARTBEAT_S, timeout_s / 4) if timeout_s >= 0 else HEARTBEAT_S
         self._lock = threading.Lock()
@@ -111,7 +108,6 @@ class ImplicitSessions:
         elif current.session_id is not None:
             self._sessions.finish(tenant_id, current.session_id, "success")
         opened = self._sessions.open(tenant_id, NewSession(tags=["standing"], display_name=DISPLAY_NAME))
-        self._audit.record(tenant_id, "session_opened", {"session_id": opened.session_id, "project_id": None})
         current.session_id, current.opened_at, current.samplers = opened.session_id, self._clock(), {}
         with self._lock:
             self._kept_at[opened.session_id] = self._clock()

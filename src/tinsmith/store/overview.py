@@ -16,13 +16,26 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import AUDIT, BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESPONSES, SESSIONS, UPLOADS
+from tinsmith.db.schema import (
+    AUDIT,
+    BATCH_JOBS,
+    CHECKPOINTS,
+    ENGINES,
+    FUTURES,
+    MODELS,
+    RAN_SAMPLE,
+    RESPONSES,
+    SESSIONS,
+    UPLOADS,
+)
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
+from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.models import LOADED
 from tinsmith.telemetry.metrics import Counted
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
+UNFINISHED_JOB = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
 """Not finished and not expired. A finished session stays open for its last requests, but is not active."""
 
@@ -41,7 +54,7 @@ class DatabaseCounts:
             yield Counted("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
             jobs = BATCH_JOBS.c.status
             for status, count in connection.execute(
-                sa.select(jobs, sa.func.count()).where(jobs.not_in(ENDED_JOB)).group_by(jobs)
+                sa.select(jobs, sa.func.count()).where(jobs.in_(UNFINISHED_JOB)).group_by(jobs)
             ):
                 yield Counted("tinsmith_batch_jobs", (status,), float(count))
 
@@ -208,9 +221,9 @@ class Overview:
 
     def sampling_of_others(self, tenant_id: str, since: float, most: int) -> list[tuple[float, float]]:
         """Merged intervals, in order, in which samples of other tenants ran since a moment; of the `most` newest."""
-        theirs = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.kind == "sample") & (FUTURES.c.settled_at >= since)
+        theirs = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.settled_at >= since)
         times = (FUTURES.c.started_at, sa.func.coalesce(FUTURES.c.ran_at, FUTURES.c.settled_at))
-        query = sa.select(*times).where(theirs, FUTURES.c.started_at.is_not(None))
+        query = sa.select(*times).where(theirs, sa.text(RAN_SAMPLE))
         rows = sorted(tuple(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most)))
         merged: list[tuple[float, float]] = []
         for began, ended in rows:
@@ -246,6 +259,7 @@ class Overview:
         """The tenant's numbers of runs, sessions, checkpoints, requests and jobs, and its stored and waiting bytes."""
         stored = (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        uploads = UPLOADS.c.tenant_id == tenant_id
         sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH_JOBS.c.tenant_id == tenant_id
         queries = {
             "runs": _count(MODELS, MODELS.c.tenant_id == tenant_id),
@@ -254,9 +268,10 @@ class Overview:
             "active_sessions": _count(SESSIONS, sessions & ACTIVE_SESSION),
             "checkpoints": _count(CHECKPOINTS, stored),
             "checkpoint_bytes": _sum(CHECKPOINTS.c.size_bytes, stored),
+            "upload_bytes": _sum(UPLOADS.c.size_bytes, uploads & (UPLOADS.c.purpose == EXTERNAL_UPLOAD)),
             "waiting_requests": _count(FUTURES, waiting),
             "waiting_bytes": _sum(FUTURES.c.body_bytes, waiting),
-            "file_bytes": _sum(UPLOADS.c.size_bytes, UPLOADS.c.tenant_id == tenant_id),
+            "file_bytes": _sum(UPLOADS.c.size_bytes, uploads & (UPLOADS.c.purpose != EXTERNAL_UPLOAD)),
             "response_bytes": _sum(RESPONSES.c.size_bytes, RESPONSES.c.tenant_id == tenant_id),
             "jobs": _count(BATCH_JOBS, jobs),
             "unfinished_jobs": _count(BATCH_JOBS, jobs & BATCH_JOBS.c.status.not_in(ENDED_JOB)),

@@ -2,7 +2,8 @@
 
 States: active -> finished (by the client) | expired (no heartbeats). An ended session is closed once the unloading of
 its models is submitted. Until then a finished session accepts requests, since the SDK's last requests can arrive after
-its finish. Only the first finish takes effect, and none after expiry.
+its finish. Only the first finish takes effect, and none after expiry. Each change writes its audit entry in its own
+transaction.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tinsmith.db.schema import FUTURES, MODELS, SESSIONS
 from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError
 from tinsmith.runtime.clocks import TOLERANCE_S
+from tinsmith.store.audit import entry
 
 FINISH_TYPES = ("success", "errored", "interrupted")
 _SCAN_ROWS = 500  # of a search with filters outside SQL
@@ -106,7 +108,11 @@ class Sessions:
             created_at=created_at,
             last_heartbeat_at=created_at,
         )
-        self._db.execute(self._db.insert_once(SESSIONS), asdict(session))
+        with self._db.write() as connection:
+            connection.execute(self._db.insert_once(SESSIONS), asdict(session))
+            if session_id is None:  # a client's session; those with given ids belong to other changes
+                opened = {"session_id": session.session_id, "project_id": new.project_id}
+                connection.execute(entry(tenant_id, "session_opened", opened))
         return session if session_id is None else self.get(tenant_id, session_id)
 
     def get(self, tenant_id: str, session_id: str) -> Session:
@@ -148,13 +154,23 @@ class Sessions:
         """Finish a session with one of FINISH_TYPES; returns False if it had finished or expired."""
         self.get(tenant_id, session_id)
         reason = _finish_reason(finish_type, detail)
-        update = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
-        finished = update.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
-        return self._db.execute(finished) == 1
+        active = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
+        finish = active.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+        with self._db.write() as connection:
+            if connection.execute(finish).rowcount != 1:
+                return False
+            finished = {"session_id": session_id, "reason": finish_type}
+            connection.execute(entry(tenant_id, "session_finished", finished))
+        return True
 
     def set_project(self, tenant_id: str, session_id: str, project_id: str) -> None:
         self.get(tenant_id, session_id)
-        self._update(session_id, project_id=project_id)
+        with self._db.write() as connection:
+            connection.execute(
+                SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(project_id=project_id)
+            )
+            moved = {"session_id": session_id, "project_id": project_id}
+            connection.execute(entry(tenant_id, "project_session_assigned", moved))
 
     def _update(self, session_id: str, **values: object) -> None:
         self._db.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
@@ -228,20 +244,24 @@ class Sessions:
             SESSIONS.c.last_heartbeat_at <= now() - timeout_s,
         )
         with self._db.write() as connection:
-            locked = sa.select(SESSIONS.c.state).where(*open_and_silent).with_for_update()
+            locked = sa.select(SESSIONS.c.state, SESSIONS.c.tenant_id).where(*open_and_silent).with_for_update()
             row = connection.execute(locked).one_or_none()
             if row is None:
                 return False
             values: dict[str, object] = {"closed_at": now()}
             if row.state == "active":
                 values |= {"state": "expired", "reason": reason, "ended_at": now()}
+                expired = {"session_id": session_id, "reason": reason}
+                connection.execute(entry(row.tenant_id, "session_expired", expired))
             connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
         return True
 
     def closed_before(self, before: float, *, tenant_id: str | None = None) -> list[str]:
         """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
-        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
-        deletable = has_futures.where(FUTURES.c.state != "pending") | ~has_futures
+        # Postgres would turn EXISTS into a hash of all futures.
+        futures = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == SESSIONS.c.session_id).limit(1)
+        settled = futures.where(FUTURES.c.state != "pending").scalar_subquery()
+        deletable = settled.is_not(None) | futures.scalar_subquery().is_(None)
         is_stored = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < before)
         query = sa.select(SESSIONS.c.session_id).where(is_stored, deletable).limit(_DELETE_BATCH)
         if tenant_id is not None:

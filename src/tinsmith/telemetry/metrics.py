@@ -78,6 +78,13 @@ _TABLE = (
         "errors after which background work was restarted",
         ("task",),
     ),
+    Meter("tinsmith_janitor_runs_total", "runs of the janitor's parts: ok or failed", ("part", "outcome")),
+    Meter("tinsmith_janitor_seconds_total", "time of the janitor's parts", ("part",)),
+    Meter(
+        "tinsmith_janitor_last_success_seconds",
+        "time of the last successful run of each part of the janitor, since the epoch, on the server that ran it",
+        ("part",),
+    ),
     Meter("tinsmith_held_polls", "polls that wait for a result"),
     Meter(
         "tinsmith_server_database_seconds",
@@ -195,6 +202,9 @@ class ServerMeters:
         self._submitted = counter("tinsmith_futures_submitted_total", self._registry)
         self._of_tenant = counter("tinsmith_tenant_requests_total", self._registry)
         self._background = counter("tinsmith_background_failures_total", self._registry)
+        self._janitor_runs = counter("tinsmith_janitor_runs_total", self._registry)
+        self._janitor_seconds = counter("tinsmith_janitor_seconds_total", self._registry)
+        self._janitor_success = gauge("tinsmith_janitor_last_success_seconds", self._registry)
         self._held = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
@@ -211,6 +221,12 @@ class ServerMeters:
 
     def count_background_failure(self, task: str) -> None:
         self._background.labels(task).inc()
+
+    def observe_janitor(self, part: str, seconds: float, *, failed: bool) -> None:
+        self._janitor_runs.labels(part, "failed" if failed else "ok").inc()
+        self._janitor_seconds.labels(part).inc(seconds)
+        if not failed:
+            self._janitor_success.labels(part).set_to_current_time()
 
     def watch_long_polls(self, count: Callable[[], int]) -> None:
         """Set the function that returns the number of held polls."""

@@ -28,6 +28,7 @@ from tinsmith.api.operation import (
 )
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
+from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import NotFoundError, RequestError, TooLargeError
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
@@ -78,21 +79,21 @@ class UploadForm(Body):
 )
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    form = await read_form(request, services.settings.max_file_bytes, _too_large)
-    try:
-        return Response(
-            await run(_store, services, tenant_id, form, on=services.threads.transfers), media_type=JSON_TYPE
-        )
-    finally:
-        await form.close()  # deletes the spooled file
+    with await run(services.quotas.reserve_file, tenant_id) as reservation:
+        form = await read_form(request, services.settings.max_file_bytes, _too_large, reservation=reservation)
+        try:
+            stored = await run(_store, services, tenant_id, form, reservation, on=services.threads.transfers)
+            return Response(stored, media_type=JSON_TYPE)
+        finally:
+            await form.close()  # deletes the spooled file
 
 
-def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
+def _store(services: Services, tenant_id: str, form: FormData, reservation: Reservation) -> bytes:
     file, expires_after_s = _checked(form)
     size_bytes = file.size or 0
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
-    services.quotas.admit_file(tenant_id, size_bytes)
+    reservation.cover(size_bytes)
     stored = services.files.store(new_id(), _pieces(file))
     return orjson.dumps(shown(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
 

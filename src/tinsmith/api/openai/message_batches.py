@@ -85,13 +85,11 @@ class CreateMessageBatchRequest(ClosedBody):
 )
 def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     services = call.services
-    stored = services.files.store(new_id(), request.lines())
-    try:
-        services.quotas.admit_file(call.tenant_id, stored.size_bytes)
-    except UserError:
-        services.files.discard(stored.file_id)
-        raise
-    file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
+    with services.quotas.reserve_file(call.tenant_id) as reservation:
+        lines = list(request.lines())
+        reservation.cover(sum(map(len, lines)))
+        stored = services.files.store(new_id(), lines)
+        file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
     new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))
     made = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
     services.batch_reconciler.wake()

@@ -181,7 +181,6 @@ _of_checkpoint = partial(operation, answer=ANYTHING, errors=(404, 410))
 @_of_checkpoint("DELETE", CHECKPOINT, "Delete a checkpoint")
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
-    record(call, "checkpoint_deleted", ref_of(call))
     return {}
 
 
@@ -199,15 +198,13 @@ def without_kind(call: Call) -> JsonObject:
 
 @_of_checkpoint("POST", CHECKPOINT + "/publish", "Publish a checkpoint")
 def publish(call: Call) -> JsonObject:
-    if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
-        record(call, "checkpoint_published", ref_of(call))
+    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True)
     return {}
 
 
 @_of_checkpoint("DELETE", CHECKPOINT + "/publish", "Unpublish a checkpoint")
 def unpublish(call: Call) -> JsonObject:
-    if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
-        record(call, "checkpoint_unpublished", ref_of(call))
+    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False)
     return {}
 
 
@@ -221,16 +218,8 @@ class SetTtlRequest(Body):
     "PUT", CHECKPOINT + "/ttl", "Set a checkpoint's expiry", body=SetTtlRequest, example={"ttl_seconds": 3600}
 )
 def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
-    ttl_s = request.ttl_seconds
-    call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), ttl_s)
-    record(call, "checkpoint_ttl_set", ref_of(call), ttl_seconds=ttl_s)
+    call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), request.ttl_seconds)
     return {}
-
-
-def record(call: Call, event: str, ref: CheckpointRef, **details: object) -> None:
-    """Add an entry about a checkpoint to the audit log."""
-    whose = {"model_id": ref.training_run_id, "tinker_path": ref.path}
-    call.services.audit.record(call.tenant_id, event, whose | details)
 
 
 def ref_of(call: Call) -> CheckpointRef:
@@ -309,7 +298,6 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
     reason = f"copied from {path.path}"
     copied = CheckpointRef(destination.model_id, path.kind, path.name)
     if not already_exists(services.models.find(destination.model_id), reason):
-        services.quotas.admit_checkpoint(call.tenant_id)
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
         source = services.checkpoints.get(call.tenant_id, path, granted_by=granted_by)
@@ -331,8 +319,10 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
             *added(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
         ]
-        if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason), *effects):
-            already_exists(services.models.find(destination.model_id), reason)
+        added_run = copied_run(run, destination.project_id, reason)
+        with services.quotas.reserve_checkpoint(call.tenant_id, source.size_bytes or 0):
+            if not services.checkpoints.copy(source, new, added_run, *effects):
+                already_exists(services.models.find(destination.model_id), reason)
     return {"tinker_path": copied.path}
 
 

@@ -22,11 +22,11 @@ from starlette.responses import FileResponse, RedirectResponse, Response, Stream
 
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINKED, TAR_TYPE, TEXT, fields, linked
 from tinsmith.api.operation import Call, JsonObject, Services, authenticate, call_of, operation, run
-from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
+from tinsmith.api.routes.checkpoints import CHECKPOINT, ref_of
 from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
-from tinsmith.store.checkpoints import Checkpoint, parse_path
+from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, parse_path
 from tinsmith.wire.fields import iso
 
 _RANGE = re.compile(r"bytes=(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})")
@@ -133,7 +133,7 @@ def external_weights_urls(call: Call) -> JsonObject:
     files = call.services.checkpoints.files.files(checkpoint.directory or "")
     links = {file: sign_link(call, PURPOSE, f"{_path(checkpoint)}/files/{file}") for file in sorted(files)}
     expires_s = min(link.expires_s for link in links.values())
-    record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="files")
+    record_link(call, checkpoint.ref, "files")
     return {"urls": {file: link.url for file, link in links.items()}, "expires": iso(expires_s)}
 
 
@@ -150,10 +150,16 @@ def archive_url(call: Call) -> JsonObject:
     return {"url": link.url, "expires": iso(link.expires_s)}
 
 
+def record_link(call: Call, ref: CheckpointRef, purpose: str) -> None:
+    """Add an entry about an issued link, which changes no row, to the audit log."""
+    details = {"model_id": ref.training_run_id, "tinker_path": ref.path, "purpose": purpose}
+    call.services.audit.record(call.tenant_id, "checkpoint_download_url_issued", details)
+
+
 def _link_to_archive(call: Call) -> SignedLink:
     checkpoint = _readable(call)
     link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
-    record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")
+    record_link(call, checkpoint.ref, "archive")
     return link
 
 

@@ -1,8 +1,8 @@
 """Uploads of an adapter by signed links: start, one PUT per file, finish.
 
-The files are those of an export. An upload has no database row: its id is a signed text with its parameters, and its
-bytes are stored as unreferenced files, which the janitor deletes if the upload is abandoned. The id and the links
-expire after an hour. A repeated finish finds the existing checkpoint.
+The files are those of an export. An upload's id is a signed text with its parameters. Its files have rows from the
+start, so that their bytes count against the tenant's quota of checkpoint bytes, and the janitor deletes those of an
+abandoned upload. The id and the links expire after an hour. A repeated finish finds the existing checkpoint.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExternalUpload(Body):
     "Start an upload and get its links",
     body=StartUploadRequest,
     answer=fields({"upload_id": TEXT, "urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
-    errors=(404,),
+    errors=(404, 429),
     access=Access.NOTHING,
 )
 def start(call: Call, request: StartUploadRequest) -> JsonObject:
@@ -73,6 +73,8 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
         lora_config=request.lora_config,
         project_id=request.destination_project_id,
     )
+    call.services.quotas.admit_checkpoint(call.tenant_id)
+    call.services.files.begin_upload(call.tenant_id, [_key(upload.number, name) for name in FILES], upload.expires_s)
     written = base64.urlsafe_b64encode(orjson.dumps(upload.model_dump())).decode().rstrip("=")
     links = {name: sign_link(call, PURPOSE, f"/external_weights_uploads/{upload.number}/{name}") for name in FILES}
     return {
@@ -99,15 +101,25 @@ async def put(request: Request) -> Response:
     except TooLargeError:
         raise _too_large(limit_bytes) from None
     key = _key(request.path_params["number"], request.path_params["file"])
-    with tempfile.TemporaryFile() as spooled:
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size > limit_bytes:
+    uploader = await run(services.files.uploader, key)
+    if uploader is None:
+        raise GoneError("this upload has ended or expired; start another one")
+    tenant_id, earlier_bytes = uploader
+    reservation = await run(services.quotas.reserve_checkpoint, tenant_id)
+    with reservation, tempfile.TemporaryFile() as spooled:
+        # A repeated PUT replaces bytes that are counted already.
+        reservation.cover(int(request.headers.get("content-length") or 0) - earlier_bytes)
+        size_bytes = 0
+        async for chunk in request.stream():
+            size_bytes += len(chunk)
+            if size_bytes > limit_bytes:
                 raise _too_large(limit_bytes)
-            await run(spooled.write, piece, on=services.threads.transfers)
+            reservation.cover(size_bytes - earlier_bytes)
+            await run(spooled.write, chunk, on=services.threads.transfers)
         spooled.seek(0)
-        await run(services.files.store, key, _pieces(spooled), on=services.threads.transfers)
+        stored = await run(services.files.store, key, _pieces(spooled), on=services.threads.transfers)
+        if not await run(services.files.record_upload, stored):
+            raise GoneError("this upload has ended or expired; start another one")
     return answer({})
 
 
@@ -139,8 +151,7 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
     opened = {name: (lambda name=name: files.open(_key(upload.number, name))) for name in FILES}
     asked = UploadRequest(base_model=upload.base_model, name=NAME, project_id=upload.project_id)
     stored = store_adapter(call, asked, session_id, opened, upload.lora_config)
-    for name in FILES:
-        files.discard(_key(upload.number, name))
+    files.end_upload([_key(upload.number, name) for name in FILES])
     return {"tinker_path": stored.ref.path}
 
 
@@ -154,7 +165,7 @@ def _read(call: Call, upload_id: str) -> ExternalUpload:
 
 
 def _key(number: str, file: str) -> str:
-    return f"upload-{number}-{file}"
+    return f"upload-{number}-{file.partition('.')[0]}"  # at most 64 characters
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:

@@ -6,6 +6,8 @@ refuses the request, and a server without keys, which listens only on this machi
 Telemetry is accepted and dropped, because a client's report of a failed request contains its headers, including the
 key. Only the number of events of each known kind and severity is logged, at DEBUG.
 
+Health checks need no key, so they name states and base models only; `/operator/health` has the errors.
+
 Operators list, locate and change samplers; `tinsmith samplers` does the same in the database. Both use
 `cluster.executors.DedicatedSamplers`, which has the states. A sampler reaches a state that takes time within seconds.
 """
@@ -16,6 +18,7 @@ import asyncio
 import ipaddress
 import secrets
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 
@@ -24,7 +27,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, TEXT, fields, one_of
-from tinsmith.api.operation import Access, Call, JsonObject, Services, answer, authenticate, operation, read_body, run
+from tinsmith.api.operation import (
+    METRICS_SCHEME,
+    Access,
+    Call,
+    JsonObject,
+    Services,
+    answer,
+    authenticate,
+    operation,
+    read_body,
+    run,
+)
 from tinsmith.errors import NotAuthenticatedError
 from tinsmith.telemetry.metrics import CONTENT_TYPE
 from tinsmith.wire import bodies
@@ -60,6 +74,21 @@ async def healthz(request: Request) -> Response:
     if why := services.failing():
         return answer({"status": "failing", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
     return answer({"status": "ok"})
+
+
+@operation(
+    "GET",
+    "/operator/health",
+    "Say why engines fail",
+    answer=fields({"status": one_of("ok", "failing"), "engines": LIST}),
+    access=Access.OPERATOR,
+)
+def operator_health(call: Call) -> JsonObject:
+    """Return what the public health check leaves out: the last error of each engine that keeps dying."""
+    return {
+        "status": "failing" if call.services.failing() else "ok",
+        "engines": [asdict(failure) for failure in call.services.failures()],
+    }
 
 
 async def readyz(request: Request) -> Response:
@@ -120,7 +149,10 @@ def get_server_capabilities(call: Call) -> JsonObject:
     "/metrics",
     "Get metrics for Prometheus; the bearer token is metrics_token",
     answer=CONTENT_TYPE,
+    errors=(401,),
     access=Access.NOTHING,
+    keyed=False,
+    scheme=METRICS_SCHEME,
     at_root=True,
 )
 async def metrics(request: Request) -> Response:

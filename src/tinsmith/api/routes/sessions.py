@@ -70,8 +70,6 @@ class CreateSessionRequest(Body):
 def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
     new = replace(NewSession(**request.model_dump()), project_id=request.project_id or None)
     session = call.services.sessions.open(call.tenant_id, new)
-    opened = {"session_id": session.session_id, "project_id": new.project_id}
-    call.services.audit.record(call.tenant_id, "session_opened", opened)
     return {"type": "create_session", "session_id": session.session_id}
 
 
@@ -115,10 +113,7 @@ class FinishRequest(Body):
 def finish(call: Call, draft: Draft[FinishRequest]) -> JsonObject:
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     request = draft.read()
-    finish_type = request.reason.type
-    if call.services.sessions.finish(call.tenant_id, session.session_id, finish_type, request.detail):
-        finished = {"session_id": session.session_id, "reason": finish_type}
-        call.services.audit.record(call.tenant_id, "session_finished", finished)
+    call.services.sessions.finish(call.tenant_id, session.session_id, request.reason.type, request.detail)
     return {}
 
 
@@ -139,8 +134,6 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     project_id = draft.read().project_id
     call.services.sessions.set_project(call.tenant_id, session.session_id, project_id)
-    moved = {"session_id": session.session_id, "project_id": project_id}
-    call.services.audit.record(call.tenant_id, "project_session_assigned", moved)
     return {}
 
 

@@ -37,13 +37,13 @@ def trajectories(call: Call) -> JsonObject:
         if "after" in call.query:
             raise UserError("the query has both session and after; send one of them")
         found = exchanges.trajectories(call.tenant_id, session)
-        return {"trajectories": [shown(each) for each in found], "has_more": False, "next_after": None}
+        return {"trajectories": [shown(trajectory) for trajectory in found], "has_more": False, "next_after": None}
     limit = call.page(SESSIONS)[0]
     if not 1 <= limit <= MAX_SESSIONS:
         raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_SESSIONS}")
-    names, more = exchanges.sessions(call.tenant_id, limit, call.query.get("after", ""))
-    found = [shown(each) for name in names for each in exchanges.trajectories(call.tenant_id, name)]
-    return {"trajectories": found, "has_more": more, "next_after": names[-1] if more else None}
+    page, next_after = exchanges.page(call.tenant_id, limit, call.query.get("after", ""))
+    listed = [shown(trajectory) for trajectory in page]
+    return {"trajectories": listed, "has_more": next_after is not None, "next_after": next_after}
 
 
 def shown(trajectory: Trajectory) -> JsonObject:

@@ -26,6 +26,7 @@ from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import already_exists, idempotent_session
 from tinsmith.api.routes.sessions import ProjectId
+from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
@@ -60,8 +61,11 @@ async def read_form(
     *,
     max_files: int = 1,
     max_field_bytes: int = 4096,
+    reservation: Reservation | None = None,
 ) -> FormData:
-    """Read a form, which the caller must close. Raises UserError; `too_large` makes that for an oversized form."""
+    """Read a form, which the caller must close. Raises UserError; `too_large` makes that for an oversized form.
+    `reservation` covers the bytes as they arrive.
+    """
     content_type = request.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
         raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; send {FORM_TYPE!r}")
@@ -73,13 +77,18 @@ async def read_form(
     except TooLargeError:
         raise too_large(limit_bytes) from None
 
+    if reservation is not None:
+        reservation.cover(int(request.headers.get("content-length") or 0) - overhead_bytes)
+
     async def limited() -> AsyncGenerator[bytes, None]:
         size_bytes = 0
-        async for piece in request.stream():
-            size_bytes += len(piece)
+        async for chunk in request.stream():
+            size_bytes += len(chunk)
             if size_bytes > limit_bytes + overhead_bytes:
                 raise too_large(limit_bytes)
-            yield piece
+            if reservation is not None:
+                reservation.cover(size_bytes - overhead_bytes)
+            yield chunk
 
     parser = MultiPartParser(
         request.headers, limited(), max_files=max_files, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
@@ -129,16 +138,21 @@ FORM: Schema = {
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     limit_bytes = services.settings.max_upload_bytes
-    form = await read_form(request, limit_bytes, _too_large, max_files=len(PARTS), max_field_bytes=MAX_METADATA_BYTES)
-    try:
-        call = call_of(request, services, tenant_id, b"")
-        return Response(await run(_stored, call, form, on=services.threads.transfers), media_type=JSON_TYPE)
-    finally:
-        await form.close()  # deletes the spooled files
+    with await run(services.quotas.reserve_checkpoint, tenant_id) as reservation:
+        limits = {"max_files": len(PARTS), "max_field_bytes": MAX_METADATA_BYTES}
+        form = await read_form(request, limit_bytes, _too_large, **limits, reservation=reservation)
+        try:
+            call = call_of(request, services, tenant_id, b"")
+            return Response(
+                await run(_store_form, call, form, reservation, on=services.threads.transfers), media_type=JSON_TYPE
+            )
+        finally:
+            await form.close()  # deletes the spooled files
 
 
-def _stored(call: Call, form: FormData) -> bytes:
+def _store_form(call: Call, form: FormData, reservation: Reservation) -> bytes:
     request, files = _read(form)
+    reservation.cover(sum(file.size or 0 for file in files.values()))
     opened = {name: (lambda file=file: nullcontext(file.file)) for name, file in files.items()}
     stored = store_adapter(call, request, idempotent_session(call, UPLOAD_IDS), opened)
     return orjson.dumps(
@@ -158,15 +172,14 @@ def store_adapter(
     files: Mapping[str, Opener],
     wanted: LoraConfigBody | None = None,
 ) -> Checkpoint:
-    """Store an adapter as the checkpoint of a new run. The same `session_id` returns the same checkpoint. Raises
-    UserError if the files are not an adapter of the base model, or not the `wanted` one.
+    """Store an adapter, whose bytes are reserved, as the checkpoint of a new run. The same `session_id` returns the
+    same checkpoint. Raises UserError if the files are not an adapter of the base model, or not the `wanted` one.
     """
     services = call.services
     shape = services.bases.get(request.base_model)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", request.name)
     reason = f"uploaded as {request.name}"
     if not already_exists(services.models.find(ref.training_run_id), reason):
-        services.quotas.admit_checkpoint(call.tenant_id)
         directory, size_bytes, facts, optimizer_type = _written(call, files, shape, wanted)
         facts_of_save = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
         new = NewCheckpoint(ref, call.tenant_id, shape.name, facts.spec, *facts_of_save)

@@ -143,7 +143,7 @@ class ControllerActor:
         from tinsmith.cluster.ray.controller import QueueDepths
         from tinsmith.db.database import Database
 
-        database = Database(str(fleet.settings["database_url"]))
+        database = Database(str(fleet.settings["database_url"]), connections=1)
         has_samplers = "sampler" in fleet.roles and fleet.roles["sampler"].rule.maximum > 0
         depths = QueueDepths(database, fleet.base_models, has_samplers)
         self._controller = Controller(fleet, RayCluster(), depths.read, time.monotonic)

@@ -1,7 +1,6 @@
 """Alembic's entry point: runs the migrations on the connection that `Database.migrate` passes.
 
-Until the first release, the only revision, `0001_schema.py`, changes with `schema.py`. From the first release on,
-revisions never change: a change of `schema.py` adds a revision `schema_NNNN` to `versions`, so that every released
+Revisions never change: a change of `schema.py` adds a revision `schema_NNNN` to `versions`, so that every earlier
 schema can be migrated to the newest.
 """
 

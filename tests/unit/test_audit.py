@@ -1,0 +1,88 @@
+"""Audit entries exist exactly if their change does: both are one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.databases import fresh_url
+from support.faulty_database import FaultyDatabase
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import now
+from tinsmith.db.statements import execute
+from tinsmith.storage.directories import Directories
+from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.store.sessions import NewSession, Sessions
+from tinsmith.types import LoraSpec
+
+TENANT = "alice"
+REF = CheckpointRef("m:train:0", "weights", "one")
+OLD = CheckpointRef("m:train:0", "weights", "old")
+
+
+class World:
+    """Stores on one database with injected faults, with one session and two checkpoints."""
+
+    def __init__(self, db: FaultyDatabase, directory: Path) -> None:
+        self.db = db
+        self.audit = Audit(db)
+        self.sessions = Sessions(db)
+        self.checkpoints = Checkpoints(db, Directories(directory))
+        self.keys = Keys(db)
+        self.key_id = self.keys.create(TENANT)[0].key_id
+        self.session_id = self.sessions.open(TENANT, NewSession()).session_id
+        with db.write() as connection:
+            for ref, ttl_s in ((REF, None), (OLD, -1.0)):
+                new = NewCheckpoint(ref, TENANT, "base", LoraSpec(4), ttl_s=ttl_s)
+                for statement in completion(new, ref.name, 7):
+                    execute(connection, statement)
+
+    def events(self) -> list[str]:
+        return [each.event for each in self.audit.entries(TENANT, "all", 0.0, now() + 60)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    db = FaultyDatabase(fresh_url(tmp_path))
+    yield World(db, tmp_path / "checkpoints")
+    db.close()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "key_created": lambda world: world.keys.create(TENANT),
+    "key_revoked": lambda world: world.keys.revoke(world.key_id),
+    "session_opened": lambda world: world.sessions.open(TENANT, NewSession()),
+    "session_finished": lambda world: world.sessions.finish(TENANT, world.session_id, "success"),
+    "session_expired": lambda world: world.sessions.close(world.session_id, "no heartbeat"),
+    "project_session_assigned": lambda world: world.sessions.set_project(TENANT, world.session_id, "p"),
+    "checkpoint_deleted": lambda world: world.checkpoints.delete(TENANT, REF),
+    "checkpoint_published": lambda world: world.checkpoints.set_public(TENANT, REF, True),
+    "checkpoint_ttl_set": lambda world: world.checkpoints.set_ttl(TENANT, REF, 60.0),
+    "checkpoint_expired": lambda world: world.checkpoints.sweep_expired(),
+}
+
+
+@pytest.mark.parametrize("event", CHANGES)
+def test_a_change_and_its_entry_are_committed_together_or_not_at_all(world: World, event: str) -> None:
+    before = world.events()
+    world.db.fail_once("uncommitted", error=RuntimeError("the process ends before the commit"))
+    with pytest.raises(RuntimeError):
+        CHANGES[event](world)
+    assert world.events() == before
+    world.db.fail_once("begin", nth=1, error=RuntimeError("the process ends after the first commit"))
+    CHANGES[event](world)
+    assert sorted(world.events()) == sorted([*before, event]), "the change needed one transaction only"
+
+
+def test_a_repeated_change_leaves_no_second_entry(world: World) -> None:
+    before = world.events()
+    for _ in range(2):
+        world.sessions.finish(TENANT, world.session_id, "success")
+        world.checkpoints.set_public(TENANT, REF, True)
+        world.checkpoints.set_public(TENANT, REF, False)
+    later = world.events()[len(before) :]
+    assert later.count("session_finished") == 1
+    assert later.count("checkpoint_published") == later.count("checkpoint_unpublished") == 2
