@@ -11,15 +11,19 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 
 from support.databases import POSTGRES, bare_url
+from tinsmith.db import database
 from tinsmith.db.database import Database, sqlalchemy_url
 from tinsmith.db.postgres import IDLE_IN_TRANSACTION_S
-from tinsmith.db.schema import ENGINES, FUTURES, METADATA
+from tinsmith.db.schema import ENGINES, FUTURES, METADATA, RESPONSES
 from tinsmith.errors import SettingsError
 
+MIGRATIONS = Path(database.__file__).parent / "migrations"
 ROW = {"base_model": "a", "engine_id": "b", "pid": 1, "state": "ready", "reason": None, "started_at": 0.0}
 
 
@@ -192,6 +196,32 @@ def test_the_last_schema_before_the_first_release_is_accepted_with_its_rows(db: 
     assert schema(db) == before
     with db.read() as connection:
         assert connection.scalar(sa.select(ENGINES.c.engine_id)) == "b"
+
+
+def test_a_database_of_the_first_schema_is_migrated_with_its_rows(tmp_path: Path, database_kind: str) -> None:
+    url = bare_url(tmp_path, database_kind)
+    engine = sa.create_engine(sqlalchemy_url(url))
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "schema_0001")
+        row = {"response_id": "r", "tenant_id": "a", "answered": False, "created_at": 1.0}
+        content = {"request": '{"model": "m"}', "before": "[]", "request_ids": "[]"}
+        names = [*row, *content]
+        quoted = ", ".join(f'"{name}"' for name in names)
+        values = ", ".join(f":{name}" for name in names)
+        connection.execute(sa.text(f"INSERT INTO responses ({quoted}) VALUES ({values})"), row | content)
+    engine.dispose()
+    (tmp_path / "fresh").mkdir()
+    migrated, fresh = Database(url), Database(bare_url(tmp_path / "fresh", database_kind))
+    migrated.migrate()
+    fresh.migrate()
+    assert schema(migrated) == schema(fresh) and version(migrated) == version(fresh)
+    with migrated.read() as connection:
+        assert connection.scalar(sa.select(RESPONSES.c.size_bytes)) == len('{"model": "m"}') + len("[]")
+    migrated.close()
+    fresh.close()
 
 
 @pytest.mark.parametrize("revision", ["9999", "schema_9999", "0001", "0009"])

@@ -230,7 +230,7 @@ RESPONSES = sa.Table(
     sa.Column("request_ids", sa.JSON, nullable=False),  # of its samples
     sa.Column("answered", sa.Boolean, nullable=False, default=False),
     sa.Column("answer", sa.JSON),
-    sa.Column("size_bytes", sa.BigInteger, nullable=False),  # of request, before and answer
+    sa.Column("size_bytes", sa.BigInteger, nullable=False, server_default="0"),  # of request, before and answer
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_responses_created", "created_at"),
     sa.Index("ix_responses_tenant", "tenant_id", "size_bytes"),

@@ -49,7 +49,6 @@ def upgrade() -> None:
         sa.Column("max_failed_rows", sa.Float, nullable=False),
         sa.Column("worker_seconds", sa.Float(), server_default="0", nullable=False),
         sa.Column("paid_until", sa.JSON(), nullable=True),
-        sa.Column("machines_set_aside", sa.JSON(), nullable=True),
         sa.Column("resume_from", sa.BigInteger),
         sa.Column("root_job_id", sa.BigInteger),
         sa.Column("error", sa.Text),
@@ -414,11 +413,8 @@ def upgrade() -> None:
         sa.Column("request_ids", sa.JSON, nullable=False),
         sa.Column("answered", sa.Boolean, nullable=False),
         sa.Column("answer", sa.JSON),
-        sa.Column("size_bytes", sa.BigInteger, nullable=False),
         sa.Column("created_at", sa.Float, nullable=False),
         sa.Index("ix_responses_created", "created_at"),
-        sa.Index("ix_responses_tenant", "tenant_id", "size_bytes"),
-        sa.Index("ix_responses_unanswered", "created_at", **_where("NOT answered")),
     )
     op.create_table(
         "sequences",
