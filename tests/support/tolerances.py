@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -31,9 +32,9 @@ def rounding_of_model(
     config: PreTrainedConfig | Mapping[str, object], dtype: torch.dtype = torch.float32, *, scale: float = 1.0
 ) -> float:
     """Return the same for the logits and logprobs of a decoder, with its vision tower if it has one."""
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    text, vision = values.get("text_config") or values, values.get("vision_config") or {}
-    assert isinstance(text, Mapping) and isinstance(vision, Mapping)
+    values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    text: Mapping[str, Any] = values.get("text_config") or values
+    vision: Mapping[str, Any] = values.get("vision_config") or {}
     layers = int(text["num_hidden_layers"]) + int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
     widths = [int(part.get(name) or 0) for part in (text, vision) for name in ("hidden_size", "intermediate_size")]
     return rounding(dtype, sums=SUMS_OF_LAYER * layers + 1, length=max(widths), scale=scale)
