@@ -242,10 +242,7 @@ class Engine:
         hit("engine.planned")
         self._timings.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
         started, decoded_s = time.monotonic(), self._sampling.decoded_s
-        for group in self._quarantine.groups(step.optim_steps):
-            self._run_optim_steps(group)
-        if step.optim_steps:
-            self.meters.worked("optim_steps", time.monotonic() - started)
+        self._run_all_optim_steps(step.optim_steps)
         for request in step.singles:
             begun = time.monotonic()
             self._run_single(request)
@@ -257,6 +254,7 @@ class Engine:
         passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
             self._batching_window.ran(passes_s)
+            step = self._run_steps_after(step, planned_at)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
         self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
@@ -271,6 +269,21 @@ class Engine:
             milliseconds=round(1000 * step_s, 1),
         )
         return True
+
+    def _run_all_optim_steps(self, requests: Sequence[Pending]) -> None:
+        started = time.monotonic()
+        for group in self._quarantine.groups(requests):
+            self._run_optim_steps(group)
+        if requests:
+            self.meters.worked("optim_steps", time.monotonic() - started)
+
+    def _run_steps_after(self, step: Step, planned_at: float) -> Step:
+        """Run the optimizer steps that waited for the passes of this step; returns the step with them."""
+        if not (requests := self._queues.steps_after(step.passes)):
+            return step
+        self._timings.planned(requests, planned_at)
+        self._run_all_optim_steps(requests)
+        return replace(step, optim_steps=(*step.optim_steps, *requests))
 
     def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
         """The most tokens of the next step."""
