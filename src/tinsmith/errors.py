@@ -141,6 +141,10 @@ class RanksLostError(TinsmithError):
     """A rank of the base model has ended, does not respond, or is out of step with the others."""
 
 
+class RankFailedError(TinsmithError):
+    """A rank of the base model failed while it executed a command."""
+
+
 class SettingsError(TinsmithError):
     """The settings contradict each other."""
 

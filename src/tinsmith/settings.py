@@ -370,7 +370,8 @@ class Settings(BaseSettings):
     """OpenTelemetry collector, such as `http://127.0.0.1:4318` (needs `tinsmith[otel]`); empty means no traces."""
 
     failpoints: str = ""
-    """For tests: failpoints at which a process kills itself, `NAME[:N][@server|engine|both]`, comma-separated."""
+    """For tests: failpoints at which a process kills itself, `NAME[:N][@server|engine|both]`, or raises an exception,
+    `NAME[:N]!ERROR` or `NAME!ERROR/SUFFIX`, comma-separated."""
 
     @property
     def resolved_backend(self) -> str:

@@ -370,6 +370,20 @@ class Sample:
     stream: bool = False
     images: tuple[Image, ...] = ()
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of prompt tokens are part of the result."""
+        has_targets = self.target_prompt_logprobs is not None
+        return bool(self.prompt_logprobs or self.topk_prompt_logprobs or self.prompt_alt_tokens_k) or has_targets
+
+    def max_answer_tokens(self, context: int) -> int:
+        """The most tokens that an answer may have in a context of `context` tokens; below 1 if the prompt is too long.
+
+        A scored prompt may fill the context: the one token that is drawn after it is returned and never processed.
+        """
+        room = context - len(self.prompt_T)
+        return 1 if room == 0 and self.scores_prompt else room
+
 
 EMPTY_LOGPROB = -99999.0
 """The logprob, with token 0, of an empty top-k cell on the wire."""

@@ -171,6 +171,21 @@ def test_a_restored_model_continues_as_the_original(nano_service: tinker.Service
     assert (after[0] == after[1]) is optimizer, "the optimizer's moments decide the next steps"
 
 
+def test_a_checkpoint_between_a_pass_and_its_step_has_the_gradient(nano_service: tinker.ServiceClient) -> None:
+    """The restored run takes the step without sending the pass again, to the same bits."""
+    data = [datum() for _ in range(2)]
+    original = nano_service.create_lora_training_client(NANO, rank=4, seed=5).result()
+    train(original, data, 2)
+    original.forward_backward(data, "cross_entropy").result()
+    path = original.save_state("between").result().path
+    restored = nano_service.create_training_client_from_state_with_optimizer(path).result()
+    weights_only = nano_service.create_training_client_from_state(path).result()
+    params = types.AdamParams(learning_rate=1e-3)
+    steps = [client.optim_step(params).result().metrics for client in (original, restored, weights_only)]
+    assert steps[0] == steps[1] and steps[0]["grad_norm"] > 0.0 == steps[2]["grad_norm"]
+    assert loss(restored, data) == loss(original, data) != loss(weights_only, data)
+
+
 @pytest.mark.covers("TrainingClient.save_weights_and_get_sampling_client")
 def test_a_snapshot_is_frozen_and_an_inflight_sampler_follows(nano_service: tinker.ServiceClient) -> None:
     client = nano_service.create_lora_training_client(NANO, rank=8).result()

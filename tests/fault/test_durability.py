@@ -500,14 +500,14 @@ def test_models_stay_in_memory_as_long_as_they_cannot_be_written(bench: Bench) -
 # Attribution of crashes.
 
 
-def test_an_optim_step_that_breaks_a_merged_one_fails_alone(bench: Bench) -> None:
+def test_an_optim_step_that_does_not_fit_into_a_merged_one_fails_alone(bench: Bench) -> None:
     guilty, innocent = bench.model(), bench.model("t:train:0")
     optim_step, sizes = bench.backend.optim_step, []
 
     def fail(steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         sizes.append(len(steps))
         if any(step.model_id == guilty and step.params.learning_rate == 0.125 for step in steps):
-            raise RuntimeError("the device gave up")
+            raise MemoryError("the device gave up")
         return optim_step(steps)
 
     bench.backend.optim_step = fail  # type: ignore[method-assign]

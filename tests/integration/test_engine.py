@@ -23,7 +23,7 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss, insertion
 from tinsmith.store.futures import Futures
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
-from tinsmith.types import LoraSpec, Pass, Sample
+from tinsmith.types import LoraSpec, OptimStep, Pass, Sample
 from tinsmith.wire import tinker_public_pb2 as pb
 
 UNNAMED = {"tenant_id": "t", "session_id": "s", "base_model": "other", "num_tokens": 0, "created_at": 0.0}
@@ -159,6 +159,26 @@ def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> No
     for _ in range(3):
         bench.engine.run_once(0.0)
     assert bench.outcome(single, "bob") is not None
+
+
+def test_optimizer_steps_run_at_the_end_of_the_step_of_their_passes(bench: Bench) -> None:
+    models = [bench.model(), bench.model("t:train:0"), bench.model("u:train:0")]
+    for model in models:
+        bench.train(model, 1)
+    steps = [bench.step(models[0], 2), bench.step(models[1], 2)]
+    last = bench.step(models[2], 3)  # number 2 has not arrived
+    merged: list[int] = []
+    optim_step = bench.backend.optim_step
+
+    def record(requests: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        merged.append(len(requests))
+        return optim_step(requests)
+
+    bench.backend.optim_step = record  # type: ignore[method-assign]
+    bench.engine._arrivals.fetch()
+    bench.engine.run_once(0.0)
+    assert [bench.optimizer_step(request_id) for request_id in steps] == [1.0, 1.0] and merged == [2]
+    assert bench.outcome(last) is None
 
 
 # Attribution of crashes.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -280,6 +280,35 @@ def test_a_prompt_and_its_answer_must_fit(kind: str, opened: Open) -> None:
         place.sampler.submit(sample(prompt=np.array([64], np.int32)))
     with pytest.raises(NotFoundError, match="no weights"):
         place.sampler.submit(sample(version="nobody's"))
+
+
+def test_a_prompt_that_fills_the_engines_context_is_scored(kind: str, opened: Open) -> None:
+    """Engines draw a token after every prompt, so they refuse such a prompt as a whole."""
+    place = opened(kind, Fake(context=16))
+    place.publish("v", 0.5)
+    place.answer(sample("up"))  # from here on the engine's own bound is known
+    prompt = np.resize(PROMPT, 16)
+    wanted = expected(place.fake, prompt.tolist(), 1, 0.5)
+    own = wanted[np.arange(15), prompt[1:]]
+    scoring: dict[str, Any] = {"version": "v", "prompt": prompt, "max_tokens": 1}
+    for last_n in (None, 2, 1):
+        scored = place.answer(
+            sample(**scoring, n=2, prompt_logprobs=True, prompt_logprobs_last_n=last_n, topk_prompt_logprobs=2)
+        )
+        first = 1 if last_n is None else 16 - last_n
+        assert scored.prompt_logprobs_T is not None and scored.topk_prompt is not None
+        np.testing.assert_allclose(scored.prompt_logprobs_T[first:], own[first - 1 :], atol=1e-5)
+        likeliest = np.argsort(-wanted, axis=1)[first - 1 :, :2]
+        np.testing.assert_array_equal(scored.topk_prompt.token_ids_Tk[first:], likeliest)
+        assert [(len(one.tokens_T), one.stop_reason) for one in scored.sequences] == [(0, "length")] * 2
+    targets = np.where(np.arange(15)[:, None] % 3, np.arange(15)[:, None] + 40, -1)
+    dense = place.answer(sample(**scoring, target_prompt_logprobs=targets)).target_prompt
+    assert isinstance(dense, np.ndarray)
+    rows = np.arange(15)[:, None]
+    np.testing.assert_allclose(dense, np.where(targets < 0, 0.0, wanted[rows, targets]), atol=1e-5)
+    for wrong in (sample(prompt=prompt, max_tokens=1), sample(prompt=prompt, max_tokens=2, prompt_logprobs=True)):
+        with pytest.raises(UserError, match="16 tokens"):
+            place.sampler.submit(wrong)
 
 
 def test_targets_beyond_what_vllm_can_tell_are_refused() -> None:

@@ -20,11 +20,12 @@ from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, read_journal
 from tinsmith.db.schema import BODIES, MODELS
-from tinsmith.engine.quarantine import MAX_DEATHS, Quarantine
+from tinsmith.engine.faults import EngineFaultError, Fault
+from tinsmith.engine.quarantine import MAX_BUGS, MAX_DEATHS, Quarantine
 from tinsmith.engine.settling import IterationFailedError
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.types import OptimStep, Pass, Pending, Sample, SampleResult
+from tinsmith.types import LoraSpec, OptimStep, Pass, Pending, Sample, SampleResult
 
 POISON = 49
 SAMPLER = "s:sample:0"
@@ -105,6 +106,59 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
     last.adopt(notes, {"poison", "innocent"})
     assert f"ended the engine's process {MAX_DEATHS} times" in str(last.verdict("poison"))
     assert last.verdict("innocent") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "deaths"),
+    [(AssertionError("ours"), MAX_BUGS), (RuntimeError("CUDA error: an illegal memory access"), MAX_DEATHS)],
+)
+def test_a_bug_is_given_up_sooner_than_a_fault_of_the_device(error: Exception, deaths: int, tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    with pytest.raises(EngineFaultError), Quarantine(path).running(["poison", "innocent"]):
+        raise error
+    for _ in range(deaths):
+        quarantine = Quarantine(path)
+        quarantine.keep({"poison", "innocent"})
+        assert quarantine.verdict("poison") is None and quarantine.verdict("innocent") is None
+        with pytest.raises(EngineFaultError), quarantine.running(["poison"]):
+            raise error
+    last = Quarantine(path)
+    text = (
+        f"'poison' ended the engine's process {deaths} times while nothing else ran ({type(error).__name__}: {error})"
+    )
+    assert text in str(last.verdict("poison")) and last.verdict("innocent") is None
+
+
+@pytest.mark.parametrize("error", [UserError("no"), MemoryError(), OSError(28, "full"), KeyboardInterrupt()])
+def test_what_is_an_answer_or_an_end_from_outside_leaves_the_block_as_it_is(
+    error: BaseException, tmp_path: Path
+) -> None:
+    faults: list[EngineFaultError] = []
+    quarantine = Quarantine(tmp_path / "note")
+    quarantine.on_fault = faults.append
+    with pytest.raises(type(error)) as raised, quarantine.running(["a"]):
+        raise error
+    assert raised.value is error and not faults
+
+
+def test_the_requests_that_ran_are_blamed_and_not_those_around_them(tmp_path: Path) -> None:
+    """A decode step in the middle of a training step, whose exception passes through the training step."""
+    path, faults = tmp_path / "note", []
+    quarantine = Quarantine(path)
+    quarantine.on_fault = faults.append
+    with pytest.raises(EngineFaultError) as raised, quarantine.running(["pass"]), quarantine.running(["sample"]):
+        raise AssertionError("ours")
+    assert faults == [raised.value] and raised.value.fault is Fault.BUG
+    with quarantine.running(["later"]):
+        pass  # the note is final
+    suspects = Quarantine(path)
+    assert suspects.batch_size("sample") and not suspects.batch_size("pass") and not suspects.batch_size("later")
+
+
+def test_notes_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text('{"running": ["a"], "suspects": {"a": [1, 4], "b": [8, 0]}}\n')
+    quarantine = Quarantine(tmp_path / "note")
+    assert quarantine.verdict("a") is not None and quarantine.batch_size("b") == 8
 
 
 def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
@@ -339,6 +393,167 @@ def test_an_engines_own_failure_has_no_suspects(bench: Bench, monkeypatch: pytes
     bench.run_until_idle()
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None
+
+
+# Faults that the process reports itself.
+
+
+class FaultyBackend(FlakyBackend):
+    """Raises `error` for a pass or a sample with the token POISON, and for the methods in `breaks`."""
+
+    error: Exception = AssertionError("a bug of ours")
+    broken: frozenset[str] = frozenset()
+
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self.steps.append([pass_.request_id for pass_ in passes])
+        if any(POISON in datum.tokens_N for pass_ in passes for datum in pass_.data):
+            raise self.error
+        return super(FlakyBackend, self).run_passes(passes)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        if any(step.params.learning_rate == 0.125 for step in steps):
+            raise self.error
+        return super().optim_step(steps)
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        if version_id.endswith(":7"):
+            raise self.error
+        super().publish(model_id, version_id)
+
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, **more: object) -> None:
+        if "load" in self.broken and model_id.startswith("s:"):
+            raise self.error
+        super().load(model_id, spec, directory, **more)  # type: ignore[arg-type]
+
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
+        if "create" in self.broken and model_id.startswith("s:"):
+            raise self.error
+        super().create_model(model_id, spec, optimizer_type)
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr("support.engine_bench.FlakyBackend", FaultyBackend)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        bench = Bench(tmp_path, Path(sockets))
+        yield bench
+        bench.close()
+
+
+def run_through_faults(bench: Bench) -> int:
+    """Start engines until one has done all work; return the number of faults."""
+    for faults in range(MOST_STARTS):
+        try:
+            bench.run_until_idle(300)
+        except EngineFaultError:
+            bench.restart()
+        else:
+            return faults
+    raise AssertionError("the engines end for ever")
+
+
+def submit_poison(bench: Bench, model: str, kind: str) -> str:
+    if kind == "optim_step":
+        return bench.step(model, 2, rate=0.125)
+    if kind == "publish":
+        bench.publish(model, 2, 7)
+        return f"{model}:2"
+    return bench.train(model, 2, (1, POISON))
+
+
+@pytest.mark.parametrize("kind", ["pass", "optim_step", "publish"])
+def test_a_bug_on_one_request_ends_engines_until_it_fails_by_name(faulty: Bench, kind: str) -> None:
+    guilty, other = faulty.model(), faulty.model("t:train:0")
+    faulty.train(guilty, 1)
+    poison = submit_poison(faulty, guilty, kind)
+    innocent = [faulty.train(other, 1), faulty.step(other, 2)][1]
+    assert 0 < run_through_faults(faulty) <= MAX_BUGS + 1
+    assert "ended the engine's process" in faulty.error(poison) and "a bug of ours" in faulty.error(poison)
+    outcome = faulty.outcome(poison)
+    assert outcome is not None and outcome.category == "server"
+    assert faulty.result(innocent)["metrics"] == {"grad_norm": 1.125, "step": 1.0}
+    after = faulty.step(guilty, 3)
+    faulty.run_until_idle()
+    assert faulty.result(after)["metrics"] == {"grad_norm": 1.125, "step": 1.0}, "the gradient before is there"
+
+
+def test_a_device_fault_that_passes_costs_no_request(faulty: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FaultyBackend, "error", RuntimeError("CUDA error: an illegal memory access"))
+    model = faulty.model()
+    poisoned = faulty.train(model, 1, (1, POISON))
+    with pytest.raises(EngineFaultError):
+        faulty.run_until_idle()
+    monkeypatch.setattr(FaultyBackend, "run_passes", FlakyBackend.run_passes)
+    faulty.restart()
+    faulty.run_until_idle()
+    outcome = faulty.outcome(poisoned)
+    assert outcome is not None and outcome.error is None
+
+
+def test_a_model_whose_restoring_ends_engines_is_not_restored_for_its_next_request(
+    faulty: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = faulty.model(), faulty.model("t:train:0")
+    faulty.train(model, 1)
+    faulty.run_until_idle()
+    faulty.restart()
+    monkeypatch.setattr(FaultyBackend, "broken", frozenset({"load", "create"}))
+    guilty, innocent = faulty.train(model, 2), faulty.train(other, 1)
+    assert run_through_faults(faulty) == MAX_BUGS
+    assert "ended the engine's process" in faulty.error(guilty)
+    outcome = faulty.outcome(innocent)
+    assert outcome is not None and outcome.error is None
+    later = faulty.train(model, 3)
+    assert run_through_faults(faulty) == 0, "it ends no further engine"
+    assert f"model {model!r} could not be restored" in faulty.error(later)
+    monkeypatch.setattr(FaultyBackend, "broken", frozenset())
+    faulty.restart()
+    after = faulty.step(model, 4)
+    faulty.run_until_idle()
+    assert faulty.result(after)["metrics"] == {"grad_norm": 1.125, "step": 1.0}, "nothing of it was deleted"
+
+
+def test_a_bug_in_a_decode_step_blames_the_sample_and_not_the_step_around_it(faulty: Bench) -> None:
+    model = faulty.model()
+    faulty.samplers.create(NewSamplingSession(SAMPLER, "s", "alice", BASE))
+    poisoned = poison_sample(faulty, 3)
+    trained = faulty.train(model, 1)
+    start = faulty.restart
+
+    def restart() -> None:
+        start()
+        step = faulty.backend._sampler.step
+
+        def faulty_step(scopes: object = None) -> object:
+            if any(POISON in sample.prompt_T for sample, _ in faulty.backend._sampler._waiting):
+                raise AssertionError("a bug of ours")
+            return step()
+
+        faulty.backend._sampler.step = faulty_step  # type: ignore[assignment,method-assign]
+
+    faulty.restart = restart  # type: ignore[method-assign]
+    faulty.restart()
+    assert run_through_faults(faulty) == MAX_BUGS
+    assert "a bug of ours" in faulty.error(poisoned)
+    outcome = faulty.outcome(trained)
+    assert outcome is not None and outcome.error is None
+
+
+def test_a_device_fault_of_the_writer_of_snapshots_ends_the_engine_and_a_bug_there_does_not(
+    faulty: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = faulty.model()
+    for error in (AssertionError("a bug of ours"), RuntimeError("CUDA error: an illegal memory access")):
+        faulty.backend.breaks["save"] = error
+        faulty.train(model, 1)
+        monkeypatch.setattr("tinsmith.engine.snapshots.SNAPSHOT_BODY_BYTES", 1)
+        if isinstance(error, AssertionError):
+            faulty.run_until_idle()
+        else:
+            faulty.engine._snapshots._resident[model].retry_at = 0.0
+            faulty.train(model, 2)
+            with pytest.raises(EngineFaultError, match="illegal memory access"):
+                faulty.run_until_idle()
 
 
 # A process.

@@ -23,6 +23,7 @@ from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, ENGINES, FUTURE
 from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
 from tinsmith.engine.__main__ import open_stores
+from tinsmith.engine.faults import EngineFaultError
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.settling import IterationFailedError
 from tinsmith.engine.transfer import VersionFetcher, VersionSources
@@ -347,7 +348,7 @@ def test_a_settlement_that_cannot_succeed_ends_the_engine_and_its_successor_fini
     bench.engine._arrivals.fetch()
     bench.engine._sampling._admit(bench.engine._queues)
     at_settlement(bench, "uncommitted", error)
-    with pytest.raises((IterationFailedError, LeaseLostError)) as raised:
+    with pytest.raises((IterationFailedError, EngineFaultError, LeaseLostError)) as raised:
         bench.run()
     assert error in (raised.value, raised.value.__cause__)
     assert bench.outcome(step) is None and bench.outcome(sample) is None

@@ -17,7 +17,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.wakeups import Mailbox
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.telemetry import Records
-from tinsmith.errors import UserError
+from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
@@ -46,7 +46,7 @@ class FlakyBackend(FakeBackend):
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.steps.append([pass_.request_id for pass_ in passes])
         if any(self.poison in datum.tokens_N for pass_ in passes for datum in pass_.data):
-            raise RuntimeError("the device gave up")
+            raise EngineFailedError("the device gave up")
         return super().run_passes(passes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:

@@ -394,6 +394,8 @@ def sglang_app(engine: Engine) -> Starlette:
             name = body["lora_path"]
             if name is not None and name not in engine.adapters:
                 return error(400, f"LoRA adapter {name} is not loaded")
+            if len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] > engine.context:
+                return error(400, f"The input exceeds the context length ({engine.context} tokens).")
             if body.get("stream"):
                 return StreamingResponse(sglang_stream(engine, body), media_type="text/event-stream")
             return JSONResponse(sglang_answer(engine, body))

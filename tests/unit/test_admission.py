@@ -60,6 +60,12 @@ def sparse(values: list[int], crow: list[int], col: list[int], width: int = 2) -
         asking(target_prompt_logprobs=np.array([[-1], [49]])),
         asking(target_prompt_logprobs=sparse([0, 49], [0, 1, 2], [1, 0])),
         replace(sample(tokens=[1]), prompt_alt_tokens_k=1),
+        sample(tokens=[1] * 16, k=2),
+        sample(tokens=[1] * 16, k=2, max_tokens=1),
+        replace(sample(tokens=[1] * 16, max_tokens=1), prompt_logprobs=True),
+        replace(sample(tokens=[1] * 16, max_tokens=1), prompt_logprobs=True, prompt_logprobs_last_n=1),
+        replace(sample(tokens=[1] * 16, max_tokens=1), prompt_alt_tokens_k=3),
+        replace(sample(tokens=[1] * 16), target_prompt_logprobs=np.full((15, 1), 3)),
     ],
 )
 def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
@@ -73,6 +79,9 @@ def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
         (sample(tokens=[0, 50]), "prompt token 1 is 50"),
         (sample(tokens=[1] * 10, max_tokens=7), "prompt of 10 tokens and max_tokens 7 exceed the context of 16"),
         (sample(tokens=[1] * 16), "prompt of 16 tokens and one generated token exceed the context of 16"),
+        (sample(tokens=[1] * 16, max_tokens=1), "prompt of 16 tokens and max_tokens 1 exceed the context of 16"),
+        (sample(tokens=[1] * 16, k=2, max_tokens=2), "prompt of 16 tokens and max_tokens 2 exceed the context of 16"),
+        (sample(tokens=[1] * 17, k=2, max_tokens=1), "prompt of 17 tokens and max_tokens 1 exceed the context of 16"),
         (sample(stop_strings=("",)), "a string of 0 characters"),
         (sample(stop_strings=("x" * 257,)), "a string of 257 characters"),
         (sample(stop_strings=("x",) * 65), "65 entries"),

@@ -53,7 +53,39 @@ def test_the_other_process_dies_if_it_is_the_victim(tmp_path: Path) -> None:
         assert other.wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("setting", ["nowhere", "engine.ran:0", "engine.ran@client", "engine.ran:2:3", "engine.ran;"])
+def test_an_error_is_raised_at_the_nth_time_and_once(tmp_path: Path) -> None:
+    failpoints.arm("engine.computing:2!device", "engine", tmp_path, lambda: ())
+    failpoints.hit("engine.computing", ["a:1"])
+    with pytest.raises(RuntimeError, match="CUDA error: an illegal memory access"):
+        failpoints.hit("engine.computing", ["a:1"])
+    failpoints.hit("engine.computing", ["a:1"])
+    failpoints.arm("engine.computing:1!device", "engine", tmp_path, lambda: ())
+    failpoints.hit("engine.computing", ["a:1"])
+
+
+def test_an_error_is_raised_whenever_a_request_is_reached(tmp_path: Path) -> None:
+    failpoints.arm("engine.computing!bug/train:2:3|sample:1:4", "engine", tmp_path, lambda: ())
+    failpoints.hit("engine.computing", ["s:train:2:33", "s:train:2:4", "sample:1:4:0"])
+    failpoints.hit("engine.computing")
+    for request_id in ("s:train:2:3", "t:sample:1:4") * 2:
+        with pytest.raises(AssertionError):
+            failpoints.hit("engine.computing", ["other", request_id])
+
+
+WRONG_SETTINGS = [
+    "nowhere",
+    "engine.ran:0",
+    "engine.ran@client",
+    "engine.ran:2:3",
+    "engine.ran;",
+    "engine.ran!panic",
+    "engine.ran:2!bug/a",
+    "engine.ran@engine!bug",
+    "engine.ran/a",
+]
+
+
+@pytest.mark.parametrize("setting", WRONG_SETTINGS)
 def test_an_unknown_failpoint_is_refused(tmp_path: Path, setting: str) -> None:
     with pytest.raises(SettingsError, match=r"failpoints has .*engine\.ran"):
         failpoints.arm(setting, "server", tmp_path, lambda: ())
@@ -61,7 +93,7 @@ def test_an_unknown_failpoint_is_refused(tmp_path: Path, setting: str) -> None:
 
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py")
-    named = set(re.findall(r'\bhit\("([a-z.]+)"\)', text))
+    named = set(re.findall(r'\bhit\("([a-z.]+)"', text))
     # On a disk each once; writes to a bucket have two more.
     assert len(re.findall(r'\bhit\(f"\{self\._root\.name\}\.', text)) == 3 + 2
     of_directories = {f"{root}.{what}" for root in failpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}

@@ -170,6 +170,22 @@ def test_a_saved_model_continues_as_if_it_had_not_been_saved(backend: Backend, t
             train(backend, model_id)
 
 
+def test_a_saved_model_has_its_pending_gradient(backend: Backend, tmp_path: Path) -> None:
+    backend.create_model("a", SPEC)
+    train(backend, "a", 2)
+    run_to_end(backend.run_passes([a_pass("a")]))
+    for name in ("whole", "weights"):
+        (tmp_path / name).mkdir()
+        backend.save("a", tmp_path / name, optimizer=name == "whole")
+    backend.load("b", SPEC, tmp_path / "whole", optimizer=True)
+    backend.load("c", SPEC, tmp_path / "whole", optimizer=False)
+    backend.load("d", SPEC, tmp_path / "weights", optimizer=False)
+    (original,), (restored,), *without = (step(backend, model_id) for model_id in "abcd")
+    assert restored == original and original["grad_norm"] > 0.0
+    assert logprobs(backend, "b") == logprobs(backend, "a")
+    assert [metrics["grad_norm"] for (metrics,) in without] == [0.0, 0.0]
+
+
 def test_another_process_reads_what_one_saved(make: Callable[[], Backend], tmp_path: Path) -> None:
     first, second = make(), make()
     first.create_model("a", SPEC)

@@ -150,6 +150,52 @@ def test_all_prompt_results_at_once_match_transformers(
             np.testing.assert_allclose(answer.topk.logprobs_Tk, whole.topk(2).values, atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_prompt_that_fills_the_context_is_scored(
+    bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool
+):
+    base = bases[arch]
+    adapter = make_adapter(base, 5) if adapted else None
+    sampler = LocalSampler(base, {"v": adapter} if adapter else {}, options=SamplerOptions(block_size=4))
+    model, prompt = reference_model(model_dirs[arch], adapter), make_prompt(base.max_context_length)
+    logprobs = reference_logprobs(model, prompt)
+    own = logprobs[:-1].gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))[:, 0]
+    version = "v" if adapter else None
+    for number, (last_n, max_tokens) in enumerate([(None, 1), (None, None), (7, 1), (1, 1)]):
+        params = replace(HOT, max_tokens=max_tokens)
+        name = str(number)
+        result = run(
+            sampler,
+            make_sample(
+                name,
+                prompt,
+                params,
+                version_id=version,
+                num_samples=2,
+                prompt_logprobs=True,
+                prompt_logprobs_last_n=last_n,
+                topk_prompt_logprobs=3,
+            ),
+        )[name]
+        first = 1 if last_n is None else len(prompt) - last_n
+        assert result.prompt_logprobs_T is not None and result.topk_prompt is not None
+        np.testing.assert_allclose(result.prompt_logprobs_T[first:], own[first - 1 :], atol=1e-4)
+        np.testing.assert_allclose(
+            result.topk_prompt.logprobs_Tk[first:], logprobs[first - 1 : -1].topk(3)[0], atol=1e-4
+        )
+        assert (result.prompt_cache_hit_tokens > 0) == (last_n is not None)
+        for answer in result.sequences:
+            (token,) = answer.tokens_T
+            np.testing.assert_allclose(answer.logprobs_T, [float(logprobs[-1, int(token)])], atol=1e-4)
+    for wrong in (
+        make_sample("more", prompt, replace(HOT, max_tokens=2), version_id=version, prompt_logprobs=True),
+        make_sample("plain", prompt, replace(HOT, max_tokens=1), version_id=version),
+    ):
+        with pytest.raises(UserError, match="exceed the context length"):
+            sampler.submit(wrong)
+
+
 def test_a_sparse_answer_has_the_cells_of_its_question(base: BaseModel):
     ids = _ids(np.random.default_rng(0), 8, 4)
     targets = _csr(ids, listed_nothings=3)

@@ -30,9 +30,8 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
 
 def most_tokens(sample: Sample, shape: ModelShape) -> int:
     """The most tokens that a sample can have: the prompt once, plus every sampled sequence at full length."""
-    prompt = len(sample.prompt_T)
-    answer_length = sample.params.max_tokens or shape.max_context_length - prompt
-    return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
+    answer_length = sample.params.max_tokens or sample.max_answer_tokens(shape.max_context_length)
+    return min(len(sample.prompt_T) + sample.num_samples * answer_length, 2**31 - 1)
 
 
 def admit_sample(sample: Sample, shape: ModelShape) -> int:
@@ -51,7 +50,7 @@ def _check_prompt(sample: Sample, shape: ModelShape) -> None:
             f"prompt token {position} is {sample.prompt_T[position]}; token ids of {shape.name!r} lie "
             f"between 0 and {shape.vocab_size - 1}"
         )
-    if prompt + (max_tokens or 1) > context:
+    if (max_tokens or 1) > sample.max_answer_tokens(context):
         wanted = f"max_tokens {max_tokens}" if max_tokens else "one generated token"
         raise UserError(
             f"the prompt of {prompt} tokens and {wanted} exceed the context of {context} tokens; "
@@ -117,7 +116,7 @@ def _check_targets(sample: Sample, shape: ModelShape) -> None:
 def _check_amounts(sample: Sample, shape: ModelShape) -> None:
     """Bound the logprobs of one sample, which stay in memory until the sample ends and are sent in one response."""
     num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
-    max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
+    max_tokens = sample.params.max_tokens or sample.max_answer_tokens(shape.max_context_length)
     for name, k, rows, what in (
         ("topk_prompt_logprobs", sample.topk_prompt_logprobs, num_prompt, f"{num_prompt} prompt tokens"),
         ("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, num_prompt, f"{num_prompt} prompt tokens"),

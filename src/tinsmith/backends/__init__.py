@@ -112,8 +112,9 @@ class Backend(Protocol):
         ...
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        """Write the adapter in PEFT's format into a directory, with `optimizer.safetensors` if `optimizer` is set.
-        `stacked`: experts in the format of Tinker's exports, a fraction of PEFT's size.
+        """Write the adapter in PEFT's format into a directory; with `optimizer`, also `optimizer.safetensors` and the
+        gradient that has accumulated, if any. `stacked`: experts in the format of Tinker's exports, a fraction of
+        PEFT's size.
         """
         ...
 

@@ -128,7 +128,7 @@ class FakeBackend:
         return Capture(ADAPTER_BYTES, partial(_write, text))
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        self.capture(model_id, optimizer=optimizer).write(directory)
+        self.capture(model_id, optimizer=optimizer, gradient=optimizer).write(directory)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"

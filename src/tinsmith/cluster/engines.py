@@ -40,6 +40,9 @@ EXIT_UNUSABLE_MODEL = 3
 EXIT_LEASE_LOST = 4
 """Exit status of an engine that was declared dead; its runs belong to other engines."""
 
+EXIT_FAULT = 5
+"""Exit status of an engine that ended itself after a fault; its successor replays."""
+
 NO_START = "it cannot be started: "
 """The prefix of the reason of a seat whose engine failed at every start; it stays until an engine is ready."""
 

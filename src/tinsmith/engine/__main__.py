@@ -3,7 +3,8 @@
 Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes: when
 the server dies for any reason, its engines follow. Settings come through the pipe, since every user of the machine can
 read command lines. Exit status 3 means that the model cannot be served and a restart would not help; 4 that this engine
-lost its lease.
+lost its lease; 5 that a fault ended it (`faults`), after which it commits what it had computed, and uses neither the
+device nor its libraries any more.
 
 `open_backend` returns the backend of a process, with its own sampler or an external engine, as the settings choose.
 
@@ -26,11 +27,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -39,6 +42,7 @@ from tinsmith.backends import Backend
 from tinsmith.base_models import eos_token_ids, read_shape
 from tinsmith.cluster.engine_process import PRESTARTED
 from tinsmith.cluster.engines import (
+    EXIT_FAULT,
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
     HOLDER,
@@ -58,8 +62,10 @@ from tinsmith.db.database import ENGINE_CONNECTIONS, FILES_POLL_S, LEASE_CONNECT
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.postgres import PostgresTimeouts
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
+from tinsmith.engine.faults import EngineFaultError, classify
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
+from tinsmith.engine.settling import IterationFailedError
 from tinsmith.engine.telemetry import Records
 from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, VersionTransfer
 from tinsmith.engine.versions import VERSIONS_SHARE
@@ -479,8 +485,13 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     start_supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
+    engine.on_fault(_limit_end)
     try:
         engine.run(stopping.is_set)
+    except (Exception, EngineFaultError) as error:
+        if classify(error).is_fatal:
+            _end_after_fault(engine, error)
+        raise
     finally:
         close()
         mailbox.close()
@@ -489,6 +500,28 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
             engines.release(seat, "stopped")
         database.close()
     return 0
+
+
+FLUSH_S = 5.0
+"""How long an engine that a fault ends commits what it had computed."""
+
+
+def _limit_end(_fault: EngineFaultError) -> None:
+    """A fault ends this process soon, even if what its exception passes through waits for the device."""
+    timer = threading.Timer(2 * FLUSH_S, os._exit, [EXIT_FAULT])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_after_fault(engine: Engine | SamplerEngine, error: BaseException) -> NoReturn:
+    """End this process at once: handlers at exit and destructors would use the device."""
+    deadline = time.monotonic() + FLUSH_S
+    with contextlib.suppress(Exception, EngineFaultError, IterationFailedError, LeaseLostError):
+        engine.flush_settlements(lambda: time.monotonic() > deadline)
+    traceback.print_exception(error)  # the supervisor reports its last line
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_FAULT)
 
 
 def _engine(

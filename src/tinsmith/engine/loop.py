@@ -2,9 +2,9 @@
 
 One thread, one loop. Each iteration reads what arrived, lets `scheduler.plan` choose a step, runs it on the backend,
 settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
-bounds both while several tenants have work. An error of one request is that request's answer. After an exception in a
-packed step the engine runs its requests one by one, so that only the one at fault fails; `quarantine` finds requests
-that end the process. Only the engine settles futures.
+bounds both while several tenants have work. An error of one request is that request's answer. After an error that is
+an answer (`faults`) in a packed step the engine runs its requests one by one, so that only the one at fault fails. Any
+other exception ends the process, and `quarantine` finds requests that do so. Only the engine settles futures.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tinsmith.backends import Backend, run_to_end
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.engine.faults import EngineFaultError, answer_of, classify
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, Pace
 from tinsmith.engine.passes import PassReader
@@ -36,7 +37,7 @@ from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
 from tinsmith.engine.versions import Versions
-from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime import malloc
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
@@ -127,10 +128,23 @@ class Engine:
             self._database_retry.run(self.start)
             while not stopping():
                 self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
-        except (SQLAlchemyError, OSError, LeaseLostError, IterationFailedError):
+        except (LeaseLostError, IterationFailedError):
             self.clear_journal()
             raise
+        except Exception as error:
+            if not classify(error).is_fatal:
+                self.clear_journal()
+            raise
         self.stop()
+
+    def on_fault(self, act: Callable[[EngineFaultError], None]) -> None:
+        """Call `act` as soon as a fault ends this engine."""
+        self._quarantine.on_fault = act
+
+    def flush_settlements(self, stopping: Callable[[], bool]) -> None:
+        """Commit what was computed before a fault, until `stopping`. Does not use the device."""
+        self._database_retry.stopping = stopping
+        self._outbox.flush()
 
     def clear_journal(self) -> None:
         """From now on the end of this process blames no request. Thread-safe."""
@@ -242,10 +256,7 @@ class Engine:
         hit("engine.planned")
         self._timings.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
         started, decoded_s = time.monotonic(), self._sampling.decoded_s
-        for group in self._quarantine.groups(step.optim_steps):
-            self._run_optim_steps(group)
-        if step.optim_steps:
-            self.meters.worked("optim_steps", time.monotonic() - started)
+        self._run_all_optim_steps(step.optim_steps)
         for request in step.singles:
             begun = time.monotonic()
             self._run_single(request)
@@ -257,6 +268,7 @@ class Engine:
         passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
             self._batching_window.ran(passes_s)
+            step = self._run_steps_after(step, planned_at)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
         self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
@@ -271,6 +283,21 @@ class Engine:
             milliseconds=round(1000 * step_s, 1),
         )
         return True
+
+    def _run_all_optim_steps(self, requests: Sequence[Pending]) -> None:
+        started = time.monotonic()
+        for group in self._quarantine.groups(requests):
+            self._run_optim_steps(group)
+        if requests:
+            self.meters.worked("optim_steps", time.monotonic() - started)
+
+    def _run_steps_after(self, step: Step, planned_at: float) -> Step:
+        """Run the optimizer steps that waited for the passes of this step; returns the step with them."""
+        if not (requests := self._queues.steps_after(step.passes)):
+            return step
+        self._timings.planned(requests, planned_at)
+        self._run_all_optim_steps(requests)
+        return replace(step, optim_steps=(*step.optim_steps, *requests))
 
     def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
         """The most tokens of the next step."""
@@ -365,22 +392,27 @@ class Engine:
 
     def _restore_model(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
         """Load a model; returns the reason if that fails, otherwise None. With `interleave`, samples are decoded
-        meanwhile. Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
+        meanwhile. Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed, and faults.
         """
         if self._backend.has_model(model_id):
             return None
+        if reason := self._quarantine.unrestorable(model_id):
+            return LostStateError(f"model {model_id!r} could not be restored: {reason}")
         model = self._stores.models.find(model_id)
         if model is None:
             return UserError(f"model_id {model_id!r} is unknown")
         try:
             model.require_usable()
             self._part_began = time.monotonic()
-            run_to_end(self._recovery.restore(model), self._between if interleave else None)
+            with self._quarantine.restoring(model_id):
+                run_to_end(self._recovery.restore(model), self._between if interleave else None)
         except TinsmithError as error:
             return error
         except (UnreachableError, SQLAlchemyError):
             raise
         except Exception as error:  # one model's unreadable state must not stop the others
+            if classify(error).is_fatal:
+                raise
             log.error("a model could not be restored", model_id=model_id, exc_info=error)
             self._backend.unload_model(model_id)
             return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")
@@ -408,7 +440,7 @@ class Engine:
                 for request, _ in ready:
                     self._run_passes([request])
                 return
-            outcomes = [_as_error(error, ready[0][0])]
+            outcomes = [answer_of(error, ready[0][0])]
         settled: list[tuple[Pending, Settlement]] = []
         for index, ((request, body), outcome) in enumerate(zip(ready, outcomes, strict=True)):
             if isinstance(outcome, PassResult):
@@ -440,7 +472,7 @@ class Engine:
                 return
             (request, _) = ready[0]
             # It changed nothing, and will change nothing in a replay.
-            self._settle_in_lane([(request, Settlement(request.request_id, error=_as_error(error, request)))])
+            self._settle_in_lane([(request, Settlement(request.request_id, error=answer_of(error, request)))])
             return
         settled: list[tuple[Pending, Settlement]] = []
         for (request, body), step, outcome in zip(ready, steps, outcomes, strict=True):
@@ -468,7 +500,7 @@ class Engine:
         except SQLAlchemyError:  # the request stays in its lane
             raise
         except Exception as error:  # noqa: BLE001  becomes this request's answer
-            failure = _as_error(error, request)
+            failure = answer_of(error, request)
             effects = self._operations.failed(request, body, failure)
             settlement = Settlement(request.request_id, error=failure, effects=effects)
         if isinstance(settlement, Upload):
@@ -484,9 +516,10 @@ class Engine:
             if request.request_id not in self._queues.known:
                 continue  # its model was unloaded meanwhile; the unreferenced files are swept
             try:
-                settlement = upload.settlement()
+                with self._quarantine.blaming([request.request_id]):
+                    settlement = upload.settlement()
             except Exception as error:  # noqa: BLE001  becomes this request's answer
-                failure = _as_error(error, request)
+                failure = answer_of(error, request)
                 effects = self._operations.failed(request, upload.body, failure)
                 settlement = Settlement(request.request_id, error=failure, effects=effects)
             assert request.model_id is not None
@@ -504,9 +537,9 @@ class Engine:
         if verdict := self._quarantine.verdict(request.request_id):
             raise verdict
         creating = request.kind in ("create_model", "load_model")
-        if not creating and (error := self._restore_model(model.model_id)):
-            raise error
         with self._running([(request, body)]):
+            if not creating and (error := self._restore_model(model.model_id)):
+                raise error
             settlement = self._operations.run(request, model, body)
         if isinstance(settlement, Upload):
             return settlement
@@ -536,7 +569,8 @@ class Engine:
             applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
             if settlement.keep_body:
                 changed.add(request.model_id)
-        self._outbox.settle([settlement for _, settlement in settled], applied)
+        with self._quarantine.blaming([request.request_id for request, _ in settled]):
+            self._outbox.settle([settlement for _, settlement in settled], applied)
         for model_id, seq_id in applied.items():
             self._snapshots.note_settled(model_id, seq_id, changed=model_id in changed)
 
@@ -550,14 +584,3 @@ class Engine:
         self._quarantine.forget(ids)
         self._mailbox.wake(SERVER, ids)
         self._timings.settled(settlements)
-
-
-def _as_error(error: Exception, request: Pending) -> TinsmithError:
-    if isinstance(error, TinsmithError):
-        return error
-    if isinstance(error, MemoryError):
-        size = f" of {request.num_tokens} tokens" if request.num_tokens else ""
-        return UserError(f"this {request.kind}{size} does not fit into the engine's memory, even alone: {error}")
-    ids = {"request_id": request.request_id, "model_id": request.model_id, "tenant_id": request.tenant_id}
-    log.error("a request failed", kind=request.kind, exc_info=error, **ids)
-    return EngineFailedError(f"{request.kind} failed in the engine: {type(error).__name__}: {error}")

@@ -296,6 +296,14 @@ class Queues:
         quick = (lane.pass_due_in_s(moment) for lane in lanes)
         return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]
 
+    def steps_after(self, passes: Sequence[Pending]) -> list[Pending]:
+        """The optimizer steps that can run because these passes have: they need not wait for the decoding after a step
+        and for the next one.
+        """
+        lanes = [self.lanes.get(model_id) for model_id in dict.fromkeys(request.model_id or "" for request in passes)]
+        heads = [lane.waiting.get(lane.next_seq_id) for lane in lanes if lane is not None and not lane.is_held]
+        return [head for head in heads if head is not None and head.kind == "optim_step"]
+
     def passes_wait(self) -> bool:
         """Whether a pass could be in the next step."""
         heads = (lane.waiting.get(lane.next_seq_id) for lane in self.lanes.values() if not lane.is_held)

@@ -25,12 +25,12 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import RESTING, Executors
 from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.engine.faults import EngineFaultError, classify
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
@@ -185,7 +185,9 @@ class VersionLoader:
             self._load(fetched.key, fetched.path, self._awaited[fetched.key].requests)
             self._cache.add(fetched.key, fetched.num_bytes)
             return None
-        except Exception as error:  # noqa: BLE001  reported with the samples of this version
+        except Exception as error:  # reported with the samples of this version
+            if classify(error).is_fatal:
+                raise
             return error
         finally:
             fetched.close()
@@ -290,10 +292,23 @@ class SamplerEngine:
             while not stopping():
                 self._database_retry.run(partial(self.run_once, SAFETY_POLL_S))
             self.drain()
-        except (SQLAlchemyError, OSError, LeaseLostError, IterationFailedError):
+        except (LeaseLostError, IterationFailedError):
             self.clear_journal()
             raise
+        except Exception as error:
+            if not classify(error).is_fatal:
+                self.clear_journal()
+            raise
         self.clear_journal()
+
+    def on_fault(self, act: Callable[[EngineFaultError], None]) -> None:
+        """Call `act` as soon as a fault ends this sampler."""
+        self._quarantine.on_fault = act
+
+    def flush_settlements(self, stopping: Callable[[], bool]) -> None:
+        """Commit what was computed before a fault, until `stopping`. Does not use the device."""
+        self._database_retry.stopping = stopping
+        self._outbox.flush()
 
     def clear_journal(self) -> None:
         """From now on the end of this process quarantines no request. Thread-safe."""

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.backends.device_errors import is_out_of_memory
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.db.statements import Effect
+from tinsmith.engine.faults import answer_of
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
@@ -149,15 +151,12 @@ class Sampling:
         try:
             with self.quarantine.running(list(self._running)):
                 finished = self.backend.sampler.step(few) if few else self.backend.sampler.step()
-        except MemoryError as error:
-            self._recover_memory(str(error))
-            return
-        except Exception as error:  # the sampler's state is unknown: fail its requests and continue
-            log.error("a decode step failed", exc_info=error)
-            failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
-            for request_id in self._running:
-                self.backend.sampler.cancel(request_id)
-            self._finish([Settlement(request_id, error=failure) for request_id in self._running])
+                settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
+        except Exception as error:  # noqa: BLE001  becomes an answer, or more attempts
+            if is_out_of_memory(error):
+                self._recover_memory(str(error))
+            else:
+                self._fail_all(error)
             return
         decoded_s = time.monotonic() - started
         self.decoded_s += decoded_s
@@ -171,9 +170,16 @@ class Sampling:
             self._max_running = min(MAX_IN_SAMPLER, 2 * self._max_running)
         if partials := self.backend.sampler.partials():
             self.send_partials(partials)
-        settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
+
+    def _fail_all(self, error: Exception) -> None:
+        """A decode step failed for all: its storage or its remote engine did not answer."""
+        for request_id in self._running:
+            self.backend.sampler.cancel(request_id)
+        self._finish(
+            [Settlement(name, error=answer_of(error, running.request)) for name, running in self._running.items()]
+        )
 
     def _recover_memory(self, lack: str) -> None:
         """The sampler has no memory for a step and cannot reduce it further: all samples return to their queues, and
@@ -352,16 +358,14 @@ class Sampling:
         except SQLAlchemyError:
             del self._running[request.request_id]
             raise
-        except Exception as error:  # becomes this request's answer
-            ids = {"request_id": request.request_id, "tenant_id": request.tenant_id}
-            log.error("a sample could not start", exc_info=error, **ids)
-            failure = EngineFailedError(f"sample failed in the engine: {type(error).__name__}: {error}")
-            self._finish([Settlement(request.request_id, error=failure)])
+        except Exception as error:  # noqa: BLE001  becomes this request's answer
+            self._finish([Settlement(request.request_id, error=answer_of(error, request))])
 
     def _finish(self, settlements: Sequence[Settlement]) -> None:
         for settlement in settlements:
             self._running.pop(settlement.request_id, None)
-        self.outbox.try_settle(settlements)
+        with self.quarantine.blaming([settlement.request_id for settlement in settlements]):
+            self.outbox.try_settle(settlements)
 
     def _settlement(self, request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
         if not isinstance(outcome, SampleResult):

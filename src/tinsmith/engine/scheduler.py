@@ -2,10 +2,11 @@
 
 Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward) at the
 heads of any number of models share one step, for any losses, ranks or tenants; everything else is a barrier of its
-model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the step's token budget
-by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's next request by at most
-one step. If more waits than one step holds, every other step may be a short one that first serves tenants with little
-work; otherwise such a tenant would wait for the running full step and then for its own.
+model: optim_steps of different models merge into one call, the rest runs singly. The engine runs optim_steps that
+waited for the passes of a step at its end, before it decodes. Tenants share the step's token budget by deficit round
+robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's next request by at most one step. If more
+waits than one step holds, every other step may be a short one that first serves tenants with little work; otherwise
+such a tenant would wait for the running full step and then for its own.
 
 A single has a cost in tokens, so that it can be weighed against passes. A step has one single, and more as long as they
 take at most half as long as its passes: one of each tenant in turn, paid from the tenants' share of later passes. So

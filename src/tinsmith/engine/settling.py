@@ -3,7 +3,8 @@
 A database error is never the failure of a request. The engine waits out transient errors (a lost connection, a
 deadlock, a full disk): a finished request stays here until its settlement is committed, and nothing is computed again.
 A settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
-the engine, and its successor recomputes from the log what was not committed.
+the engine, and its successor recomputes from the log what was not committed: IterationFailedError, which blames no
+request, or EngineFaultError, if it is a bug (`faults`).
 
 `settle` returns after the commit. `try_settle` tries once and never waits, so it can be called during a training step;
 the next `flush` or `settle` commits the rest.
@@ -18,6 +19,7 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
+from tinsmith.engine.faults import EngineFaultError, classify
 from tinsmith.engine.telemetry import RequestTimings
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import Futures, Settlement
@@ -141,4 +143,6 @@ class Outbox:
         try:
             action()
         except Exception as error:
+            if classify(error).is_fatal:
+                raise EngineFaultError.of(error) from error
             raise IterationFailedError(f"finished requests could not be settled: {type(error).__name__}") from error

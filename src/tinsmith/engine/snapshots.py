@@ -3,7 +3,8 @@
 A snapshot is a model's adapter, moments, step and gradient after the operation with some seq_id; it may be taken
 between any two operations. The engine's thread only copies; `SnapshotWriter` writes the files in the background,
 versions first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers it.
-A snapshot that cannot be written is retried later; until then the log of bodies takes its place.
+A snapshot that cannot be written is retried later; until then the log of bodies takes its place. A fault of the device
+ends the engine.
 
 One is due after 16 optimizer steps if earlier ones are paid for: the engine reserves one two-hundredth of its training
 time, and a snapshot costs the processor time that it took. So models with short steps have fewer, and models do not
@@ -12,8 +13,8 @@ are evicted, the least recently used first, once a snapshot covers everything; t
 
 `SnapshotWriter` has one thread. A task has `work`, which runs on that thread and must not touch the engine thread's
 state, and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run
-in order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it immediately and
-is raised on the engine's thread.
+in order. The thread ends when none is left; a device fault, or a BaseException that is no Exception (a lost lease),
+ends it immediately and is raised on the engine's thread.
 
 `Recovery` restores a model when a request names it: from its newest snapshot and the acknowledged operations after it,
 whose bodies are still stored. If a snapshot's files are damaged, the replay starts at the one before it, or at the
@@ -43,6 +44,7 @@ from tinsmith.backends import Backend
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import now
 from tinsmith.db.wakeups import EVERYTHING, WakeUps, engine_mailbox
+from tinsmith.engine.faults import EngineFaultError, Fault, classify
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.queues import Queues
@@ -120,14 +122,18 @@ class SnapshotWriter:
             try:
                 task.work()
             except Exception as error:  # noqa: BLE001  given to `done`
+                if classify(error) is Fault.DEVICE:
+                    return self._end_with(EngineFaultError.of(error))
                 self._finished.append((task, error))
             except BaseException as end:  # noqa: BLE001  raised on the engine's thread
-                with self._lock:
-                    self._end, self._thread = end, None
-                    self._tasks.clear()
-                return
+                return self._end_with(end)
             else:
                 self._finished.append((task, None))
+
+    def _end_with(self, end: BaseException) -> None:
+        with self._lock:
+            self._end, self._thread = end, None
+            self._tasks.clear()
 
     def _next(self) -> WriteTask | None:
         with self._lock:
@@ -193,7 +199,9 @@ class LoadedSnapshot:
         """Thread-safe. Returns the directory, empty if it could not be written, and 0: no tenant is charged for it."""
         try:
             return self._write(), 0
-        except Exception as error:  # noqa: BLE001  a backend may raise anything when it cannot write
+        except Exception as error:  # a backend may raise anything when it cannot write
+            if classify(error) is Fault.DEVICE:
+                raise
             self._failure = error
             return "", 0
 
@@ -269,7 +277,9 @@ class Snapshots:
         captured = self.versions.capture(model_id)
         try:
             fill = self.backend.capture(model_id, optimizer=True, gradient=True).write
-        except Exception as error:  # noqa: BLE001  treated as a failed write
+        except Exception as error:  # treated as a failed write
+            if classify(error) is Fault.DEVICE:
+                raise
             fill = partial(_raise, error)
 
         def write() -> str:

@@ -21,6 +21,8 @@ from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec, mixes_tokens
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+TRAINING_FILES = (OPTIMIZER_FILE, "gradient.safetensors")
+"""What only training needs."""
 PREFIX = "base_model.model."
 
 MAX_RANK = 256

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith.errors import NotFoundError
-from tinsmith.exchange.adapters import OPTIMIZER_FILE
+from tinsmith.exchange.adapters import TRAINING_FILES
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import KINDS, CheckpointRef
 from tinsmith.types import ModelShape
@@ -127,14 +127,14 @@ def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
 
 
 def checkpoint_repository(repo_id: str, directories: Directories, directory: str, created_at: float) -> Repository:
-    """The repository of a checkpoint without its optimizer state. Raises CorruptFilesError."""
+    """The repository of a checkpoint without its optimizer state and gradient. Raises CorruptFilesError."""
     directories.check_sizes(directory)
     files = {
         name: HubFile(
             directories.file_path(directory, name), size_bytes, sha256, True, partial(directories.open, directory, name)
         )
         for name, (size_bytes, sha256) in directories.digests(directory).items()
-        if name != OPTIMIZER_FILE
+        if name not in TRAINING_FILES
     }
     return Repository(repo_id, files, created_at, "peft")
 

@@ -1,18 +1,22 @@
-"""Failpoints: named places in the code at which a test can kill a process.
+"""Failpoints: named places in the code at which a test can kill a process, or raise an exception.
 
 A failpoint is one line, `hit(NAME)`, and an entry of POINTS. The setting `failpoints` is a list of `NAME[:N][@VICTIM]`:
 when a process reaches the point for the Nth time, the victim gets SIGKILL, so that no handler cleans up. The victim is
 `server`, `engine`, `both`, or by default the process that reached the point. A marker file in the data directory
 ensures that it happens once, also after restarts. Armed failpoints are global to the process. Without the setting, a
 point costs one lookup in an empty dictionary.
+
+`NAME[:N]!ERROR` raises one of ERRORS instead. `NAME!ERROR/SUFFIX` raises it whenever the point is reached for a request
+whose id ends with SUFFIX (or with another one, after a `|`), also after restarts: a request that cannot be computed.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -32,6 +36,7 @@ POINTS = {
     "engine.claimed": "unowned runs are claimed, but their requests are not read",
     "engine.planned": "a step is chosen",
     "engine.running": "requests are recorded as running, but not begun",
+    "engine.computing": "requests are about to run, in the code whose exceptions may be their answers",
     "engine.ran": "requests have run, but are not settled",
     "settle.uncommitted": "a settlement is written, but not committed",
     "settle.committed": "a settlement is committed, but no process is woken",
@@ -67,7 +72,16 @@ POINTS = {
 
 VICTIMS = ("server", "engine", "both")
 
-_SPEC = re.compile(r"(?P<point>[a-z.]+)(:(?P<nth>[1-9][0-9]*))?(@(?P<victim>[a-z]+))?")
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "bug": lambda: AssertionError("a failpoint"),
+    "device": lambda: RuntimeError("CUDA error: an illegal memory access was encountered (a failpoint)"),
+    "disk": lambda: OSError(errno.ENOSPC, "no space left on device (a failpoint)"),
+    "memory": lambda: MemoryError("no memory (a failpoint)"),
+}
+
+_SPEC = re.compile(
+    r"(?P<point>[a-z.]+)(:(?P<nth>[1-9][0-9]*))?((@(?P<victim>[a-z]+))|(!(?P<error>[a-z]+)(/(?P<suffixes>[\w:|-]+))?))?"
+)
 
 
 @dataclass(slots=True)
@@ -75,6 +89,8 @@ class _Crash:
     nth: int
     victims: frozenset[str]
     marker: Path
+    error: str = ""
+    suffixes: tuple[str, ...] = ()
     reached: count[int] = field(default_factory=lambda: count(1))
 
 
@@ -99,31 +115,45 @@ def arm(setting: str, role: str, data_dir: Path, other_pids: Callable[[], Iterab
     _process = _Process(role, other_pids)
     for spec in filter(None, (part.strip() for part in setting.split(","))):
         match = _SPEC.fullmatch(spec)
-        if match is None or match["point"] not in POINTS or match["victim"] not in (None, *VICTIMS):
+        if match is None or not _names_exist(match):
             raise SettingsError(
-                f"failpoints has {spec!r}; the form is NAME[:N][@server|engine|both], NAME being one of {list(POINTS)}"
+                f"failpoints has {spec!r}; the form is NAME[:N][@server|engine|both], NAME[:N]!ERROR or "
+                f"NAME!ERROR/SUFFIX, ERROR being one of {list(ERRORS)} and NAME one of {list(POINTS)}"
             )
         victim = match["victim"] or role
         victims = frozenset(VICTIMS[:2] if victim == "both" else (victim,))
         marker = data_dir / f"crashed.{match['point']}"
         if not marker.exists():
-            _armed[match["point"]] = _Crash(int(match["nth"] or 1), victims, marker)
+            suffixes = tuple(match["suffixes"].split("|")) if match["suffixes"] else ()
+            _armed[match["point"]] = _Crash(int(match["nth"] or 1), victims, marker, match["error"] or "", suffixes)
 
 
-def hit(point: str) -> None:
-    """Kill the victims if `point` is armed and its count is reached."""
+def _names_exist(match: re.Match[str]) -> bool:
+    victims, errors = (None, *VICTIMS), (None, *ERRORS)
+    is_once = match["nth"] is None or match["suffixes"] is None
+    return match["point"] in POINTS and match["victim"] in victims and match["error"] in errors and is_once
+
+
+def hit(point: str, request_ids: Sequence[str] = ()) -> None:
+    """Kill the victims, or raise an exception, if `point` is armed and its count or one of its requests is reached."""
     if point in _armed:
-        _kill(_armed[point])
+        _fail(_armed[point], request_ids)
 
 
-def _kill(crash: _Crash) -> None:
+def _fail(crash: _Crash, request_ids: Sequence[str]) -> None:
     assert _process is not None
+    if crash.suffixes:
+        if any(request_id.endswith(crash.suffixes) for request_id in request_ids):
+            raise ERRORS[crash.error]()
+        return
     if next(crash.reached) != crash.nth:
         return
     try:
         crash.marker.touch(exist_ok=False)
     except FileExistsError:  # another process was first
         return
+    if crash.error:
+        raise ERRORS[crash.error]()
     if crash.victims - {_process.role}:
         for pid in _process.other_pids():
             os.kill(pid, signal.SIGKILL)

@@ -86,7 +86,8 @@ class FakeSampler:
         return AltTokens(tokens, np.full((num_rows, k), -0.5, np.float32))
 
     def _sequence(self, sample: Sample, seed: list[int]) -> SampledSequence:
-        count = min(sample.params.max_tokens or DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+        room = max(0, sample.max_answer_tokens(self._shape.max_context_length))
+        count = min(sample.params.max_tokens or room, room, DEFAULT_MAX_TOKENS)
         tokens = np.random.default_rng(seed).integers(0, self._shape.vocab_size, count).astype(np.int32)
         topk = _topk(count, sample.topk_sample_logprobs, num_empty=0)
         return SampledSequence(tokens, np.full(count, -0.25, np.float32), "length", topk)

@@ -21,6 +21,7 @@ NTH = {
     "engine.fetched": 9,
     "engine.planned": 12,
     "engine.running": 15,
+    "engine.computing": 16,
     "engine.ran": 20,
     "settle.uncommitted": 18,
     "settle.committed": 22,

@@ -278,14 +278,16 @@ def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) ->
 def _shown(plan: GenerationPlan) -> Mapping[str, object]:
     """Return the fields of an asample that request the logprobs of the response."""
     top = plan.top_logprobs
-    asked = [count for count in (top if plan.echo else None, plan.prompt_logprobs) if count is not None]
-    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(asked)} if asked else {}
+    # An echo alone draws no token that is returned, so its prompt may fill the context, as scored prompts may.
+    echoed = 0 if plan.echo_only and top is None else top
+    counts = [count for count in (echoed if plan.echo else None, plan.prompt_logprobs) if count is not None]
+    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(counts)} if counts else {}
     return of_prompt if top is None else {"topk_sample_logprobs": top} | of_prompt
 
 
 def _check(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
     prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
-    if prompt + (max_tokens or 1) > shape.max_context_length:
+    if (max_tokens or 1) > sample.max_answer_tokens(shape.max_context_length):
         raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
     if adjustments := sample.params.adjustments:
         biased = max((token_id for token_id, _ in adjustments.logit_bias), default=0)

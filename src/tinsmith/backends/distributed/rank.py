@@ -30,7 +30,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout
 from tinsmith.backends.torch.checkpoint import Tensor
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.errors import EngineFailedError, RanksLostError, SettingsError, TinsmithError, UserError
+from tinsmith.errors import RankFailedError, RanksLostError, SettingsError, TinsmithError, UserError
 from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
@@ -253,7 +253,8 @@ class CommandOutcome:
     def read(cls, message: bytes) -> CommandOutcome:
         kind, value, error, digest = cast("tuple[str, object, TinsmithError | str | None, str]", decode(message))
         if isinstance(error, str):
-            return cls(kind, value, MemoryError(error) if kind == "MemoryError" else EngineFailedError(error), digest)
+            failure = MemoryError(error) if kind == "MemoryError" else RankFailedError(f"{kind}: {error}")
+            return cls(kind, value, failure, digest)
         return cls(kind, value, error, digest)
 
 

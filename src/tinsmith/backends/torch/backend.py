@@ -392,7 +392,8 @@ class TorchBackend:
         return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        trained = replace(self._model(model_id), gradient_P=None)
+        trained = self._model(model_id)
+        trained = trained if optimizer else replace(trained, gradient_P=None)
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
     def _write(

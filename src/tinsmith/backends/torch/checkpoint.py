@@ -2,7 +2,7 @@
 
 An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang read them,
 or, if `stacked` is set, with experts in the format of Tinker's exports. `optimizer.safetensors` makes training continue
-bit for bit; `gradient.safetensors`, only in a snapshot, holds the accumulated gradient. Files are fsynced one by one;
+bit for bit; `gradient.safetensors`, beside it, holds the accumulated gradient, if any. Files are fsynced one by one;
 publishing the directory atomically is up to the caller.
 
 Tinker's format is ours in memory: `{experts}.w1`, `.w3` and `.w2`, with A or B of all experts stacked, and a single one
@@ -491,7 +491,7 @@ def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) 
 
 
 def load_gradient(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
-    """Load the gradient that had accumulated at the snapshot, if any."""
+    """Load the gradient that had accumulated when the files were written, if any."""
     path = directory / GRADIENT_FILE
     if path.is_file():
         trained.gradient_P = flat(trained, read_tensors(path), "gradient", path)

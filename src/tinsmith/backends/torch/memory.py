@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from tinsmith.backends.device_errors import is_out_of_memory
 from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
@@ -32,8 +33,6 @@ from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import read_directory, tower_numbers
 from tinsmith.plan.degrees import gib
 from tinsmith.plan.memory import Activations
-
-SIGNS = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough memory")
 
 GIBIBYTE = 2**30
 
@@ -53,17 +52,11 @@ def memory_errors(device: torch.device) -> Iterator[None]:
     except OverBudgetError:
         raise
     except (MemoryError, RuntimeError) as error:
-        if not _ran_out(error):
+        if not is_out_of_memory(error):
             raise
         text = str(error).strip().partition("\n")[0][:200] or "an allocation failed"
         free = f"{device} has {free_bytes(device) / GIBIBYTE:.1f} GiB free"
         raise MemoryError(f"{free} ({text})") from None
-
-
-def _ran_out(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(sign in str(error) for sign in SIGNS)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -331,7 +331,7 @@ class LocalSampler:
             raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
         # The last token is only returned: its keys and values are never cached.
         capacity = self._cache_budget.capacity + 1
-        room = min(context, capacity) - num_prompt
+        room = min(sample.max_answer_tokens(context), capacity - num_prompt)
         max_tokens = sample.params.max_tokens
         wanted = max(room, 1) if max_tokens is None else max_tokens
         if wanted < 1 or sample.num_samples < 1:

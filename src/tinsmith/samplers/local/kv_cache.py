@@ -66,7 +66,7 @@ class KVCache:
         self.members: dict[LayerShape, list[int]] = {}
         for layer, shape in layers.items():
             self.members.setdefault(shape, []).append(layer)
-        self._device = device
+        self.device = device
         self._stores: dict[LayerShape, Tensor] = {}  # [layers, blocks, S, G, D]
         self._layers: dict[int, Tensor] = {}  # [blocks, S, G, D]
         self.num_blocks = 0
@@ -88,7 +88,7 @@ class KVCache:
                 shape.num_heads,
                 shape.key_dim + shape.value_dim,
             )
-            store = _zeros(size, shape.dtype, self._device)
+            store = _zeros(size, shape.dtype, self.device)
             if (old := self._stores.get(shape)) is not None:
                 num_old = min(old.shape[1], num_blocks)
                 store[:, :num_old] = old[:, :num_old]
@@ -105,7 +105,7 @@ class KVCache:
         sources = list(range(num_blocks))
         for source, target in moves.items():
             sources[target] = source
-        index = torch.tensor(sources, device=self._device)
+        index = torch.tensor(sources, device=self.device)
         for shape, layers in self.members.items():
             store = self._stores[shape] = self._stores.pop(shape).index_select(1, index)
             self._layers.update(zip(layers, store, strict=True))
@@ -122,7 +122,7 @@ class KVCache:
         if not (copies or fresh):
             return
         numbers = [np.array(part, np.int64) for part in ([s for s, _ in copies], [t for _, t in copies], fresh)]
-        sources, targets, cleared = upload_all(numbers, self._device)
+        sources, targets, cleared = upload_all(numbers, self.device)
         for store in self._stores.values():
             if copies:
                 store.index_copy_(1, targets, store.index_select(1, sources))

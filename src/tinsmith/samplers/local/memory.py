@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from tinsmith.backends.torch.memory import KV_CACHE, Evictable, MemoryManager
+from tinsmith.backends.torch.memory import KV_CACHE, Evictable, MemoryManager, memory_errors
 from tinsmith.plan.memory import BLOCKS_SHARE
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV
 from tinsmith.samplers.local.kv_cache import KVCache
@@ -146,8 +146,9 @@ class CacheBudget:
         elif num_blocks < self._batcher.pool.num_blocks - 1:
             moves = self._batcher.shrink(num_blocks)
             try:
-                self._cache.shrink(num_blocks + 1, moves)
-            except (MemoryError, RuntimeError):  # no memory for the copy: recompute everything
+                with memory_errors(self._cache.device):
+                    self._cache.shrink(num_blocks + 1, moves)
+            except MemoryError:  # no memory for the copy: recompute everything
                 self._batcher.shrink(0)
                 self._cache.clear()
 

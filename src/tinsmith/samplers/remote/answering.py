@@ -70,7 +70,8 @@ class Answering:
             )
         dialect.check(sample.params, alternatives=sample.prompt_alt_tokens_k)
         self._rescores = dialect.rescores(sample.params)
-        self._max_tokens = self._room(min(context_length, dialect.max_context_length or context_length))
+        self._engine_context = dialect.max_context_length or context_length
+        self._max_tokens = self._room(min(context_length, self._engine_context))
         self._prompt_scores = self._prompt_ask()
         self._stream = sample.stream and not self._rescores
         # A stream may be drawn again after its first tokens were published, so it needs a seed.
@@ -87,10 +88,8 @@ class Answering:
                     for index in range(self._sample.num_samples)
                 ]
                 scored = None
-                if self._prompt_scores is not None and (self._alone or by_token):
-                    scored = group.create_task(
-                        self._scored(sender, adapter, self._prompt, self._prompt_scores, by_token)
-                    )
+                if self._prompt_scores is not None and (self._alone or by_token or not self._max_tokens):
+                    scored = group.create_task(self._score_prompt(sender, adapter, self._prompt_scores, by_token))
         except BaseExceptionGroup as group_of_errors:
             raise _worst(group_of_errors) from None
         replies = [task.result() for task in answers]
@@ -107,9 +106,13 @@ class Answering:
         )
 
     def _room(self, context_length: int) -> int:
-        """The most tokens that an answer may have."""
+        """The most tokens that an answer may have; 0 if the prompt is only scored, since the engine cannot draw the one
+        token that may follow a full context.
+        """
         room = context_length - len(self._prompt) - (1 if self._rescores else 0)
         wanted = self._sample.params.max_tokens
+        if room < 1 and self._sample.scores_prompt and (wanted or 1) <= self._sample.max_answer_tokens(context_length):
+            return 0
         if room < 1 or (wanted or 1) > room:
             spare = ", of which one is needed to score the answer" if self._rescores else ""
             raise UserError(
@@ -134,6 +137,8 @@ class Answering:
     async def _answer(
         self, sender: Sender, adapter: str | None, index: int, publish: Publish, by_token: bool
     ) -> EngineReply:
+        if not self._max_tokens:
+            return EngineReply([], [], [], "length")
         ask = replace(
             self._ask(adapter, self._prompt, self._sample.params, self._max_tokens),
             seed=None if self._seed is None else seed_of(self._seed, index, self._dialect.seed_bits),
@@ -142,19 +147,19 @@ class Answering:
             stream=self._stream,
         )
         reply = await sender.send(ask, partial(publish, index))
-        self._check(reply)
+        self._check(reply, self._max_tokens)
         if self._rescores:
             await self._rescore(sender, adapter, reply, by_token)
         if any(np.isnan(reply.logprobs)):
             raise UserError(NOT_FINITE)
         return reply
 
-    def _check(self, reply: EngineReply) -> None:
+    def _check(self, reply: EngineReply, max_tokens: int) -> None:
         if reply.finish == "abort":
             raise EngineGone("the engine aborted the request")
-        if reply.finish not in ("stop", "length") or not reply.tokens or len(reply.tokens) > self._max_tokens:
+        if reply.finish not in ("stop", "length") or not reply.tokens or len(reply.tokens) > max_tokens:
             raise EngineFailedError(
-                f"{self._dialect.name} answered {len(reply.tokens)} of at most {self._max_tokens} tokens, reason "
+                f"{self._dialect.name} answered {len(reply.tokens)} of at most {max_tokens} tokens, reason "
                 f"{reply.finish!r}"
             )
 
@@ -164,6 +169,20 @@ class Answering:
         rows = await self._scored(sender, adapter, [*self._prompt, *reply.tokens], PromptAsk(start, k), by_token)
         reply.logprobs = [row.get(token, np.nan) for token, row in zip(reply.tokens, rows[start:], strict=True)]
         reply.topk = list(rows[start:]) if k else []
+
+    async def _score_prompt(
+        self, sender: Sender, adapter: str | None, about: PromptAsk, by_token: bool
+    ) -> Sequence[Row]:
+        """Logprobs of the prompt. An engine draws a token after every prompt, so it scores one that fills its context
+        without the last token, and that token as a continuation.
+        """
+        last = len(self._prompt) - 1
+        if by_token or last < self._engine_context - 1:
+            return await self._scored(sender, adapter, self._prompt, about, by_token)
+        rows: list[Row] = [{} for _ in range(last)]
+        if about.first < last:
+            rows = [*await self._scored(sender, adapter, self._prompt[:last], about, by_token)]
+        return [*rows, (await self._scored_by_token(sender, adapter, self._prompt, replace(about, first=last)))[last]]
 
     async def _scored(
         self, sender: Sender, adapter: str | None, tokens: Sequence[int], about: PromptAsk, by_token: bool
@@ -198,7 +217,7 @@ class Answering:
             replies += [task.result() for task in tasks]
         rows: list[dict[int, float]] = [{} for _ in tokens]
         for reply, position in zip(replies, [*positions, *positions][: len(replies)], strict=True):
-            self._check(reply)
+            self._check(reply, 1)
             rows[position].update(reply.topk[0])
         return [*rows]
 
