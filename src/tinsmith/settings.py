@@ -226,6 +226,10 @@ class Settings(BaseSettings):
     sampler_step_tokens: int = Field(default=0, ge=0)
     """Most prompt and sampled tokens in one decode step. 0 means 2048, for larger models on a CPU 512."""
 
+    strict_fields: bool = False
+    """Refuse the fields of OpenAI's and Anthropic's clients that would otherwise be ignored and named in the response
+    header `tinsmith-ignored-fields`"""
+
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, after decompression."""
 

@@ -14,18 +14,31 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, WrapValidator
+from pydantic import AfterValidator, Field, WrapValidator
 
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
-from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
+from tinsmith.wire.fields import (
+    ByType,
+    ClosedBody,
+    OneOf,
+    Only,
+    OrText,
+    Text,
+    Unread,
+    advice,
+    nameable,
+    show,
+    unsupported,
+    wrong,
+)
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
 """Most calls of a completion that must call tools; some models would never stop."""
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
 
@@ -51,7 +64,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request; `choice` is auto, required or a tool's name."""
+    """The tools of a request; `choice` is auto, required or a tool's name. `answer` is the grammar of a completion
+    that calls no tool.
+    """
 
     tools: tuple[Tool, ...]
     choice: str
@@ -59,19 +74,25 @@ class ToolUse:
     parallel: bool
     form: str  # hermes | llama | harmony
     marked: bool = True  # whether OPEN and CLOSE are single tokens
+    answer: Grammar | None = None
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
-        if self.choice == "auto":
+        if self.choice == "auto" and self.answer is None:
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
+        kind, start = "json_lark", "start: calls"
+        if self.choice == "auto" and self.answer is not None:
+            kind = "json_lark" if self.answer.kind == "json_schema" else "lark"
+            head = '<|channel|> "final" <|message|> ' if self.form == "harmony" else ""
+            start = f"start: calls | {head}answer\nanswer: {_nested(self.answer)}"
         if self.form == "llama":
-            return Grammar("json_lark", _rules("start: call", wanted, _begun("parameters")))
+            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun("parameters")))
         if self.form == "harmony":
-            return Grammar("json_lark", _rules("start: call", wanted, _begun_in_harmony, end=""))
+            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun_in_harmony, end=""))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
-        return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted, _begun("arguments")))
+        return Grammar(kind, _rules(f"{start}\ncalls: one{several}\none: {call}", wanted, _begun("arguments")))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
@@ -130,44 +151,89 @@ class ToolUse:
 
 def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise wrong(f"is {show(name)}; use 1 to 64 of a-z, A-Z, 0-9, _, - and .")
+        raise wrong(f"is {show(name)}; use 1 to 128 of a-z, A-Z, 0-9, _, - and .")
     return name
 
 
-class FunctionBody(Body):
+class FunctionBody(ClosedBody):
     name: Annotated[Text, AfterValidator(_check_name)]
+    description: Unread = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolBody(Body):
+class ToolBody(ClosedBody):
     type: Annotated[Text, Only(("function",), "use 'function'")]
     function: FunctionBody
 
 
+def drop_other_tool(item: object, kinds: Sequence[str]) -> None:
+    """Raise the error that removes a tool of another type from a request. No model here can call it, because only its
+    vendor describes and runs it.
+    """
+    kind = item.get("type", kinds[0]) if isinstance(item, dict) else None
+    if kind == "custom" and kind not in kinds:
+        raise unsupported("'custom'; describe a function with one string")
+    if isinstance(kind, str) and kind not in kinds:
+        raise advice(f"{show(kind)}; this server does not run tools; describe a function", f"[{nameable(kind)}]")
+
+
 def _tool(item: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
+    drop_other_tool(item, ("function",))
     function = read(item).function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
     return Tool(function.name, parameters, item, bool(function.strict))
 
 
-class NamedFunction(Body):
+class NamedFunction(ClosedBody):
     name: Text
 
 
-class NamedTool(Body):
+class NamedTool(ClosedBody):
     type: Annotated[Text, Only(("function",), "use 'function'")]
     function: NamedFunction
 
 
+class ListedTools(ClosedBody):
+    mode: Annotated[str, OneOf(("auto", "required"))]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(ClosedBody):
+    type: Unread
+    allowed_tools: ListedTools
+
+
 GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
-ToolChoice = Annotated[str | NamedTool, OrText(("none", "auto", "required"))]
+ChosenTool = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, "allowed_tools": AllowedTools})]
+ToolChoice = Annotated[str | ChosenTool, OrText(("none", "auto", "required"))]
+
+
+def chosen_tools(
+    tools: Sequence[ToolBody], choice: NamedTool | AllowedTools | str | None
+) -> tuple[NamedTool | str | None, Sequence[Tool]]:
+    """Return the tool choice and the tools that it allows. Raises RequestError."""
+    listed = cast("Sequence[Tool]", tools)
+    if not isinstance(choice, AllowedTools):
+        return choice, listed
+    allowed = [each.function.name for each in choice.allowed_tools.tools]
+    for name in allowed:
+        if name not in {tool.name for tool in listed}:
+            raise RequestError("tool_choice", f"tool_choice allows {show(name)}, which is not one of the tools")
+    return choice.allowed_tools.mode, [tool for tool in listed if tool.name in allowed]
 
 
 def read_tools(
-    tools: Sequence[Tool], wanted: NamedTool | str | None, parallel: bool, template: str, marked: bool
+    tools: Sequence[Tool],
+    wanted: NamedTool | str | None,
+    parallel: bool,
+    template: str,
+    marked: bool,
+    answer: Grammar | None = None,
 ) -> ToolUse | None:
-    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them."""
+    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer` is the grammar
+    of a completion without a call.
+    """
     named = isinstance(wanted, NamedTool)
     choice = wanted.function.name if isinstance(wanted, NamedTool) else wanted or "auto"
     if not tools:
@@ -181,7 +247,7 @@ def read_tools(
         return None
     if named and choice not in names:
         raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
-    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked)
+    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked, answer)
 
 
 def _form(template: str) -> str:
@@ -219,6 +285,22 @@ def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: s
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
     return {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
+
+
+def _nested(grammar: Grammar) -> str:
+    """Return a grammar as a part of a rule. Raises RequestError for a schema that is not JSON."""
+    if grammar.kind == "regex":
+        return f"/{_SLASH.sub(lambda found: found[1] or REGEX_ESCAPES[found[0]], grammar.text)}/"
+    if grammar.kind != "json_schema":
+        return f"%lark {{\n{grammar.text}\n}}"
+    schema = _object(grammar.text)
+    if schema is None:
+        raise RequestError("response_format", "the schema must be a JSON object if tools are sent, too")
+    return f"%json {json.dumps(schema | {'x-guidance': dict(JSON_FORM)})}"
+
+
+REGEX_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+_SLASH = re.compile(r"(\\.)|[/\n\r]")
 
 
 def _quoted(text: str) -> str:

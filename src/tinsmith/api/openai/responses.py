@@ -25,7 +25,7 @@ from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
 from tinsmith.errors import NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.store.responses import StoredResponse
-from tinsmith.wire.fields import validate
+from tinsmith.wire.fields import IgnoredFields, validate
 
 RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})
 RUNNING = ("queued", "in_progress")
@@ -34,17 +34,24 @@ RUNNING = ("queued", "in_progress")
 class PreparedResponse:
     """A validated request for a response, with the items of the conversation before it."""
 
-    def __init__(self, services: Services, tenant_id: str, values: JsonObject, capture: str | None = None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        tenant_id: str,
+        values: JsonObject,
+        ignored: IgnoredFields,
+        capture: str | None = None,
+    ) -> None:
         """Call it on a worker thread. Raises UserError."""
         self.values = values
-        self.request = validate(ResponseRequest, values)
+        self.request = validate(ResponseRequest, values, ignored)
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
         recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
         plan = partial(self.request.plan, before=self.before, recorded=recorded)
         self._responses = services.responses
-        self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
+        self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, ignored, capture)
         self.answer = ResponseAnswer(self.request, self.prepared.plan, self.prepared.text, end=self._end)
 
     def store(self, seats: list[SampleId]) -> None:
@@ -81,7 +88,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
         raise RequestError(
             "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for it"
         )
-    return items_after(validate(ResponseRequest, stored.request), stored.before, body)
+    return items_after(validate(ResponseRequest, stored.request, IgnoredFields()), stored.before, body)
 
 
 @for_openai(
@@ -94,14 +101,14 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     errors=GENERATION,
 )
 async def create(request: Request) -> HttpResponse:
-    def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
-        return PreparedResponse(services, tenant_id, values, capture_session(request))
+    def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> PreparedResponse:
+        return PreparedResponse(services, tenant_id, values, ignored, capture_session(request))
 
     asked = await read_as(request, make)
     if asked.request.background and asked.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if asked.request.background:
-        return answer(await run(asked.submit))
+        return answer(await run(asked.submit), headers=asked.prepared.headers)
     return await respond(request, asked.prepared, asked.answer, asked.store)
 
 
@@ -135,8 +142,9 @@ def delete(call: Call) -> JsonObject:
 
 def _finished(services: Services, stored: StoredResponse) -> JsonObject:
     """Return a response without stored output: with its output if its samples have settled, else with its status."""
-    request = validate(ResponseRequest, stored.request)
-    made = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
+    request = validate(ResponseRequest, stored.request, IgnoredFields())
+    plan = partial(request.plan, before=stored.before)
+    made = prepare_plan(services, stored.tenant_id, request.model, plan, IgnoredFields())
     response = ResponseAnswer(request, made.plan, made.text, stored.response_id, stored.created_at)
     try:
         result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])
