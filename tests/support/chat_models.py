@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+from support import tiny_models
 from tinsmith.base_models import nano
 
 TOOL_TEMPLATE = """\
@@ -46,4 +47,30 @@ def make_plain_model(directory: Path) -> Path:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+AGENT_CONTEXT = 65536
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_agent_model(directory: Path) -> Path:
+    """A random model of one small layer for agents: their prompts of 80 KB are 20,000 tokens and take seconds."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_models.make(directory, num_hidden_layers=1, vocab_size=4096, max_position_embeddings=AGENT_CONTEXT)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, special_tokens=marks, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train([str(path) for path in sorted((_ROOT / "docs").glob("*.md"))], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE.replace(" or not tools", " or loop.index0 > 0"))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(config | {"eos_token_id": tokenizer.token_to_id("<|im_end|>")}))
     return directory

@@ -220,6 +220,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             special=self.add_special_tokens,
         )
 
+    @property
+    def _grammar_field(self) -> str:
+        return super()._grammar_field if self.structure else "tools"
+
     def _channels(self, text: Text, prompt: Sequence[int], written: bool) -> Channels | None:
         """Return the completion's channels; None if special tokens are shown or a grammar excludes channels."""
         found = channels_of(text, prompt) if written and self.skip_special_tokens else None

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from tinsmith.chat.schemas import check_grammar, schema_grammar
 from tinsmith.chat.texts import Channels, Thinking
 from tinsmith.chat.texts import Text as ModelText
 from tinsmith.chat.tools import ToolUse
@@ -148,9 +149,9 @@ class ContextLengthError(RequestError):
 # Grammars.
 
 
-def json_grammar(schema: Mapping[str, object] | None) -> Grammar:
-    """Make the grammar of a JSON schema; without a schema, of any object."""
-    return bounded(Grammar("json_schema", json.dumps(schema if schema is not None else {"type": "object"})))
+def json_grammar(schema: Mapping[str, object] | None, where: str = "response_format.json_schema.schema") -> Grammar:
+    """Make the grammar of a JSON schema; without a schema, of any object. Raises RequestError below `where`."""
+    return bounded(schema_grammar({"type": "object"} if schema is None else schema, where))
 
 
 def bounded(grammar: Grammar) -> Grammar:
@@ -186,16 +187,24 @@ class ResponseFormat(ClosedBody):
         return json_grammar(self.json_schema.given if self.type == "json_schema" and self.json_schema else None)
 
 
-def _structured(given: dict[str, Any]) -> Grammar:
+def _schema_of(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise wrong(f"has the json {show(text)}; it must be a JSON object, the schema")
+    return schema
+
+
+def _structured(given: dict[str, Any], where: str = "structured_outputs.json") -> Grammar:
     """Read vLLM's structured outputs: exactly one of json, regex, choice and grammar."""
     named = [name for name, value in given.items() if value is not None]
     if len(named) != 1 or named[0] not in STRUCTURES:
         raise unsupported(f"{show(named)}; use exactly one of {', '.join(STRUCTURES)}")
     kind, value = named[0], given[named[0]]
-    if kind == "json" and isinstance(value, dict):
-        return json_grammar(value)
-    if kind == "json" and isinstance(value, str):
-        return bounded(Grammar("json_schema", value))
+    if kind == "json" and isinstance(value, dict | str):
+        return json_grammar(_schema_of(value) if isinstance(value, str) else value, where)
     if kind == "regex" and _is_text(value):
         return bounded(Grammar("regex", value))
     if kind == "grammar" and isinstance(value, str):
@@ -304,6 +313,12 @@ class SamplingFields(VendorSamplingFields):
         return self
 
     @property
+    def _grammar_field(self) -> str:
+        """The field that a grammar comes from, for errors."""
+        structure = self._vendor_structure
+        return structure[0] if structure else "response_format"
+
+    @property
     def structure(self) -> Grammar | None:
         """The grammar of the answer. Raises RequestError for more than one."""
         structure = self._vendor_structure
@@ -316,7 +331,7 @@ class SamplingFields(VendorSamplingFields):
         for kind in STRUCTURES:
             value = getattr(self, f"guided_{kind}")
             try:
-                given[f"guided_{kind}"] = None if value is None else _structured({kind: value})
+                given[f"guided_{kind}"] = None if value is None else _structured({kind: value}, f"guided_{kind}")
             except PydanticCustomError as error:
                 if error.type == "unsupported":
                     raise not_supported(f"guided_{kind}", error.message()) from None
@@ -330,6 +345,8 @@ class SamplingFields(VendorSamplingFields):
         self, text: ModelText, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
     ) -> SamplingParams:
         """Return the sampling parameters; `grammar` is that of the response. Raises RequestError."""
+        if grammar is not None:
+            check_grammar(grammar, self._grammar_field)
         for name in ("min_tokens", "allowed_token_ids", "bad_words"):
             if grammar and getattr(self, name):
                 raise not_supported(name, "together with a grammar (tools, response_format, guided decoding)")

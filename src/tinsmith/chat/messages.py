@@ -13,13 +13,14 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WrapValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, model_validator
 
 from tinsmith.chat.chats import ChatRequest, hide_reasoning
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import SWITCH, Text, channels_of, thinking_of
 from tinsmith.chat.tools import ToolCall, drop_other_tool
@@ -238,9 +239,14 @@ class ThinkingConfig(ClosedBody):
         return self
 
 
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    hold_schema(schema, "output_config.format.schema")
+    return schema
+
+
 class OutputFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("json_schema",), "use 'json_schema'")]
-    given: Annotated[dict[str, Any], Field(alias="schema")]
+    given: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
 
 
 class OutputConfig(ClosedBody):

@@ -19,6 +19,7 @@ from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import MAX_TOOLS, ToolCall, drop_other_tool
@@ -54,7 +55,7 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 # Requests.
 
 
-class TextInput(ClosedBody):
+class InputText(ClosedBody):
     type: Unread = None
     text: LongText
     annotations: Unread = None
@@ -71,7 +72,7 @@ def _check_url(url: str) -> str:
     return url
 
 
-class ImageInput(ClosedBody):
+class InputImage(ClosedBody):
     type: Unread = None
     image_url: Annotated[LongText, AfterValidator(_check_url)]
     detail: Annotated[Unread, NO_EFFECT] = None  # an image is taken whole
@@ -84,8 +85,8 @@ class ImageInput(ClosedBody):
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-InputPart = TextInput | ImageInput
-PARTS = {"input_text": TextInput, "output_text": TextInput, "text": TextInput, "input_image": ImageInput}
+InputPart = InputText | InputImage
+PARTS = {"input_text": InputText, "output_text": InputText, "text": InputText, "input_image": InputImage}
 Content = Annotated[str | list[Annotated[InputPart, ByType(PARTS)]], OrText()]
 
 
@@ -176,7 +177,7 @@ class NamespaceTool(ClosedBody):
 
     type: Unread = "namespace"
     name: fields.Text
-    description: Annotated[Unread, NO_EFFECT] = None
+    description: Unread = None
     tools: list[Annotated[FunctionTool, WrapValidator(_given_function)]] = Field(default_factory=list)
 
 
@@ -210,10 +211,15 @@ ChosenFunction = Annotated[
 ]
 
 
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    hold_schema(schema, "text.format.schema")
+    return schema
+
+
 class TextFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("text", "json_object", "json_schema"), "use one of these three")]
     name: fields.Text | None = None
-    given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    given: Annotated[Annotated[dict[str, Any], AfterValidator(_check_schema)] | None, Field(alias="schema")] = None
     description: Unread = None
     strict: Unread = None
 
@@ -370,7 +376,7 @@ def _joined(content: str | Sequence[JsonObject]) -> str | list[JsonObject]:
         return content
     if all("text" in part for part in content):
         return "\n".join(part["text"] for part in content)
-    kinds = (ImageInput if "image_url" in part else TextInput for part in content)
+    kinds = (InputImage if "image_url" in part else InputText for part in content)
     return [kind.model_construct(None, **part).part for kind, part in zip(kinds, content, strict=True)]
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, WrapValidator
 
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
 from tinsmith.wire.fields import (
@@ -284,7 +285,8 @@ def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: s
 
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
-    return {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
+    schema = hold_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
+    return schema | {"x-guidance": dict(JSON_FORM)}
 
 
 def _nested(grammar: Grammar) -> str:

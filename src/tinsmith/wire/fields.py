@@ -249,7 +249,11 @@ class ByType:
         other = core_schema.typed_dict_schema({"type": known})  # refuses every value, with its path
         drop = core_schema.no_info_after_validator_function(self._drop, core_schema.dict_schema())
 
+        models = list(self.models.values())
+
         def choose(value: object) -> int:
+            if isinstance(value, Body):  # to be serialized
+                return models.index(type(value))
             kind = value.get("type") if isinstance(value, dict) else None
             if not isinstance(kind, str):
                 return len(kinds)
