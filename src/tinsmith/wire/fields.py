@@ -402,7 +402,7 @@ def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
             path += f"[{part}]"
     if kind == "wrong":
         return RequestError(path, f"{path} {error['msg']}")
-    if kind == "unsupported":
+    if kind in ("unsupported", "advice"):
         return not_supported(path, error["msg"])
     if kind == "extra_forbidden":
         known = sorted(_properties(_at(model, place[:-1])))
