@@ -87,6 +87,8 @@ class ToolUse:
             kind = "json_lark" if self.answer.kind == "json_schema" else "lark"
             head = '<|channel|> "final" <|message|> ' if self.form == "harmony" else ""
             start = f"start: calls | {head}answer\nanswer: {_nested(self.answer)}"
+        if self.form == "llama" and self.choice == "auto":
+            return Grammar(kind, _llama_union(wanted, self.answer))
         if self.form == "llama":
             return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun("parameters")))
         if self.form == "harmony":
@@ -299,6 +301,38 @@ def _nested(grammar: Grammar) -> str:
     if schema is None:
         raise RequestError("response_format", "the schema must be a JSON object if tools are sent, too")
     return f"%json {json.dumps(schema | {'x-guidance': dict(JSON_FORM)})}"
+
+
+def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
+    """Return the rules of a call of one of the tools or an answer. Both may be JSON objects, and the library decides at
+    the first character between the beginnings of two rules, so objects become alternatives of one schema.
+    """
+    options: list[object] = []
+    for index, tool in enumerate(tools):
+        arguments = _rebase(_arguments_schema(tool), f"#/anyOf/{index}/properties/parameters")
+        properties = {"name": {"const": tool.name}, "parameters": arguments}
+        closed = {"required": list(properties), "additionalProperties": False}
+        options.append({"type": "object", "properties": properties, **closed})
+    rule = ""
+    if answer is not None and answer.kind == "json_schema":
+        options.append(_rebase(_object(answer.text), f"#/anyOf/{len(tools)}"))
+    elif answer is not None:
+        rule = f" | answer\nanswer: {_nested(answer)}"
+    schema = {"anyOf": options, "x-guidance": dict(JSON_FORM)}
+    return f"%llguidance {{}}\nstart: calls{rule}\ncalls: %json {json.dumps(schema)}\n"
+
+
+def _rebase(schema: object, path: str) -> object:
+    """Return a schema whose references are right at `path` of another one."""
+    if isinstance(schema, list):
+        return [_rebase(each, path) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {name: _rebase(value, path) for name, value in schema.items() if name != "x-guidance"}
+    reference = rebased.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        rebased["$ref"] = path + reference.removeprefix("#")
+    return rebased
 
 
 REGEX_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
