@@ -226,10 +226,6 @@ class Settings(BaseSettings):
     sampler_step_tokens: int = Field(default=0, ge=0)
     """Most prompt and sampled tokens in one decode step. 0 means 2048, for larger models on a CPU 512."""
 
-    strict_fields: bool = False
-    """Refuse the fields of OpenAI's and Anthropic's clients that would otherwise be ignored and named in the response
-    header `tinsmith-ignored-fields`"""
-
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, after decompression."""
 
@@ -257,6 +253,10 @@ class Settings(BaseSettings):
 
     hold_s: float = Field(default=30.0, gt=0, le=30)
     """How long a long poll is held before it returns 408."""
+
+    strict_fields: bool = False
+    """Refuse the fields of OpenAI's and Anthropic's clients that would otherwise be ignored and named in the response
+    header `tinsmith-ignored-fields`."""
 
     session_polls: bool = False
     """Whether clients poll once for a whole sampling session: fewer connections for thousands of samples, but slower

@@ -244,25 +244,23 @@ class ByType:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        kinds = list(self.models)
-        known = core_schema.typed_dict_field(core_schema.literal_schema(kinds))
+        known = core_schema.typed_dict_field(core_schema.literal_schema(list(self.models)))
         other = core_schema.typed_dict_schema({"type": known})  # refuses every value, with its path
         drop = core_schema.no_info_after_validator_function(self._drop, core_schema.dict_schema())
-
-        models = list(self.models.values())
+        distinct = list(dict.fromkeys(self.models.values()))
 
         def choose(value: object) -> int:
             if isinstance(value, Body):  # to be serialized
-                return models.index(type(value))
+                return distinct.index(type(value))
             kind = value.get("type") if isinstance(value, dict) else None
             if not isinstance(kind, str):
-                return len(kinds)
-            if kind in kinds:
-                return kinds.index(kind)
-            return len(kinds) + (kind in self.dropped or "" in self.dropped)
+                return len(distinct)
+            if kind in self.models:
+                return distinct.index(self.models[kind])
+            return len(distinct) + (kind in self.dropped or "" in self.dropped)
 
         dropped = [drop] if self.dropped else []
-        return _chosen([*map(handler.generate_schema, self.models.values()), other, *dropped], choose)
+        return _chosen([*map(handler.generate_schema, distinct), other, *dropped], choose)
 
     def _drop(self, value: Mapping[str, object]) -> object:
         kind = str(value["type"])
