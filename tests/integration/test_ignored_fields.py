@@ -18,7 +18,7 @@ import structlog
 from support.arrived import incoming
 from support.chat_models import make_tool_model
 from support.http_harness import Harness, close, make_harness
-from tinsmith.api.ignored_fields import HEADER, MAX_CLIENTS, MAX_HEADER, IgnoredFieldReports, ignored_header
+from tinsmith.api.ignored_fields import HEADER, MAX_CLIENTS, MAX_HEADER, IgnoredFieldReports, build_header
 from tinsmith.api.openai.generation import CHAT, answer
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
@@ -323,10 +323,10 @@ def test_allowed_tools_are_the_only_tools(tools_text: Text) -> None:
 
 def test_a_call_of_a_namespace_has_both_names(tools_text: Text) -> None:
     request = validate(ResponseRequest, CODEX, IgnoredFields())
-    given = ResponseAnswer(request, request.plan(tools_text), tools_text)
-    items = [event["item"] for _, event in given._called(ToolCall("c", "agents.close", "{}")) if "item" in event]
+    response = ResponseAnswer(request, request.plan(tools_text), tools_text)
+    items = [event["item"] for _, event in response._called(ToolCall("c", "agents.close", "{}")) if "item" in event]
     assert all(item["name"] == "close" and item["namespace"] == "agents" for item in items)
-    (event, *_) = given._called(ToolCall("c", "exec_command", "{}"))
+    (event, *_) = response._called(ToolCall("c", "exec_command", "{}"))
     assert event[1]["item"]["name"] == "exec_command" and "namespace" not in event[1]["item"]
 
 
@@ -350,8 +350,8 @@ def test_names_headers_and_clients_are_bounded() -> None:
     ignored = IgnoredFields()
     validate(ChatRequest, CHAT_BODY | {f"{'x' * 60}{n}": n for n in range(3 * MAX_IGNORED)}, ignored)
     assert len(ignored.names) == MAX_IGNORED
-    header = ignored_header(ignored.names)[HEADER]
-    assert len(header) < MAX_HEADER + 40 and header.endswith("more") and ignored_header(()) == {}
+    header = build_header(ignored.names)[HEADER]
+    assert len(header) < MAX_HEADER + 40 and header.endswith("more") and build_header(()) == {}
     reports, counted = IgnoredFieldReports(), list[str]()
     with structlog.testing.capture_logs() as logs:
         for name in ("a", "a", "b"):

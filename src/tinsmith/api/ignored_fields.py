@@ -48,15 +48,15 @@ class IgnoredFieldReports:
         return new
 
 
-def ignored_header(names: Sequence[str]) -> Mapping[str, str]:
+def build_header(names: Sequence[str]) -> Mapping[str, str]:
     """Return the header that names ignored fields, or no header."""
     if not names:
         return {}
-    text, shown = "", 0
+    text, num_named = "", 0
     for name in names[:MAX_HEADER_NAMES]:
         if len(text) + len(name) > MAX_HEADER:
             break
         text += (", " if text else "") + name
-        shown += 1
-    rest = len(names) - shown
-    return {HEADER: f"{text}, and {rest} more" if rest else text}
+        num_named += 1
+    num_more = len(names) - num_named
+    return {HEADER: f"{text}, and {num_more} more" if num_more else text}

@@ -44,7 +44,7 @@ from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_seq_id
-from tinsmith.api.ignored_fields import IgnoredFieldReports, ignored_header
+from tinsmith.api.ignored_fields import IgnoredFieldReports, build_header
 from tinsmith.auth import ANY_KEY
 from tinsmith.auth.quotas import Quotas
 from tinsmith.auth.signing import Signer
@@ -385,7 +385,7 @@ def json_endpoint(
             lane = services.threads.quick if quick else None
             content, names = await run(work, on=lane)
             report_ignored(services, tenant_id, request.headers.get("user-agent", ""), names)
-            return Response(content, headers=ignored_header(names), media_type=bodies.JSON_TYPE)
+            return Response(content, headers=build_header(names), media_type=bodies.JSON_TYPE)
 
     return respond
 

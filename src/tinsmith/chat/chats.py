@@ -14,7 +14,7 @@ from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, Gener
 from tinsmith.chat.images import Prompt, prompt_of
 from tinsmith.chat.splicing import Recorded, digest_of, digests_of, splice
 from tinsmith.chat.texts import SWITCH, Channels, Message, Text, channels_of, tags_of, thinking_of
-from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, chosen_tools, read_tools
+from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools, select_tools
 from tinsmith.chat.turns import fit_turns
 from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
@@ -100,13 +100,13 @@ class ChatMessage(VendorMessageFields):
         if not isinstance(content, str) and any(part.image_url for part in content):
             text = [part.shown for part in content]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        named = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
+        values = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
         if "message.thinking" in template:  # harmony's name for it
-            named["thinking"] = reasoning
+            values["thinking"] = reasoning
         if _READS_REASONING.search(template):
-            named["reasoning"] = reasoning
+            values["reasoning"] = reasoning
         message: dict[str, object] = {"role": role, "content": text}
-        message |= {name: value for name, value in named.items() if value is not None}
+        message |= {name: value for name, value in values.items() if value is not None}
         if self.tool_calls is not None:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls
@@ -159,14 +159,14 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         """`recorded` looks up the exchanges captured in the chat's session. Raises RequestError."""
         template = text.template.source
-        choice, listed = chosen_tools(self.tools, self.tool_choice)
+        choice, listed = select_tools(self.tools, self.tool_choice)
         tools = read_tools(listed, choice, self.parallel_tool_calls, template, text.has_token(OPEN), self.structure)
-        given, images = self.render_prompt(text, tools)
+        rendered, images = self.render_prompt(text, tools)
         conversation = None
         if recorded is not None and not (images or self.prompt_token_ids or self.continue_final_message):
-            given, conversation = self._spliced(text, tools, given, recorded)
-        prompt = self.kept(given)
-        if images and len(prompt) < len(given):
+            rendered, conversation = self._spliced(text, tools, rendered, recorded)
+        prompt = self.kept(rendered)
+        if images and len(prompt) < len(rendered):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         grammar = tools.grammar() if tools else self.structure
@@ -200,7 +200,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         return spliced or given, digests_of(digest_of(definitions, variables), messages)[-1]
 
     def _template_messages(self, text: Text, tools: ToolUse | None) -> list[Message]:
-        messages = [each.shown(text.template.source) for each in self.messages]
+        messages = [message.shown(text.template.source) for message in self.messages]
         return fit_turns(text.template, messages, tools=tools is not None)
 
     def render_prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
@@ -248,8 +248,8 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             names = {
                 name for name in ("reasoning", "reasoning_content") for each in self.messages if getattr(each, name)
             }
-            why = "this model's chat template does not read reasoning; leave it out"
-            ignored |= {f"messages[].{name}": why for name in sorted(names)}
+            reason = "this model's chat template does not read reasoning; leave it out"
+            ignored |= {f"messages[].{name}": reason for name in sorted(names)}
         return variables, ignored
 
 

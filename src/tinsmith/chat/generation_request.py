@@ -149,9 +149,9 @@ class ContextLengthError(RequestError):
 # Grammars.
 
 
-def json_grammar(schema: Mapping[str, object] | None, where: str = "response_format.json_schema.schema") -> Grammar:
-    """Make the grammar of a JSON schema; without a schema, of any object. Raises RequestError below `where`."""
-    return bounded(schema_grammar({"type": "object"} if schema is None else schema, where))
+def json_grammar(schema: Mapping[str, object] | None, path: str = "response_format.json_schema.schema") -> Grammar:
+    """Make the grammar of a JSON schema; without a schema, of any object. Raises RequestError below `path`."""
+    return bounded(schema_grammar({"type": "object"} if schema is None else schema, path))
 
 
 def bounded(grammar: Grammar) -> Grammar:
@@ -197,14 +197,14 @@ def _schema_of(text: str) -> dict[str, Any]:
     return schema
 
 
-def _structured(given: dict[str, Any], where: str = "structured_outputs.json") -> Grammar:
+def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.json") -> Grammar:
     """Read vLLM's structured outputs: exactly one of json, regex, choice and grammar."""
-    named = [name for name, value in given.items() if value is not None]
+    named = [name for name, value in structure.items() if value is not None]
     if len(named) != 1 or named[0] not in STRUCTURES:
         raise unsupported(f"{show(named)}; use exactly one of {', '.join(STRUCTURES)}")
-    kind, value = named[0], given[named[0]]
+    kind, value = named[0], structure[named[0]]
     if kind == "json" and isinstance(value, dict | str):
-        return json_grammar(_schema_of(value) if isinstance(value, str) else value, where)
+        return json_grammar(_schema_of(value) if isinstance(value, str) else value, path)
     if kind == "regex" and _is_text(value):
         return bounded(Grammar("regex", value))
     if kind == "grammar" and isinstance(value, str):
@@ -294,7 +294,7 @@ class SamplingFields(VendorSamplingFields):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     allowed_token_ids: Annotated[list[Position], Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], AfterValidator(_bad_words)] = Field(default_factory=list)
-    structured_outputs: Annotated[dict[str, Any], AfterValidator(_structured)] | None = None
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(_read_structure)] | None = None
     guided_json: Annotated[dict[str, Any] | str, OrText()] | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
@@ -331,7 +331,7 @@ class SamplingFields(VendorSamplingFields):
         for kind in STRUCTURES:
             value = getattr(self, f"guided_{kind}")
             try:
-                given[f"guided_{kind}"] = None if value is None else _structured({kind: value}, f"guided_{kind}")
+                given[f"guided_{kind}"] = None if value is None else _read_structure({kind: value}, f"guided_{kind}")
             except PydanticCustomError as error:
                 if error.type == "unsupported":
                     raise not_supported(f"guided_{kind}", error.message()) from None

@@ -38,9 +38,9 @@ from tinsmith.wire.fields import (
     Only,
     OrText,
     Unread,
-    advised,
     refused,
     validate,
+    wish,
     wrong,
 )
 
@@ -196,7 +196,7 @@ class CustomTool(ClosedBody):
     eager_input_streaming: Annotated[Unread, NO_EFFECT] = None
     defer_loading: Annotated[Unread, NO_EFFECT] = None
     allowed_callers: Annotated[Unread, NO_EFFECT] = None
-    input_examples: Annotated[Unread, advised("put the examples into the description")] = None
+    input_examples: Annotated[Unread, wish("put the examples into the description")] = None
 
     def function(self) -> JsonObject:
         more = {"description": self.description, "strict": self.strict}
@@ -210,7 +210,7 @@ def _custom_tool(item: object, read: Callable[[object], CustomTool]) -> CustomTo
 
 
 GivenTools = Annotated[
-    list[Annotated[CustomTool, WrapValidator(_custom_tool)]], BeforeValidator(lambda given: given or [])
+    list[Annotated[CustomTool, WrapValidator(_custom_tool)]], BeforeValidator(lambda tools: tools or [])
 ]
 
 
@@ -246,7 +246,7 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 class OutputFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("json_schema",), "use 'json_schema'")]
-    given: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
+    definition: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
 
 
 class OutputConfig(ClosedBody):
@@ -267,12 +267,12 @@ class CountRequest(ClosedBody):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: Annotated[Unread, NO_EFFECT] = None
-    container: Annotated[Unread, advised("this server does not run code of models; leave it out")] = None
-    mcp_servers: Annotated[Unread, advised("this server does not run tools; leave it out")] = None
-    context_management: Annotated[Unread, advised("this server does not edit prompts; leave it out")] = None
-    thread: Annotated[Unread, advised("this server keeps no threads; send all messages")] = None
-    inference_geo: Annotated[Unread, advised("the only region is this server; leave it out")] = None
-    speed: Annotated[Unread, advised("the only speed is the default; leave it out")] = None
+    container: Annotated[Unread, wish("this server does not run code of models; leave it out")] = None
+    mcp_servers: Annotated[Unread, wish("this server does not run tools; leave it out")] = None
+    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
+    thread: Annotated[Unread, wish("this server keeps no threads; send all messages")] = None
+    inference_geo: Annotated[Unread, wish("the only region is this server; leave it out")] = None
+    speed: Annotated[Unread, wish("the only speed is the default; leave it out")] = None
     prefill: Annotated[Unread, refused("completions cannot be prefilled")] = None
 
     @model_validator(mode="after")
@@ -284,7 +284,7 @@ class CountRequest(ClosedBody):
     def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
         plan = validate(ChatRequest, self.chat(text)).plan(text, recorded)
-        ignored = {NAMES.get(name, name): why for name, why in plan.ignored.items()}
+        ignored = {NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
         if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(text):
             ignored["thinking"] = f"{_NO_TAGS}; leave it out"
         if self.output_config and self.output_config.effort == "max":
@@ -302,7 +302,7 @@ class CountRequest(ClosedBody):
             named = {"type": "function", "function": {"name": choice.name}}
             body["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
         if self.output_config and (wanted := self.output_config.format):
-            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.given}}
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.definition}}
         return body | self._effort() | self._thinking(text)
 
     def _effort(self) -> JsonObject:
@@ -357,10 +357,10 @@ class MessageRequest(ChatOnlyFields, CountRequest):
             return hide_reasoning(plan, text)
         if plan.thinking is not None or plan.channels is not None:
             return plan
-        why = "together with output_config.format or a tool that must be called"
+        reason = "together with output_config.format or a tool that must be called"
         if self.thinking.type == "enabled":
-            raise not_supported("thinking", why)
-        return replace(hide_reasoning(plan, text), ignored={**plan.ignored, "thinking": why})
+            raise not_supported("thinking", reason)
+        return replace(hide_reasoning(plan, text), ignored={**plan.ignored, "thinking": reason})
 
 
 # Responses.

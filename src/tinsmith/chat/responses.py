@@ -37,12 +37,12 @@ from tinsmith.wire.fields import (
     OrText,
     Unread,
     advice,
-    advised,
     nameable,
     refused,
     show,
     unsupported,
     validate,
+    wish,
 )
 
 JsonObject = dict[str, Any]
@@ -157,17 +157,17 @@ class FunctionTool(ClosedBody):
     defer_loading: Annotated[Unread, NO_EFFECT] = None
 
     def chat(self, name: str) -> JsonObject:
-        described = {each: getattr(self, each) for each in ("description", "parameters", "strict")}
-        function = {"name": name} | {each: value for each, value in described.items() if value is not None}
+        fields_ = {field: getattr(self, field) for field in ("description", "parameters", "strict")}
+        function = {"name": name} | {field: value for field, value in fields_.items() if value is not None}
         return {"type": "function", "function": function}
 
 
-def _given_tool(item: object, read: Callable[[object], Any]) -> object:
+def _read_tool(item: object, read: Callable[[object], Any]) -> object:
     drop_other_tool(item, ("function", "namespace"))
     return read(item)
 
 
-def _given_function(item: object, read: Callable[[object], Any]) -> object:
+def _read_function(item: object, read: Callable[[object], Any]) -> object:
     drop_other_tool(item, ("function",))
     return read(item)
 
@@ -178,12 +178,12 @@ class NamespaceTool(ClosedBody):
     type: Unread = "namespace"
     name: fields.Text
     description: Unread = None
-    tools: list[Annotated[FunctionTool, WrapValidator(_given_function)]] = Field(default_factory=list)
+    tools: list[Annotated[FunctionTool, WrapValidator(_read_function)]] = Field(default_factory=list)
 
 
 GivenTool = Annotated[
     Annotated[FunctionTool | NamespaceTool, ByType({"function": FunctionTool, "namespace": NamespaceTool})],
-    WrapValidator(_given_tool),
+    WrapValidator(_read_tool),
 ]
 
 
@@ -219,7 +219,7 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 class TextFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("text", "json_object", "json_schema"), "use one of these three")]
     name: fields.Text | None = None
-    given: Annotated[Annotated[dict[str, Any], AfterValidator(_check_schema)] | None, Field(alias="schema")] = None
+    definition: Annotated[Annotated[dict[str, Any], AfterValidator(_check_schema)] | None, Field(alias="schema")] = None
     description: Unread = None
     strict: Unread = None
 
@@ -266,7 +266,7 @@ class ResponseRequest(ChatOnlyFields):
     metadata: dict[str, fields.Text] | None = None
     client_metadata: Annotated[Unread, NO_EFFECT] = None
     max_tool_calls: Annotated[Unread, NO_EFFECT] = None  # it limits the vendor's tools
-    context_management: Annotated[Unread, advised("this server does not edit prompts; leave it out")] = None
+    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
     max_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
     max_completion_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
     stop_sequences: Annotated[Unread, refused("send it to /v1/chat/completions")] = None
@@ -305,19 +305,19 @@ class ResponseRequest(ChatOnlyFields):
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str | None) else self.tool_choice.chat(),
         }
         if self.text and (wanted := self.text.format):
-            schema = {"json_schema": {"schema": wanted.given}} if wanted.type == "json_schema" else {}
+            schema = {"json_schema": {"schema": wanted.definition}} if wanted.type == "json_schema" else {}
             body["response_format"] = {"type": wanted.type, **schema}
         return body
 
     def plan(self, text: Text, before: Sequence[JsonObject] = (), recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
         body = self.chat(before)
-        if text.vision is None and any(isinstance(each["content"], list) for each in body["messages"]):
+        if text.vision is None and any(isinstance(message["content"], list) for message in body["messages"]):
             raise not_supported("input", "an input_image: this model takes text only; leave it out")
         plan = validate(ChatRequest, body).plan(text, recorded)
-        return replace(plan, ignored={NAMES.get(name, name): why for name, why in plan.ignored.items()})
+        return replace(plan, ignored={NAMES.get(name, name): reason for name, reason in plan.ignored.items()})
 
-    def named_function(self, name: str) -> JsonObject:
+    def name_fields(self, name: str) -> JsonObject:
         """Return a called function's name, and its namespace if it has one."""
         for (namespace, function), _ in self._functions():
             if namespace is not None and _full_name(namespace, function) == name:
@@ -351,7 +351,7 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _join_content(item["output"])})
             continue
         role = item["role"] if kind == "message" else "assistant"
         last = messages[-1] if messages else {}
@@ -359,7 +359,7 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
         if not joins or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
             messages.append(last := {"role": role, "content": ""})
         if kind == "message":
-            last["content"] = _joined(item["content"])
+            last["content"] = _join_content(item["content"])
         elif kind == "reasoning":
             if thought := "".join(part.get("text", "") for part in item.get("content") or ()):
                 last["reasoning_content"] = thought
@@ -370,7 +370,7 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
     return messages
 
 
-def _joined(content: str | Sequence[JsonObject]) -> str | list[JsonObject]:
+def _join_content(content: str | Sequence[JsonObject]) -> str | list[JsonObject]:
     """Return the text of an item, or the parts of a chat's message if it has images."""
     if isinstance(content, str):
         return content
@@ -535,7 +535,7 @@ class ResponseAnswer(ClientAnswer):
             "id": self._item_id("fc"),
             "type": "function_call",
             "call_id": call.call_id,
-            **self._request.named_function(call.name),
+            **self._request.name_fields(call.name),
             "arguments": call.arguments,
             "status": "completed",
         }

@@ -1,15 +1,14 @@
 """JSON schemas and grammars of requests: what the sampler's grammars hold exactly, and what is refused before sampling.
 
 The library that masks tokens (llguidance) knows most keywords of JSON Schema 2020-12 and refuses the others without
-saying where they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
-removes values that exclude nothing, and writes equivalent keywords where the library knows one. `check_grammar`
+saying path they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
+removes values that exclude nothing, and writes equivalent keywords path the library knows one. `check_grammar`
 compiles without a tokenizer, so that a grammar that cannot be compiled is a refusal and not the end of a stream.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -66,42 +65,44 @@ _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref")
 
 
-def hold_schema(schema: Mapping[str, object], where: str) -> Schema:
+def hold_schema(schema: Mapping[str, object], path: str) -> Schema:
     """Return an equivalent schema that a grammar holds exactly. Raises RequestError by the keyword's path."""
-    return _hold(schema, where, 0)
+    return _hold(schema, path, 0)
 
 
-def _hold(schema: Mapping[str, object], where: str, depth: int) -> Schema:
+def _hold(schema: Mapping[str, object], path: str, depth: int) -> Schema:
     if depth > MAX_SCHEMA_DEPTH:
-        raise RequestError(where, f"{where} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-    kept = _rewrite_unevaluated({name: value for name, value in schema.items() if not _is_neutral(schema, name, value)})
-    for name, why in REFUSED.items():
-        if name in kept:
-            raise not_supported(f"{where}.{name}", f"{show(kept[name])}; {why}")
-    _check_format(kept, where)
-    _check_ref(kept, where)
+        raise RequestError(path, f"{path} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    exact = _rewrite_unevaluated(
+        {name: value for name, value in schema.items() if not _is_neutral(schema, name, value)}
+    )
+    for name, reason in REFUSED.items():
+        if name in exact:
+            raise not_supported(f"{path}.{name}", f"{show(exact[name])}; {reason}")
+    _check_format(exact, path)
+    _check_ref(exact, path)
     for name in (*_OF_ONE, *_OF_MANY, *_OF_NAMES):
-        if name in kept:
-            kept[name] = _hold_inside(kept[name], f"{where}.{name}", depth)
-    _check_required(kept, where)
-    return kept
+        if name in exact:
+            exact[name] = _hold_inside(exact[name], f"{path}.{name}", depth)
+    _check_required(exact, path)
+    return exact
 
 
-def _hold_inside(value: object, where: str, depth: int) -> object:
+def _hold_inside(value: object, path: str, depth: int) -> object:
     """Hold the schemas below a keyword: one, a list, or an object of them."""
     if isinstance(value, list):
         return [
-            _hold(each, f"{where}[{index}]", depth + 1) if isinstance(each, dict) else each
-            for index, each in enumerate(value)
+            _hold(inner, f"{path}[{index}]", depth + 1) if isinstance(inner, dict) else inner
+            for index, inner in enumerate(value)
         ]
     if not isinstance(value, dict):
         return value
-    if where.rpartition(".")[2] in _OF_NAMES:
+    if path.rpartition(".")[2] in _OF_NAMES:
         return {
-            name: _hold(each, f"{where}.{name}", depth + 1) if isinstance(each, dict) else each
-            for name, each in value.items()
+            name: _hold(inner, f"{path}.{name}", depth + 1) if isinstance(inner, dict) else inner
+            for name, inner in value.items()
         }
-    return _hold(value, where, depth + 1)
+    return _hold(value, path, depth + 1)
 
 
 def _is_neutral(schema: Mapping[str, object], name: str, value: object) -> bool:
@@ -113,77 +114,81 @@ def _is_neutral(schema: Mapping[str, object], name: str, value: object) -> bool:
         return "contains" not in schema
     if name == "format":
         return value == "password"
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL.get(name, ()))
+    if name == "x-guidance":  # options of the library, which are not the client's to choose
+        return True
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in NEUTRAL.get(name, ()))
 
 
 def _rewrite_unevaluated(schema: Schema) -> Schema:
     """Without schemas beside it, an unevaluated property or item is an additional one."""
     for name, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if name in schema and additional not in schema and not any(each in schema for each in _IN_PLACE):
+        if name in schema and additional not in schema and not any(applicator in schema for applicator in _IN_PLACE):
             schema[additional] = schema.pop(name)
     return schema
 
 
-def _check_format(schema: Schema, where: str) -> None:
+def _check_format(schema: Schema, path: str) -> None:
     form, kinds = schema.get("format"), schema.get("type", "string")
     if form is None or form in FORMATS:
         return
     if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
         del schema["format"]  # as int64 of an integer, which says how programs store it
         return
-    raise not_supported(f"{where}.format", f"{show(form)}; use pattern, or one of {', '.join(FORMATS)}")
+    raise not_supported(f"{path}.format", f"{show(form)}; use pattern, or one of {', '.join(FORMATS)}")
 
 
-def _check_ref(schema: Schema, where: str) -> None:
+def _check_ref(schema: Schema, path: str) -> None:
     ref = schema.get("$ref")
     if isinstance(ref, str) and not ref.startswith("#"):
-        raise not_supported(f"{where}.$ref", f"{show(ref)}; this server fetches nothing, so use $defs of the schema")
+        raise not_supported(f"{path}.$ref", f"{show(ref)}; this server fetches nothing, so use $defs of the schema")
 
 
-def _check_required(schema: Schema, where: str) -> None:
+def _check_required(schema: Schema, path: str) -> None:
     """Give every required key its own property, and refuse keys that the schema excludes."""
     required, properties = schema.get("required"), schema.get("properties", {})
     if isinstance(required, list) and isinstance(properties, dict):
-        patterns, more = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+        patterns, additional = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
         for key in required:
             if not isinstance(key, str) or key in properties:
                 continue
             matched = isinstance(patterns, dict) and any(_matches(pattern, key) for pattern in patterns)
-            if not matched and more is False:
+            if not matched and additional is False:
                 raise RequestError(
-                    f"{where}.required",
-                    f"{where}.required names {show(key)}, which the schema excludes; describe it in properties",
+                    f"{path}.required",
+                    f"{path}.required names {show(key)}, which the schema excludes; describe it in properties",
                 )
             # The schemas of its patterns apply to it as a property, too, and the one of additional keys does not.
-            properties = {**properties, key: {} if matched or not isinstance(more, dict) else more}
+            properties = {**properties, key: {} if matched or not isinstance(additional, dict) else additional}
         if properties:
             schema["properties"] = properties
-    _check_counts(schema, where)
+    _check_counts(schema, path)
 
 
-def _check_counts(schema: Schema, where: str) -> None:
+def _check_counts(schema: Schema, path: str) -> None:
     """Refuse a least number of keys that repeated keys could pretend."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     distinct = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least > max(1, distinct):
-        raise not_supported(f"{where}.minProperties", f"{least}; name as many keys in required")
+        raise not_supported(f"{path}.minProperties", f"{least}; name as many keys in required")
 
 
 def _matches(pattern: str, key: str) -> bool:
+    import re2  # lazy: few requests need it. Linear time, whatever the pattern
+
     try:
-        return re.search(pattern, key) is not None
-    except re.error:
+        return re2.search(pattern, key) is not None
+    except re2.error:
         return False  # the library refuses it
 
 
-def schema_grammar(schema: Mapping[str, object], where: str) -> Grammar:
-    return Grammar("json_schema", json.dumps(hold_schema(schema, where)))
+def schema_grammar(schema: Mapping[str, object], path: str) -> Grammar:
+    return Grammar("json_schema", json.dumps(hold_schema(schema, path)))
 
 
 def check_grammar(grammar: Grammar, field: str) -> None:
     """Raise RequestError if the grammar cannot be compiled. The engine compiles it again, with its tokenizer."""
-    if why := _reason(grammar):
-        raise RequestError(field, f"{field} cannot be enforced: {why}")
+    if reason := _reason(grammar):
+        raise RequestError(field, f"{field} cannot be enforced: {reason}")
 
 
 @lru_cache(maxsize=256)
@@ -198,9 +203,9 @@ def _reason(grammar: Grammar) -> str:
     }
     try:
         source = makers[grammar.kind](grammar.text)
-        why = LLMatcher.validate_grammar(source, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        reason = LLMatcher.validate_grammar(source, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
     except ValueError as error:
-        why = str(error)
-    if "oneOf" in why:
+        reason = str(error)
+    if "oneOf" in reason:
         return "alternatives of oneOf may overlap, which cannot be enforced; use anyOf"
-    return why[:REASON_CHARS]
+    return reason[:REASON_CHARS]

@@ -86,7 +86,7 @@ class ToolUse:
         if self.choice == "auto" and self.answer is not None:
             kind = "json_lark" if self.answer.kind == "json_schema" else "lark"
             head = '<|channel|> "final" <|message|> ' if self.form == "harmony" else ""
-            start = f"start: calls | {head}answer\nanswer: {_nested(self.answer)}"
+            start = f"start: calls | {head}answer\nanswer: {_embed(self.answer)}"
         if self.form == "llama" and self.choice == "auto":
             return Grammar(kind, _llama_union(wanted, self.answer))
         if self.form == "llama":
@@ -212,14 +212,14 @@ ChosenTool = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, 
 ToolChoice = Annotated[str | ChosenTool, OrText(("none", "auto", "required"))]
 
 
-def chosen_tools(
+def select_tools(
     tools: Sequence[ToolBody], choice: NamedTool | AllowedTools | str | None
 ) -> tuple[NamedTool | str | None, Sequence[Tool]]:
     """Return the tool choice and the tools that it allows. Raises RequestError."""
     listed = cast("Sequence[Tool]", tools)
     if not isinstance(choice, AllowedTools):
         return choice, listed
-    allowed = [each.function.name for each in choice.allowed_tools.tools]
+    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
     for name in allowed:
         if name not in {tool.name for tool in listed}:
             raise RequestError("tool_choice", f"tool_choice allows {show(name)}, which is not one of the tools")
@@ -291,10 +291,10 @@ def _arguments_schema(tool: Tool) -> dict[str, object]:
     return schema | {"x-guidance": dict(JSON_FORM)}
 
 
-def _nested(grammar: Grammar) -> str:
+def _embed(grammar: Grammar) -> str:
     """Return a grammar as a part of a rule. Raises RequestError for a schema that is not JSON."""
     if grammar.kind == "regex":
-        return f"/{_SLASH.sub(lambda found: found[1] or REGEX_ESCAPES[found[0]], grammar.text)}/"
+        return f"/{_SLASH.sub(lambda match: match[1] or REGEX_ESCAPES[match[0]], grammar.text)}/"
     if grammar.kind != "json_schema":
         return f"%lark {{\n{grammar.text}\n}}"
     schema = _object(grammar.text)
@@ -317,7 +317,7 @@ def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
     if answer is not None and answer.kind == "json_schema":
         options.append(_rebase(_object(answer.text), f"#/anyOf/{len(tools)}"))
     elif answer is not None:
-        rule = f" | answer\nanswer: {_nested(answer)}"
+        rule = f" | answer\nanswer: {_embed(answer)}"
     schema = {"anyOf": options, "x-guidance": dict(JSON_FORM)}
     return f"%llguidance {{}}\nstart: calls{rule}\ncalls: %json {json.dumps(schema)}\n"
 
@@ -325,7 +325,7 @@ def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
 def _rebase(schema: object, path: str) -> object:
     """Return a schema whose references are right at `path` of another one."""
     if isinstance(schema, list):
-        return [_rebase(each, path) for each in schema]
+        return [_rebase(inner, path) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     rebased = {name: _rebase(value, path) for name, value in schema.items() if name != "x-guidance"}

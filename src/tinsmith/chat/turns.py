@@ -34,9 +34,9 @@ class TurnRules:
 
 def fit_turns(template: ChatTemplate, messages: Sequence[Message], *, tools: bool) -> list[Message]:
     """Return the messages, changed only where the template would refuse or drop some of them."""
-    system = next((str(each["role"]) for each in messages if each["role"] in SYSTEM), SYSTEM[0])
-    roles = [each["role"] in SYSTEM for each in messages]
-    if True not in roles[1:] and not _has_repeated_user(messages):
+    system = next((str(message["role"]) for message in messages if message["role"] in SYSTEM), SYSTEM[0])
+    systems = [message["role"] in SYSTEM for message in messages]
+    if True not in systems[1:] and not _has_repeated_user(messages):
         return list(messages)
     rules = _rules_of(template, system, tools)
     fitted: list[Message] = []
@@ -82,10 +82,10 @@ def _writes(template: ChatTemplate, roles: Sequence[str], tools: bool) -> bool:
 
 
 def _join(first: Message, second: Message) -> Message:
-    return {**first, "content": _joined(first["content"], second["content"])}
+    return {**first, "content": _join_contents(first["content"], second["content"])}
 
 
-def _joined(first: object, second: object) -> object:
+def _join_contents(first: object, second: object) -> object:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     return [*_parts(first), *_parts(second)]

@@ -97,11 +97,11 @@ def unsupported(why: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{why}", {"why": why})
 
 
-def advice(why: str, name: str = "") -> PydanticCustomError:
+def advice(reason: str, name: str = "") -> PydanticCustomError:
     """An error for validators: the server does not follow the request's wish, and answers without it. `name` replaces
     the last part of the path.
     """
-    return PydanticCustomError("advice", "{why}", {"why": why, "name": name})
+    return PydanticCustomError("advice", "{reason}", {"reason": reason, "name": name})
 
 
 def _neutral() -> PydanticCustomError:
@@ -127,9 +127,9 @@ class IgnoredFields:
 
     def advise(self, advice: Mapping[str, str]) -> None:
         """Add fields that the server does not follow, with the reasons. Raises NotSupportedError if strict."""
-        for name, why in advice.items():
+        for name, reason in advice.items():
             if self.strict:
-                raise not_supported(name, why)
+                raise not_supported(name, reason)
             self.add(name)
 
 
@@ -174,7 +174,7 @@ def refused(why: str, *, unless: object = None) -> AfterValidator:
     return AfterValidator(check)
 
 
-def neutral(*values: object, why: str) -> AfterValidator:
+def neutral(*values: object, reason: str) -> AfterValidator:
     """Marks a known field that the server does not implement. These values and empty texts, lists and objects have no
     effect and are ignored; others are refused with the reason.
     """
@@ -182,9 +182,9 @@ def neutral(*values: object, why: str) -> AfterValidator:
     def check(value: object) -> None:
         if value is None:
             return
-        if value in ("", [], {}) or any(_is_same(value, each) for each in values):
+        if value in ("", [], {}) or any(_is_same(value, other) for other in values):
             raise _neutral()
-        raise unsupported(f"{show(value)}; {why}")
+        raise unsupported(f"{show(value)}; {reason}")
 
     return AfterValidator(check)
 
@@ -202,13 +202,13 @@ NO_EFFECT = AfterValidator(_ignore_value)
 """Marks a known field that never changes an answer: every value is ignored."""
 
 
-def advised(why: str) -> AfterValidator:
+def wish(reason: str) -> AfterValidator:
     """Marks a known field that asks for something that the server does not do; it answers without it."""
 
     def check(value: object) -> None:
         if value is None:
             return
-        raise _neutral() if value in ("", [], {}, False) else advice(why)
+        raise _neutral() if value in ("", [], {}, False) else advice(reason)
 
     return AfterValidator(check)
 
@@ -244,8 +244,8 @@ class ByType:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        known = core_schema.typed_dict_field(core_schema.literal_schema(list(self.models)))
-        other = core_schema.typed_dict_schema({"type": known})  # refuses every value, with its path
+        literal = core_schema.typed_dict_field(core_schema.literal_schema(list(self.models)))
+        other = core_schema.typed_dict_schema({"type": literal})  # refuses every value, with its path
         drop = core_schema.no_info_after_validator_function(self._drop, core_schema.dict_schema())
         distinct = list(dict.fromkeys(self.models.values()))
 
@@ -313,13 +313,13 @@ def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredField
             return model.__pydantic_validator__.validate_python(values)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        ignorable = [each for each in errors if _is_ignorable(model, each, strict=ignored.strict)]
+        ignorable = [detail for detail in errors if _is_ignorable(model, detail, strict=ignored.strict)]
         if not ignorable:
             break
-        for each in ignorable:
-            if each["input"] is not None:
-                ignored.add(_name(each))
-        values = cast("dict[str, object]", _without(values, _tree([each["loc"] for each in ignorable])))
+        for detail in ignorable:
+            if detail["input"] is not None:
+                ignored.add(_name(detail))
+        values = cast("dict[str, object]", _without(values, _tree([detail["loc"] for detail in ignorable])))
     raise _refusal(model, errors[0])
 
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import anthropic_text
-from tinsmith.api.ignored_fields import ignored_header
+from tinsmith.api.ignored_fields import build_header
 from tinsmith.api.operation import (
     JsonObject,
     Services,
@@ -96,7 +96,7 @@ class Prepared:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return ignored_header(self.ignored)
+        return build_header(self.ignored)
 
 
 async def answer(
@@ -157,9 +157,9 @@ async def read_as(request: Request, make: Callable[[Services, str, JsonObject, I
     def work() -> T:
         return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), ignored)
 
-    made = await run(work)
+    result = await run(work)
     report_ignored(services, tenant_id, request.headers.get("user-agent", ""), ignored.names)
-    return made
+    return result
 
 
 def prepare(

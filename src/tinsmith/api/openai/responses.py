@@ -144,8 +144,8 @@ def _finished(services: Services, stored: StoredResponse) -> JsonObject:
     """Return a response without stored output: with its output if its samples have settled, else with its status."""
     request = validate(ResponseRequest, stored.request, IgnoredFields())
     plan = partial(request.plan, before=stored.before)
-    made = prepare_plan(services, stored.tenant_id, request.model, plan, IgnoredFields())
-    response = ResponseAnswer(request, made.plan, made.text, stored.response_id, stored.created_at)
+    prepared = prepare_plan(services, stored.tenant_id, request.model, plan, IgnoredFields())
+    response = ResponseAnswer(request, prepared.plan, prepared.text, stored.response_id, stored.created_at)
     try:
         result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])
         body = response.body("in_progress") if result is None else response.whole([result])
