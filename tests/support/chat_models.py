@@ -73,7 +73,7 @@ def make_agent_model(directory: Path) -> Path:
     tokenizer.train([str(path) for path in sorted((_ROOT / "docs").glob("*.md"))], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(directory)
     (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE.replace(" or not tools", " or loop.index0 > 0"))
-    end_id = tokenizer.token_to_id("<|im_end|>")
+    end_id = marks.index("<|im_end|>")
     for name in ("config.json", "generation_config.json"):
         config = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps(config | {"eos_token_id": end_id}))

@@ -129,7 +129,7 @@ BLOCKS = {
     "thinking": ThinkingBlock,
 }
 _SEALED = "only its vendor can read it; leave it out"
-DROPPED_BLOCKS = dict.fromkeys(
+DROPPED_BLOCKS: Mapping[str, str] = dict.fromkeys(
     (
         "redacted_thinking",
         "server_tool_use",

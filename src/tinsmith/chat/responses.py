@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
@@ -135,7 +135,9 @@ ITEMS = {
 }
 _VENDORS = "only its vendor runs this tool; leave it out"
 _DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools")
-DROPPED_ITEMS = dict.fromkeys((*_DROPPED, "mcp_call", "tool_search_call", "tool_search_output"), _VENDORS)
+DROPPED_ITEMS: Mapping[str, str] = dict.fromkeys(
+    (*_DROPPED, "mcp_call", "tool_search_call", "tool_search_output"), _VENDORS
+)
 
 
 def _typed(given: object) -> object:

@@ -288,7 +288,7 @@ def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: s
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
     schema = hold_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
-    return schema | {"x-guidance": dict(JSON_FORM)}
+    return {**schema, "x-guidance": dict(JSON_FORM)}
 
 
 def _embed(grammar: Grammar) -> str:

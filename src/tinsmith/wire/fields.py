@@ -308,6 +308,7 @@ def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredField
     its value and the valid values.
     """
     ignored = IgnoredFields(strict=True) if ignored is None else ignored
+    errors: list[ErrorDetails] = []
     for _ in range(MAX_PASSES):
         try:
             return model.__pydantic_validator__.validate_python(values)
