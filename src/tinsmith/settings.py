@@ -261,6 +261,10 @@ class Settings(BaseSettings):
     hold_s: float = Field(default=30.0, gt=0, le=30)
     """How long a long poll is held before it returns 408."""
 
+    strict_fields: bool = False
+    """Refuse the fields of OpenAI's and Anthropic's clients that would otherwise be ignored and named in the response
+    header `tinsmith-ignored-fields`."""
+
     session_polls: bool = False
     """Whether clients poll once for a whole sampling session: fewer connections for thousands of samples, but slower
     single samples."""

@@ -295,6 +295,18 @@ JSON_FORM: Mapping[str, bool | str] = {"whitespace_flexible": False, "item_separ
 """llguidance's options for JSON on one line, as json.dumps writes it and chat templates show calls. With flexible
 whitespace, a model may write whitespace without end."""
 
+GRAMMAR_LIMITS = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""Limits of llguidance: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:

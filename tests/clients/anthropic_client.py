@@ -58,7 +58,7 @@ with check("a batch that is cancelled"):
 with check("errors have their classes"):
     for kind, more in (
         (anthropic.NotFoundError, {"model": "unknown"}),
-        (anthropic.BadRequestError, {"extra_body": {"no_such_field": 1}}),
+        (anthropic.BadRequestError, {"extra_body": {"use_beam_search": True}}),
         (anthropic.AuthenticationError, {"extra_headers": {"x-api-key": "wrong"}}),
     ):
         try:

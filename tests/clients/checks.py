@@ -14,6 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 URL, KEY, NANO, TOOLS = (os.environ[name] for name in ("SERVER_URL", "SERVER_KEY", "SERVER_NANO", "SERVER_TOOLS"))
+AGENT = os.environ.get("SERVER_AGENT", "")
+"""A model whose context takes an agent's prompt."""
+
+NPM = os.environ.get("NPM_BIN", "")
+"""The directory of the commands of a client from npm."""
+
 SAY = [{"role": "user", "content": "Say hello."}]
 CITY = {"city": {"enum": ["Rome", "Oslo"]}}
 WEATHER = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}

@@ -78,7 +78,7 @@ with check("errors have their classes"):
     for kind, given in (
         (openai.NotFoundError, GIVEN | {"model": "unknown"}),
         (openai.BadRequestError, GIVEN | {"temperature": 9}),
-        (openai.BadRequestError, GIVEN | {"extra_body": {"no_such_field": 1}}),
+        (openai.BadRequestError, GIVEN | {"extra_body": {"use_beam_search": True}}),
     ):
         try:
             chats.create(**given)

@@ -226,7 +226,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
     [
         ({"functions": []}, None, None),
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "use 'medium'"),
+        ({"extra_body": {"length_penalty": 2}}, "length_penalty", "without beam search"),
         ({"modalities": ["text", "audio"]}, "modalities", "only text"),
         ({"store": True}, "store", "not stored"),
         ({"tools": [WEATHER]}, "tools", "chat template does not support tools"),
@@ -240,7 +240,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         ({"logit_bias": {"9999": 1}}, "logit_bias", "9999"),
         ({"max_tokens": 100_000}, "messages", "context"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs is not true"),
-        ({"extra_body": {"best_guess": 1}}, "best_guess", "not supported"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "not supported"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/no"}}}},
             None,

@@ -24,6 +24,7 @@ from tinsmith.store.futures import NewFuture, Settlement
 from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
+from tinsmith.wire.fields import IgnoredFields
 from tinsmith.wire.sampling import write_sample_result
 from tinsmith.wire.token_stream import Partials, line_of
 
@@ -231,7 +232,7 @@ def stream(
     """The events of a stream whose engine sends these partials and settles with this result."""
 
     async def collect(services: Services) -> list[News]:
-        prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest)
+        prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
         async with submitted_samples(prepared) as seats:
             news: list[News] = []
@@ -266,7 +267,7 @@ def test_partials_are_shown_as_they_come(harness: Harness) -> None:
 
 def test_partials_that_come_before_the_response_begins_are_shown(harness: Harness) -> None:
     async def scenario(services: Services) -> tuple[list[News], dict[str, object]]:
-        prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest)
+        prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
         async with submitted_samples(prepared) as seats:
             partials = partials_of(seats[0].request_id, "hello there")
@@ -300,7 +301,7 @@ def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
     monkeypatch.setattr(harness.services.futures, "submit", slow)
 
     async def scenario(services: Services) -> None:
-        prepared = prepare(services, "alice", BODY | {"stream": stream}, ChatRequest)
+        prepared = prepare(services, "alice", BODY | {"stream": stream}, ChatRequest, IgnoredFields())
 
         async def client() -> None:
             async with submitted_samples(prepared):

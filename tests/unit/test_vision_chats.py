@@ -18,10 +18,11 @@ from tinsmith.batch.operations.sample import Sample
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
+from tinsmith.chat.responses import ResponseRequest
 from tinsmith.chat.texts import Text
 from tinsmith.errors import RequestError, UserError
 from tinsmith.types import SamplingParams
-from tinsmith.wire.fields import validate
+from tinsmith.wire.fields import IgnoredFields, validate
 from tinsmith.wire.sampling import read_sample, sample_body
 
 WIDE, TALL = picture(61, 22), picture(20, 75, form="jpeg")
@@ -103,6 +104,38 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
         validate(MessageRequest, body).plan(text)
 
 
+def test_images_of_responses_become_the_same_prompt(text: Text, tmp_path: Path) -> None:
+    """In the input, and in the output of a function that looks at a picture."""
+
+    def shown(data: bytes, media_type: str, **more: object) -> dict[str, object]:
+        return {"type": "input_image", "image_url": url(data, media_type), **more}
+
+    said = [
+        {"type": "input_text", "text": "Compare "},
+        shown(WIDE, "image/png", detail="low"),
+        {"type": "input_text", "text": " with "},
+        shown(TALL, "image/jpg", file_id=None),
+        {"type": "input_text", "text": "!"},
+    ]
+    items: list[dict[str, Any]] = [{"role": "user", "content": said}]
+    body = {"model": "m", "instructions": "Be brief.", "input": items}
+    ignored = IgnoredFields()
+    request = validate(ResponseRequest, body, ignored)
+    assert request.plan(text) == chat(text, *SAID) and ignored.names == ("input[].content[].detail",)
+    again = validate(ResponseRequest, {"model": "m", "instructions": "Be brief.", "input": "so"})
+    assert len(again.plan(text, request.items()).images) == 2, "a later response reads the stored items"
+    items[0]["content"] = "Look."
+    items += [
+        {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [shown(WIDE, "image/png")]},
+    ]
+    (image,) = validate(ResponseRequest, body).plan(text).images
+    assert image.data == WIDE
+    tiny_models.make(tmp_path / "m")
+    with pytest.raises(RequestError, match="input is not supported by this server: an input_image: this model takes"):
+        validate(ResponseRequest, body).plan(Text(read_shape("local/x", tmp_path / "m")))
+
+
 def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: Text, tmp_path: Path) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
     result: dict[str, Any] = {
@@ -164,13 +197,9 @@ def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
 
 
 def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
-    for detail, ok in (("auto", True), ("high", True), ("low", False)):
+    for detail in ("auto", "high", "low"):
         asked = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
-        if ok:
-            assert chat(text, asked).images
-        else:
-            with pytest.raises(RequestError, match="an image is taken whole"):
-                chat(text, asked)
+        assert chat(text, asked).images == chat(text, part(url(WIDE))).images, "an image is taken whole"
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\] has no image_url"):
         chat(text, {"type": "image_url"})
     plain = tmp_path / "plain"

@@ -44,6 +44,7 @@ from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_seq_id
+from tinsmith.api.ignored_fields import IgnoredFieldReports, build_header
 from tinsmith.auth import ANY_KEY, Caller
 from tinsmith.auth.quotas import Quotas
 from tinsmith.auth.signing import Signer
@@ -80,7 +81,7 @@ from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.wire import bodies
-from tinsmith.wire.fields import Body, Integer, Schema, Text, read_object, show, validate
+from tinsmith.wire.fields import Body, IgnoredFields, Integer, Schema, Text, read_object, show, validate
 from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
@@ -168,6 +169,7 @@ class Services:
     loading: Callable[[], str] = str
     failures: Callable[[], Sequence[EngineFailure]] = tuple
     cannot_start: Callable[[str], str | None] = lambda _base_model: None
+    ignored_fields: IgnoredFieldReports = field(default_factory=IgnoredFieldReports)
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 
 
@@ -181,6 +183,7 @@ class Call:
     headers: Mapping[str, str]
     scheme: str
     peer: str = ""
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
 
     def fields(self) -> dict[str, object]:
         """The JSON body, for handlers without a typed body."""
@@ -383,22 +386,37 @@ def json_endpoint(
         sent = b"" if body is None else await read_body(request, takes)
         encoding = request.headers.get("content-encoding")
 
-        def work() -> bytes:
+        def work() -> tuple[bytes, tuple[str, ...]]:
             if operators:
                 _check_operator(services, tenant_id)
             decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
-            arguments: list[object] = [call_of(request, services, tenant_id, decoded)]
+            call = call_of(request, services, tenant_id, decoded)
+            arguments: list[object] = [call]
             if isinstance(body, type):
                 values = read_object(decoded)
-                arguments.append(Draft(body, values) if late else validate(body, values))
+                ignored = call.ignored if is_openai(request) or is_anthropic(request) else None
+                arguments.append(Draft(body, values) if late else validate(body, values, ignored))
             result = handler(*arguments)
-            return orjson.dumps(stored(services, result) if isinstance(result, Submission) else result)
+            content = orjson.dumps(stored(services, result) if isinstance(result, Submission) else result)
+            return content, call.ignored.names
 
         with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
             lane = services.threads.quick if quick else None
-            return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
+            content, names = await run(work, on=lane)
+            report_ignored(services, tenant_id, request.headers.get("user-agent", ""), names)
+            return Response(content, headers=build_header(names), media_type=bodies.JSON_TYPE)
 
     return respond
+
+
+def new_ignored(services: Services) -> IgnoredFields:
+    """Make the collection of a request's ignored fields."""
+    return IgnoredFields(strict=services.settings.strict_fields)
+
+
+def report_ignored(services: Services, tenant_id: str, user_agent: str, names: Sequence[str]) -> None:
+    """Count and log the fields of a request that had no effect."""
+    services.ignored_fields.report(services.meters.count_ignored_field, tenant_id, user_agent, names)
 
 
 def _check_operator(services: Services, tenant_id: str) -> None:
@@ -412,9 +430,8 @@ def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -
     """Make the Call of an authenticated request with a decoded body."""
     scope = request.scope
     peer = scope["client"][0] if scope.get("client") else ""
-    return Call(
-        services, tenant_id, body, request.path_params, request.query_params, request.headers, scope["scheme"], peer
-    )
+    path, query, headers = request.path_params, request.query_params, request.headers
+    return Call(services, tenant_id, body, path, query, headers, scope["scheme"], peer, new_ignored(services))
 
 
 async def authenticate(request: Request) -> tuple[Services, str]:

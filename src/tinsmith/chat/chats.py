@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,12 +13,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, GenerationRequest, bounded
 from tinsmith.chat.images import Prompt, prompt_of
 from tinsmith.chat.splicing import Recorded, digest_of, digests_of, splice
-from tinsmith.chat.texts import SWITCH, Channels, Text, channels_of, thinking_of
-from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools
+from tinsmith.chat.texts import SWITCH, Channels, Message, Text, channels_of, tags_of, thinking_of
+from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools, select_tools
+from tinsmith.chat.turns import fit_turns
+from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
-from tinsmith.types import Grammar, SamplingParams
+from tinsmith.types import SamplingParams
 from tinsmith.wire import fields
-from tinsmith.wire.fields import Body, ClosedBody, Integer, LongText, OneOf, Only, OrText, Unread, refused, show, wrong
+from tinsmith.wire.fields import NO_EFFECT, ClosedBody, LongText, OneOf, Only, OrText, Unread, refused, show, wrong
 
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
@@ -34,22 +37,27 @@ def _arguments(given: str) -> dict[str, Any]:
     return arguments
 
 
-class CalledFunction(Body):
+class CalledFunction(ClosedBody):
     name: fields.Text
     arguments: Annotated[LongText, AfterValidator(_arguments)] = Field("", validate_default=True)
 
 
-class RecordedCall(Body):
+class RecordedCall(ClosedBody):
     function: CalledFunction
     id: Unread = None
+    type: Unread = None
+    index: Unread = None
 
 
-class ImageUrl(Body):
+_READS_REASONING = re.compile(r"\breasoning\b")
+
+
+class ImageUrl(ClosedBody):
     url: LongText
-    detail: Annotated[fields.Text, Only(("auto", "high"), "an image is taken whole; leave it out")] = "auto"
+    detail: Annotated[Unread, NO_EFFECT] = None  # an image is taken whole
 
 
-class TextPart(Body):
+class TextPart(ClosedBody):
     type: Annotated[fields.Text, Only(("text", "image_url"), "this server's models accept only text and images")]
     text: LongText = ""
     image_url: ImageUrl | None = None
@@ -67,16 +75,14 @@ class TextPart(Body):
         return {"type": "image_url", "image_url": {"url": self.image_url.url}}
 
 
-class ChatMessage(ClosedBody):
+class ChatMessage(VendorMessageFields):
     role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"))]
     content: Annotated[str | list[TextPart], OrText()] | None = None
     name: LongText | None = None
     tool_call_id: LongText | None = None
     reasoning_content: LongText | None = None
+    reasoning: Annotated[LongText | None, Field(description="another name of reasoning_content")] = None
     tool_calls: list[RecordedCall] | None = None
-    refusal: Annotated[Unread, refused("put the text into content")] = None
-    audio: Annotated[Unread, refused("this server's models accept only text")] = None
-    function_call: Annotated[Unread, refused("send tool_calls")] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
@@ -93,11 +99,14 @@ class ChatMessage(ClosedBody):
         text: object = content if isinstance(content, str) else "\n".join(part.text for part in content)
         if not isinstance(content, str) and any(part.image_url for part in content):
             text = [part.shown for part in content]
-        named = {name: getattr(self, name) for name in ("name", "tool_call_id", "reasoning_content")}
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        values = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
+        if "message.thinking" in template:  # harmony's name for it
+            values["thinking"] = reasoning
+        if _READS_REASONING.search(template):
+            values["reasoning"] = reasoning
         message: dict[str, object] = {"role": role, "content": text}
-        message |= {name: value for name, value in named.items() if value is not None}
-        if self.reasoning_content is not None and "message.thinking" in template:  # harmony's name for it
-            message["thinking"] = self.reasoning_content
+        message |= {name: value for name, value in values.items() if value is not None}
         if self.tool_calls is not None:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": dict(call.function)} for call in self.tool_calls
@@ -105,7 +114,7 @@ class ChatMessage(ClosedBody):
         return message
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(VendorChatFields, GenerationRequest):
     """A chat completion. `separate_reasoning` is a field of SGLang; `chat_template_kwargs`, `add_generation_prompt`,
     `continue_final_message` and `add_special_tokens` are fields of vLLM.
     """
@@ -123,18 +132,9 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    chat_template: Annotated[
-        Unread, refused("the model's own template is used; render yours in the client and send prompt_token_ids")
-    ] = None
-    functions: Annotated[Unread, refused("an outdated field; send tools")] = None
-    function_call: Annotated[Unread, refused("an outdated field; send tool_choice")] = None
-    audio: Annotated[Unread, refused("this server's models generate only text")] = None
-    modalities: Annotated[Unread, refused("this server's models generate only text", unless=["text"])] = None
-    prediction: Annotated[Unread, refused("completions are sampled one token at a time")] = None
     reasoning_effort: Annotated[str, OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))] | None = None
-    verbosity: Annotated[Unread, refused("this server's models have no such option")] = None
-    web_search_options: Annotated[Unread, refused("this server does not access the web")] = None
-    moderation: Annotated[Unread, refused("this server does not moderate content")] = None
+    verbosity: Annotated[str, OneOf(("low", "medium", "high"))] | None = None
+    include_reasoning: Annotated[bool, Field(description="false removes reasoning from the response")] = True
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
@@ -159,19 +159,20 @@ class ChatRequest(GenerationRequest):
     def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         """`recorded` looks up the exchanges captured in the chat's session. Raises RequestError."""
         template = text.template.source
-        definitions: Any = self.tools
-        tools = read_tools(definitions, self.tool_choice, self.parallel_tool_calls, template, text.has_token(OPEN))
-        given, images = self.prompt(text, tools)
+        choice, listed = select_tools(self.tools, self.tool_choice)
+        tools = read_tools(listed, choice, self.parallel_tool_calls, template, text.has_token(OPEN), self.structure)
+        rendered, images = self.render_prompt(text, tools)
         conversation = None
         if recorded is not None and not (images or self.prompt_token_ids or self.continue_final_message):
-            given, conversation = self._spliced(text, tools, given, recorded)
-        prompt = self.kept(given)
-        if images and len(prompt) < len(given):
+            rendered, conversation = self._spliced(text, tools, rendered, recorded)
+        prompt = self.kept(rendered)
+        if images and len(prompt) < len(rendered):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self.params(text, max_tokens, _one_grammar(self.response_grammar, tools), tools.stops if tools else ())
+        grammar = tools.grammar() if tools else self.structure
+        params = self.params(text, max_tokens, grammar and bounded(grammar), tools.stops if tools else ())
         counted = thinking_of(text, prompt) if may_think(params, tools) else None
-        return GenerationPlan(
+        plan = GenerationPlan(
             name=self.model,
             prompts=(prompt,),
             num_choices=self.n,
@@ -183,26 +184,27 @@ class ChatRequest(GenerationRequest):
             channels=self._channels(text, prompt, may_think(params, tools) or tools is not None),
             images=images,
             conversation=conversation,
+            ignored=self._template_variables(template)[1],
             **self.shown(),
         )
+        return plan if self.include_reasoning else hide_reasoning(plan, text)
 
     def _spliced(
         self, text: Text, tools: ToolUse | None, given: list[int], recorded: Recorded
     ) -> tuple[list[int], str]:
         """Return the prompt with the recorded tokens of earlier completions, and the digest of the chat."""
-        template = text.template.source
-        messages = [each.shown(template) for each in self.messages]
+        messages = self._template_messages(text, tools)
         definitions = [tool.definition for tool in tools.tools] if tools else None
-        variables = self._variables(template)
-        found = splice(text, messages, definitions, variables, recorded, generation_prompt=self.add_generation_prompt)
-        return found or given, digests_of(digest_of(definitions, variables), messages)[-1]
+        variables, _ = self._template_variables(text.template.source)
+        spliced = splice(text, messages, definitions, variables, recorded, generation_prompt=self.add_generation_prompt)
+        return spliced or given, digests_of(digest_of(definitions, variables), messages)[-1]
 
-    def _variables(self, template: str) -> dict[str, object]:
-        return self.chat_template_kwargs | self._effort(template)
+    def _template_messages(self, text: Text, tools: ToolUse | None) -> list[Message]:
+        messages = [message.shown(text.template.source) for message in self.messages]
+        return fit_turns(text.template, messages, tools=tools is not None)
 
-    def prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
+    def render_prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
         """Return the messages rendered by the model's chat template, or the token ids that replace them."""
-        template = text.template.source
         if self.prompt_token_ids:
             if any(isinstance(each.content, list) and any(part.image_url for part in each.content)
                    for each in self.messages):  # fmt: skip
@@ -210,46 +212,59 @@ class ChatRequest(GenerationRequest):
             return self.prompt_token_ids, ()
         return prompt_of(
             text,
-            [each.shown(template) for each in self.messages],
+            self._template_messages(text, tools),
             [tool.definition for tool in tools.tools] if tools else None,
-            self._variables(template),
+            self._template_variables(text.template.source)[0],
             generation_prompt=self.add_generation_prompt,
             continues=self.continue_final_message,
             special=self.add_special_tokens,
         )
+
+    @property
+    def _grammar_field(self) -> str:
+        return super()._grammar_field if self.structure else "tools"
 
     def _channels(self, text: Text, prompt: Sequence[int], written: bool) -> Channels | None:
         """Return the completion's channels; None if special tokens are shown or a grammar excludes channels."""
         found = channels_of(text, prompt) if written and self.skip_special_tokens else None
         return found if found is None or self.separate_reasoning else replace(found, thoughts="text")
 
-    def _effort(self, template: str) -> dict[str, object]:
-        """Return the template's variables for `reasoning_effort`. Raises RequestError for an unknown level."""
+    def _template_variables(self, template: str) -> tuple[dict[str, object], dict[str, str]]:
+        """Return the template's variables, and the fields that the template does not read, with the reasons."""
+        variables, ignored = dict(self.chat_template_kwargs), dict[str, str]()
         effort = self.reasoning_effort
         if effort is not None and "reasoning_effort" in template:
-            return {"reasoning_effort": effort}
-        if effort == "none" and SWITCH in template:
-            return {SWITCH: False}
-        if effort not in (None, "medium"):
-            off = ", or 'none' to turn thinking off" if SWITCH in template else ""
-            raise not_supported(
-                "reasoning_effort", f"{show(effort)}; this model's template has no levels, so use 'medium'{off}"
-            )
-        return {}
+            variables["reasoning_effort"] = effort
+        elif effort == "none" and SWITCH in template:
+            variables[SWITCH] = False
+        elif effort is not None:
+            off = ", or send 'none' to turn thinking off" if SWITCH in template else ""
+            ignored["reasoning_effort"] = f"{show(effort)}; this model's chat template has no levels; leave it out{off}"
+        if self.verbosity is not None and "verbosity" in template:
+            variables["verbosity"] = self.verbosity
+        elif self.verbosity is not None:
+            ignored["verbosity"] = f"{show(self.verbosity)}; this model's chat template has no levels; leave it out"
+        if not any(name in template for name in ("reasoning", "message.thinking")):
+            names = {
+                name for name in ("reasoning", "reasoning_content") for each in self.messages if getattr(each, name)
+            }
+            reason = "this model's chat template does not read reasoning; leave it out"
+            ignored |= {f"messages[].{name}": reason for name in sorted(names)}
+        return variables, ignored
 
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
     """Whether a completion may contain reasoning. A grammar from the first token on excludes it."""
-    held = params.adjustments is not None and params.adjustments.grammar is not None
-    return not held or (tools is not None and tools.choice == "auto")
+    bound = params.adjustments is not None and params.adjustments.grammar is not None
+    return not bound or (tools is not None and tools.choice == "auto" and tools.answer is None)
 
 
-def _one_grammar(wanted: Grammar | None, tools: ToolUse | None) -> Grammar | None:
-    """Return the grammar of a completion. Raises RequestError for more than one."""
-    called = tools.grammar() if tools else None
-    if wanted and tools:
-        raise not_supported("response_format", "together with tools; set tool_choice to 'none', or send one of them")
-    return bounded(called) if called else wanted
+def hide_reasoning(plan: GenerationPlan, text: Text) -> GenerationPlan:
+    """Return the plan of a response without reasoning, which is still counted."""
+    if plan.channels is not None:
+        return replace(plan, channels=replace(plan.channels, thoughts="hidden"))
+    hidden = tags_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
+    return replace(plan, thinking=None, hidden=hidden, counted=hidden)
 
 
 # Completions: a prompt is text or token ids.
@@ -279,14 +294,11 @@ class CompletionRequest(GenerationRequest):
         Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="true is 1"), BeforeValidator(_count)] | None
     ) = None
     echo: bool = False
-    best_of: Integer | None = None
     add_special_tokens: bool = True
     suffix: Annotated[Unread, refused("this server's models do not fill in the middle")] = None
 
     @model_validator(mode="after")
     def _check_limits(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n):
-            raise not_supported("best_of", "all completions are returned; set n and choose among them")
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens", f"max_tokens is 0; it must lie between 1 and {MAX_TOKENS} (0 with echo)")
         if self.echo and self.stream:
@@ -308,7 +320,7 @@ class CompletionRequest(GenerationRequest):
             name=self.model,
             prompts=tuple(map(self.kept, prompts)),
             num_choices=self.n,
-            params=self.params(text, 1 if echo_only else self.max_tokens, self.response_grammar),
+            params=self.params(text, 1 if echo_only else self.max_tokens, self.structure),
             top_logprobs=self.logprobs,
             echo=self.echo,
             echo_only=echo_only,

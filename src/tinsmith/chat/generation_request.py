@@ -7,23 +7,27 @@ OpenAI's names, or vLLM's if OpenAI has none.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from tinsmith.chat.schemas import check_grammar, schema_grammar
 from tinsmith.chat.texts import Channels, Thinking
 from tinsmith.chat.texts import Text as ModelText
 from tinsmith.chat.tools import ToolUse
+from tinsmith.chat.vendor_fields import VendorFields, VendorSamplingFields
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
 from tinsmith.wire.fields import (
     MAX_TEXT,
-    Body,
+    NO_EFFECT,
     ClosedBody,
     Integer,
+    LongText,
     Only,
     OrText,
     Position,
@@ -41,6 +45,7 @@ MAX_BIASES = 1024
 MAX_STRUCTURED_CHOICES = 1024
 MAX_GRAMMAR_CHARACTERS = 32 << 10
 MAX_BAD_WORDS = 1024
+STRUCTURES = ("json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class GenerationPlan:
     echo_only: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     tools: ToolUse | None = None
     thinking: Thinking | None = None
     hidden: Thinking | None = None
@@ -96,6 +102,7 @@ class GenerationPlan:
     shows_special: bool = False
     answer_id: str | None = None
     conversation: str | None = None
+    ignored: Mapping[str, str] = field(default_factory=dict)  # fields that this model does not follow, and why
 
     @property
     def exact(self) -> bool:
@@ -142,9 +149,9 @@ class ContextLengthError(RequestError):
 # Grammars.
 
 
-def json_grammar(schema: Mapping[str, object] | None) -> Grammar:
-    """Make the grammar of a JSON schema; without a schema, of any object."""
-    return bounded(Grammar("json_schema", json.dumps(schema if schema is not None else {"type": "object"})))
+def json_grammar(schema: Mapping[str, object] | None, path: str = "response_format.json_schema.schema") -> Grammar:
+    """Make the grammar of a JSON schema; without a schema, of any object. Raises RequestError below `path`."""
+    return bounded(schema_grammar({"type": "object"} if schema is None else schema, path))
 
 
 def bounded(grammar: Grammar) -> Grammar:
@@ -156,11 +163,14 @@ def bounded(grammar: Grammar) -> Grammar:
     return grammar
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(ClosedBody):
     given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    name: Unread = None
+    description: Unread = None
+    strict: Unread = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(ClosedBody):
     type: Annotated[Text, Only(("text", "json_object", "json_schema"), "use 'text', 'json_object' or 'json_schema'")]
     json_schema: JsonSchemaFormat | None = None
 
@@ -177,25 +187,44 @@ class ResponseFormat(Body):
         return json_grammar(self.json_schema.given if self.type == "json_schema" and self.json_schema else None)
 
 
-def _structured(given: dict[str, Any]) -> Grammar:
-    """Read vLLM's structured outputs: exactly one of json, regex and choice."""
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1 or named[0] not in ("json", "regex", "choice"):
-        raise unsupported(f"{show(named)}; use exactly one of json, regex and choice")
-    kind, value = named[0], given[named[0]]
-    if kind == "json" and isinstance(value, dict):
-        return json_grammar(value)
-    if kind == "json" and isinstance(value, str):
-        return bounded(Grammar("json_schema", value))
+def _schema_of(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise wrong(f"has the json {show(text)}; it must be a JSON object, the schema")
+    return schema
+
+
+def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.json") -> Grammar:
+    """Read vLLM's structured outputs: exactly one of json, regex, choice and grammar."""
+    named = [name for name, value in structure.items() if value is not None]
+    if len(named) != 1 or named[0] not in STRUCTURES:
+        raise unsupported(f"{show(named)}; use exactly one of {', '.join(STRUCTURES)}")
+    kind, value = named[0], structure[named[0]]
+    if kind == "json" and isinstance(value, dict | str):
+        return json_grammar(_schema_of(value) if isinstance(value, str) else value, path)
     if kind == "regex" and _is_text(value):
         return bounded(Grammar("regex", value))
+    if kind == "grammar" and isinstance(value, str):
+        return _lark(value)
     texts = value if isinstance(value, list) and all(_is_text(each) and each for each in value) else []
     if kind == "choice" and 0 < len(texts) <= MAX_STRUCTURED_CHOICES:
         return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
     raise wrong(
         f"has the {kind} {show(value)}; json is a schema, regex a string of at most {MAX_TEXT} characters without NUL, "
-        f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} such strings that are not empty"
+        f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} such strings that are not empty, grammar a string"
     )
+
+
+def _lark(text: str) -> Grammar:
+    """Read a grammar in Lark's form. GBNF and EBNF are other forms, with other operators."""
+    if "::=" in text:
+        raise unsupported("a grammar in the form of GBNF or EBNF ('::='); write it in Lark's form, with a rule start")
+    if not re.search(r"^\s*\??start(\[.*?\])?\s*:", text, re.MULTILINE):
+        raise wrong(f"has the grammar {show(text)}; it must be in Lark's form, with a rule start")
+    return bounded(Grammar("lark", text))
 
 
 def _is_text(value: object) -> bool:
@@ -229,7 +258,8 @@ def _biases(given: dict[str, float]) -> dict[int, float]:
 
 class StreamOptions(ClosedBody):
     include_usage: bool = False
-    include_obfuscation: Annotated[bool, Only((False,), "chunks are not padded; leave it out")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="with include_usage, every chunk has the usage")] = False
+    include_obfuscation: Annotated[Unread, NO_EFFECT] = None
 
 
 Stops = Annotated[
@@ -241,7 +271,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class SamplingFields(ClosedBody):
+class SamplingFields(VendorSamplingFields):
     """The parameters of sampling and of its end."""
 
     ignores_zero = False
@@ -260,13 +290,15 @@ class SamplingFields(ClosedBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     stop_token_ids: Annotated[list[Position], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
     ignore_eos: bool = False
+    best_of: Annotated[Integer | None, Field(description="equal to n")] = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     allowed_token_ids: Annotated[list[Position], Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], AfterValidator(_bad_words)] = Field(default_factory=list)
-    structured_outputs: Annotated[dict[str, Any], AfterValidator(_structured)] | None = None
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(_read_structure)] | None = None
     guided_json: Annotated[dict[str, Any] | str, OrText()] | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
+    guided_grammar: LongText | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Annotated[bool, Only((True,), "the tokenizer decides on spaces")] = True
@@ -274,15 +306,35 @@ class SamplingFields(ClosedBody):
         Annotated[int, Field(ge=1, le=MAX_TOKENS, description="keeps the prompt's last tokens")] | None
     ) = None
 
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise not_supported("best_of", "all completions are returned; set n and choose among them")
+        return self
+
     @property
-    def _asked_structure(self) -> tuple[str, Grammar] | None:
+    def _grammar_field(self) -> str:
+        """The field that a grammar comes from, for errors."""
+        structure = self._vendor_structure
+        return structure[0] if structure else "response_format"
+
+    @property
+    def structure(self) -> Grammar | None:
+        """The grammar of the answer. Raises RequestError for more than one."""
+        structure = self._vendor_structure
+        return None if structure is None else structure[1]
+
+    @property
+    def _vendor_structure(self) -> tuple[str, Grammar] | None:
         """Return the grammar of vLLM's fields, and the field that contains it."""
         given: dict[str, Any] = {"structured_outputs": self.structured_outputs}
-        for kind in ("json", "regex", "choice"):
+        for kind in STRUCTURES:
             value = getattr(self, f"guided_{kind}")
             try:
-                given[f"guided_{kind}"] = None if value is None else _structured({kind: value})
+                given[f"guided_{kind}"] = None if value is None else _read_structure({kind: value}, f"guided_{kind}")
             except PydanticCustomError as error:
+                if error.type == "unsupported":
+                    raise not_supported(f"guided_{kind}", error.message()) from None
                 raise RequestError(f"guided_{kind}", f"guided_{kind} {error.message()}") from None
         named = [(name, grammar) for name, grammar in given.items() if grammar is not None]
         if len(named) > 1:
@@ -290,13 +342,11 @@ class SamplingFields(ClosedBody):
         return named[0] if named else None
 
     def params(
-        self, text: ModelText, max_tokens: int | None, called: Grammar | None, own_stops: Sequence[str] = ()
+        self, text: ModelText, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
     ) -> SamplingParams:
-        """Return the sampling parameters; `called` is the grammar of the response. Raises RequestError."""
-        structure = self._asked_structure
-        if structure and called:
-            raise RequestError(structure[0], f"{structure[0]} cannot be combined with tools or response_format")
-        grammar = structure[1] if structure else called
+        """Return the sampling parameters; `grammar` is that of the response. Raises RequestError."""
+        if grammar is not None:
+            check_grammar(grammar, self._grammar_field)
         for name in ("min_tokens", "allowed_token_ids", "bad_words"):
             if grammar and getattr(self, name):
                 raise not_supported(name, "together with a grammar (tools, response_format, guided decoding)")
@@ -331,8 +381,8 @@ class SamplingFields(ClosedBody):
         return prompt[-self.truncate_prompt_tokens :] if self.truncate_prompt_tokens else prompt
 
 
-class GenerationRequest(SamplingFields):
-    """The common fields of chats and completions. Fields without an effect on the response are `Unread`."""
+class GenerationRequest(VendorFields, SamplingFields):
+    """The common fields of chats and completions."""
 
     model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     response_format: ResponseFormat | None = None
@@ -344,14 +394,6 @@ class GenerationRequest(SamplingFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    cache_salt: Unread = None
-    priority: Unread = None
-    store: Annotated[bool, Only((False,), "completions are not stored; leave it out")] = False
-    service_tier: Annotated[Text, Only(("auto", "default"), "the only tier is 'default'")] = "auto"
-    user: Unread = None
-    metadata: Unread = None
-    safety_identifier: Unread = None
-    prompt_cache_key: Unread = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -362,14 +404,20 @@ class GenerationRequest(SamplingFields):
         return self
 
     @property
-    def response_grammar(self) -> Grammar | None:
-        return self.response_format.grammar if self.response_format else None
+    def structure(self) -> Grammar | None:
+        grammar = self.response_format.grammar if self.response_format else None
+        structure = self._vendor_structure
+        if structure and grammar:
+            raise RequestError(structure[0], f"{structure[0]} cannot be combined with response_format")
+        return structure[1] if structure else grammar
 
     def shown(self) -> dict[str, Any]:
         """Return the plan's fields about the response's contents that all requests have."""
+        options = self.stream_options
         return {
             "stream": self.stream,
-            "include_usage": self.stream_options is not None and self.stream_options.include_usage,
+            "include_usage": options is not None and options.include_usage,
+            "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
             "prompt_logprobs": self.prompt_logprobs,
             "token_ids": self.return_token_ids,
             "tokens_as_ids": self.return_tokens_as_token_ids,

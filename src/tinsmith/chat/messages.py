@@ -1,32 +1,36 @@
 """Turns Anthropic's requests to `/v1/messages` into plans, and results into its messages, whole and as events.
 
-A request is translated into a chat completion and validated as one, so that both follow the same rules. Fields without
-a counterpart are refused here by name.
+A request is translated into a chat completion and validated as one, so that both follow the same rules. What its model
+cannot follow (thinking, effort) is named in the plan by this protocol's names.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, model_validator
 
 from tinsmith.chat.calls import ToolCall
-from tinsmith.chat.chats import ChatRequest, may_think
+from tinsmith.chat.chats import ChatRequest, hide_reasoning
 from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.chat.splicing import Recorded
-from tinsmith.chat.texts import SWITCH, Text, channels_of, tags_of, thinking_of
+from tinsmith.chat.texts import SWITCH, Text, channels_of, thinking_of
+from tinsmith.chat.tools import drop_other_tool
+from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
 from tinsmith.wire.fields import (
+    NO_EFFECT,
     ByType,
     ClosedBody,
     Integer,
@@ -37,6 +41,7 @@ from tinsmith.wire.fields import (
     Unread,
     refused,
     validate,
+    wish,
     wrong,
 )
 
@@ -49,8 +54,8 @@ MIN_BUDGET = 1024  # Anthropic's minimum
 class TextBlock(ClosedBody):
     type: Unread = None
     text: LongText = ""
-    cache_control: Unread = None
-    citations: Unread = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
+    citations: Annotated[Unread, NO_EFFECT] = None
 
     @property
     def part(self) -> JsonObject:
@@ -66,7 +71,7 @@ class ImageSource(ClosedBody):
 class ImageBlock(ClosedBody):
     type: Unread = None
     source: ImageSource
-    cache_control: Unread = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
 
     @property
     def part(self) -> JsonObject:
@@ -85,7 +90,7 @@ class ToolUseBlock(ClosedBody):
     id: fields.Text
     name: fields.Text
     input: dict[str, Any]
-    cache_control: Unread = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
     caller: Unread = None
 
 
@@ -93,7 +98,10 @@ class ToolUseBlock(ClosedBody):
 Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], OrText()]
 
 
-ResultBlock = Annotated[TextBlock | ImageBlock, ByType({"text": TextBlock, "image": ImageBlock})]
+ResultBlock = Annotated[
+    TextBlock | ImageBlock,
+    ByType({"text": TextBlock, "image": ImageBlock}, {"tool_reference": "this server loads every tool; leave it out"}),
+]
 
 
 class ToolResultBlock(ClosedBody):
@@ -101,7 +109,7 @@ class ToolResultBlock(ClosedBody):
     tool_use_id: fields.Text
     content: Annotated[Annotated[str | list[ResultBlock], OrText()], BeforeValidator(lambda given: given or "")] = ""
     is_error: Unread = None
-    cache_control: Unread = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
 
     @property
     def message(self) -> JsonObject:
@@ -121,17 +129,33 @@ BLOCKS = {
     "tool_result": ToolResultBlock,
     "thinking": ThinkingBlock,
 }
-OF_USER, OF_ASSISTANT = (TextBlock, ImageBlock, ToolResultBlock), (TextBlock, ToolUseBlock, ThinkingBlock)
+_SEALED = "only its vendor can read it; leave it out"
+DROPPED_BLOCKS: Mapping[str, str] = dict.fromkeys(
+    (
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "tool_search_tool_result",
+        "container_upload",
+    ),
+    _SEALED,
+)
+OF_ROLE: Mapping[str, tuple[type[Block], ...]] = {
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
+    "system": (TextBlock,),
+}
 
 
 class Turn(ClosedBody):
-    role: Annotated[str, OneOf(("user", "assistant"))]
-    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS)]], OrText()]
+    role: Annotated[str, OneOf(("user", "assistant", "system"))]
+    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS, DROPPED_BLOCKS)]], OrText()]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Turn:
         for index, block in enumerate([] if isinstance(self.content, str) else self.content):
-            if not isinstance(block, OF_USER if self.role == "user" else OF_ASSISTANT):
+            if not isinstance(block, OF_ROLE[self.role]):
                 raise wrong(f"has a {block.type} in content[{index}], which role {self.role} cannot have")
         return self
 
@@ -168,10 +192,12 @@ class CustomTool(ClosedBody):
     input_schema: dict[str, Any]
     description: Any = None
     strict: Any = None
-    type: Annotated[fields.Text, Only(("custom",), "this server does not run tools; describe one of your own")] = (
-        "custom"
-    )
-    cache_control: Unread = None
+    type: Unread = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
+    eager_input_streaming: Annotated[Unread, NO_EFFECT] = None
+    defer_loading: Annotated[Unread, NO_EFFECT] = None
+    allowed_callers: Annotated[Unread, NO_EFFECT] = None
+    input_examples: Annotated[Unread, wish("put the examples into the description")] = None
 
     def function(self) -> JsonObject:
         more = {"description": self.description, "strict": self.strict}
@@ -179,7 +205,17 @@ class CustomTool(ClosedBody):
         return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema} | given}
 
 
-class ToolChoice(fields.Body):
+def _custom_tool(item: object, read: Callable[[object], CustomTool]) -> CustomTool:
+    drop_other_tool(item, ("custom",))
+    return read(item)
+
+
+GivenTools = Annotated[
+    list[Annotated[CustomTool, WrapValidator(_custom_tool)]], BeforeValidator(lambda tools: tools or [])
+]
+
+
+class ToolChoice(ClosedBody):
     type: Annotated[str, OneOf(("auto", "any", "tool", "none"))]
     name: fields.Text | None = None
     disable_parallel_tool_use: bool = False
@@ -204,9 +240,14 @@ class ThinkingConfig(ClosedBody):
         return self
 
 
-class OutputFormat(fields.Body):
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    hold_schema(schema, "output_config.format.schema")
+    return schema
+
+
+class OutputFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("json_schema",), "use 'json_schema'")]
-    given: Annotated[dict[str, Any], Field(alias="schema")]
+    definition: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
 
 
 class OutputConfig(ClosedBody):
@@ -222,15 +263,17 @@ class CountRequest(ClosedBody):
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: Texts | None = None
-    tools: Annotated[list[CustomTool], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
+    tools: GivenTools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Unread = None
-    container: Annotated[Unread, refused("this server does not run code of models")] = None
-    mcp_servers: Annotated[Unread, refused("this server does not run tools")] = None
-    inference_geo: Annotated[Unread, refused("the only region is this server")] = None
-    speed: Annotated[Unread, refused("the only speed is the default")] = None
+    cache_control: Annotated[Unread, NO_EFFECT] = None
+    container: Annotated[Unread, wish("this server does not run code of models; leave it out")] = None
+    mcp_servers: Annotated[Unread, wish("this server does not run tools; leave it out")] = None
+    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
+    thread: Annotated[Unread, wish("this server keeps no threads; send all messages")] = None
+    inference_geo: Annotated[Unread, wish("the only region is this server; leave it out")] = None
+    speed: Annotated[Unread, wish("the only speed is the default; leave it out")] = None
     prefill: Annotated[Unread, refused("completions cannot be prefilled")] = None
 
     @model_validator(mode="after")
@@ -241,7 +284,13 @@ class CountRequest(ClosedBody):
 
     def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
-        return validate(ChatRequest, self.chat(text)).plan(text, recorded)
+        plan = validate(ChatRequest, self.chat(text)).plan(text, recorded)
+        ignored = {NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
+        if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(text):
+            ignored["thinking"] = f"{_NO_TAGS}; leave it out"
+        if self.output_config and self.output_config.effort == "max":
+            ignored["output_config.effort"] = "'max'; no chat template has such a level; use 'xhigh'"
+        return replace(plan, ignored=ignored)
 
     def chat(self, text: Text) -> JsonObject:
         """Return the body of the equivalent chat completion."""
@@ -254,40 +303,42 @@ class CountRequest(ClosedBody):
             named = {"type": "function", "function": {"name": choice.name}}
             body["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
         if self.output_config and (wanted := self.output_config.format):
-            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.given}}
-        return body | self._effort(text) | self._thinking(text)
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.definition}}
+        return body | self._effort() | self._thinking(text)
 
-    def _effort(self, text: Text) -> JsonObject:
-        """Return the template's effort. 'high' is the default of Anthropic's API."""
+    def _effort(self) -> JsonObject:
         effort = self.output_config and self.output_config.effort
-        if effort and effort != "max" and "reasoning_effort" in text.template.source:
-            return {"reasoning_effort": effort}
-        if effort not in (None, "high"):
-            raise not_supported("output_config.effort", f"{effort!r}; this model's chat template has no such level")
-        return {}
+        return {"reasoning_effort": effort} if effort and effort != "max" else {}
+
+    def _can_think(self, text: Text) -> bool:
+        return thinking_of(text) is not None or channels_of(text) is not None
 
     def _thinking(self, text: Text) -> JsonObject:
         """Return the field that separates reasoning into blocks if the request asks for it, or hides it."""
-        if self.thinking is None:
+        if self.thinking is None or (self.thinking.type == "adaptive" and not self._can_think(text)):
             return {"separate_reasoning": False}
         thinks = self.thinking.type != "disabled"
-        if thinks and thinking_of(text) is None and channels_of(text) is None:
-            raise not_supported(
-                "thinking", "this model has no tags for reasoning in template and tokenizer; leave it out"
-            )
+        if thinks and not self._can_think(text):
+            raise not_supported("thinking", f"{_NO_TAGS}; leave it out")
         switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {}
         return {"separate_reasoning": thinks, **switch}
 
 
-class MessageRequest(CountRequest):
+_NO_TAGS = "this model has no tags for reasoning in template and tokenizer"
+NAMES = {
+    "reasoning_effort": "output_config.effort",
+    "messages[].reasoning_content": "messages[].content[].thinking",
+}
+"""This protocol's names of fields of a chat."""
+
+
+class MessageRequest(ChatOnlyFields, CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     stop_sequences: Stops | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Integer | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    service_tier: Annotated[fields.Text, Only(("auto", "standard_only"), "the only tier is 'standard_only'")] = "auto"
-    metadata: Unread = None
 
     @model_validator(mode="after")
     def _check_budget(self) -> MessageRequest:
@@ -303,14 +354,14 @@ class MessageRequest(CountRequest):
 
     def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
         plan = super().plan(text, recorded)
-        if self.thinking is not None and self.thinking.type != "disabled":
-            if plan.thinking is None and plan.channels is None:
-                raise not_supported("thinking", "together with output_config.format or a tool that must be called")
+        if self.thinking is None or self.thinking.type == "disabled" or "thinking" in plan.ignored:
+            return hide_reasoning(plan, text)
+        if plan.thinking is not None or plan.channels is not None:
             return plan
-        if plan.channels is not None:
-            return replace(plan, channels=replace(plan.channels, thoughts="hidden"))
-        hidden = tags_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
-        return replace(plan, hidden=hidden, counted=hidden)
+        reason = "together with output_config.format or a tool that must be called"
+        if self.thinking.type == "enabled":
+            raise not_supported("thinking", reason)
+        return replace(hide_reasoning(plan, text), ignored={**plan.ignored, "thinking": reason})
 
 
 # Responses.

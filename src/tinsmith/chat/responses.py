@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, model_validator
 
 from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest
@@ -19,13 +20,31 @@ from tinsmith.chat.choices import Choice, TextPiece
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.chat.splicing import Recorded
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import MAX_TOOLS
+from tinsmith.chat.tools import MAX_TOOLS, drop_other_tool
+from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
 from tinsmith.types import SampleResult
 from tinsmith.wire import fields
-from tinsmith.wire.fields import ByType, ClosedBody, LongText, OneOf, Only, OrText, Unread, refused, validate
+from tinsmith.wire.fields import (
+    NO_EFFECT,
+    ByType,
+    ClosedBody,
+    LongText,
+    OneOf,
+    Only,
+    OrText,
+    Unread,
+    advice,
+    nameable,
+    refused,
+    show,
+    unsupported,
+    validate,
+    wish,
+)
 
 JsonObject = dict[str, Any]
 MAX_ITEMS = 10_000
@@ -37,14 +56,39 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 # Requests.
 
 
-class InputPart(ClosedBody):
-    type: Annotated[fields.Text, Only(("input_text", "output_text", "text"), "this server's models accept only text")]
+class InputText(ClosedBody):
+    type: Unread = None
     text: LongText
     annotations: Unread = None
     logprobs: Unread = None
 
+    @property
+    def part(self) -> JsonObject:
+        return {"type": "text", "text": self.text}
 
-Content = Annotated[str | list[InputPart], OrText()]
+
+def _check_url(url: str) -> str:
+    if not url.lower().startswith("data:"):
+        raise unsupported(f"{show(url)}; this server fetches nothing; send the image as data:image/png;base64,...")
+    return url
+
+
+class InputImage(ClosedBody):
+    type: Unread = None
+    image_url: Annotated[LongText, AfterValidator(_check_url)]
+    detail: Annotated[Unread, NO_EFFECT] = None  # an image is taken whole
+    file_id: Annotated[Unread, refused("images of files are not read; send image_url as data:image/png;base64,...")] = (
+        None
+    )
+
+    @property
+    def part(self) -> JsonObject:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
+
+InputPart = InputText | InputImage
+PARTS = {"input_text": InputText, "output_text": InputText, "text": InputText, "input_image": InputImage}
+Content = Annotated[str | list[Annotated[InputPart, ByType(PARTS)]], OrText()]
 
 
 class MessageItem(ClosedBody):
@@ -60,6 +104,7 @@ class CallItem(ClosedBody):
     type: Unread = None
     call_id: fields.Text
     name: fields.Text
+    namespace: fields.Text | None = None
     arguments: LongText
     id: Unread = None
     status: Unread = None
@@ -77,7 +122,7 @@ class ReasoningItem(ClosedBody):
     type: Unread = None
     content: list[dict[str, Any]] | None = None
     summary: Unread = None
-    encrypted_content: Unread = None
+    encrypted_content: Annotated[Unread, NO_EFFECT] = None
     id: Unread = None
     status: Unread = None
 
@@ -89,6 +134,11 @@ ITEMS = {
     "function_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
 }
+_VENDORS = "only its vendor runs this tool; leave it out"
+_DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools")
+DROPPED_ITEMS: Mapping[str, str] = dict.fromkeys(
+    (*_DROPPED, "mcp_call", "tool_search_call", "tool_search_output"), _VENDORS
+)
 
 
 def _typed(given: object) -> object:
@@ -98,46 +148,103 @@ def _typed(given: object) -> object:
     return [{"type": "message", **each} if isinstance(each, dict) else each for each in given]
 
 
-Items = Annotated[list[Annotated[Item, ByType(ITEMS)]], Field(min_length=1, max_length=MAX_ITEMS)]
+Items = Annotated[list[Annotated[Item, ByType(ITEMS, DROPPED_ITEMS)]], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class FunctionTool(ClosedBody):
-    type: Annotated[fields.Text, Only(("function",), "this server does not run tools; describe a function")]
+    type: Unread = "function"
     name: fields.Text
     description: fields.LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[Unread, NO_EFFECT] = None
 
-    def chat(self) -> JsonObject:
-        given = {name: getattr(self, name) for name in ("name", "description", "parameters", "strict")}
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+    def chat(self, name: str) -> JsonObject:
+        fields_ = {field: getattr(self, field) for field in ("description", "parameters", "strict")}
+        function = {"name": name} | {field: value for field, value in fields_.items() if value is not None}
+        return {"type": "function", "function": function}
+
+
+def _read_tool(item: object, read: Callable[[object], Any]) -> object:
+    drop_other_tool(item, ("function", "namespace"))
+    return read(item)
+
+
+def _read_function(item: object, read: Callable[[object], Any]) -> object:
+    drop_other_tool(item, ("function",))
+    return read(item)
+
+
+class NamespaceTool(ClosedBody):
+    """Functions under a common name. The model sees `namespace.name`, and its calls have both names."""
+
+    type: Unread = "namespace"
+    name: fields.Text
+    description: Unread = None
+    tools: list[Annotated[FunctionTool, WrapValidator(_read_function)]] = Field(default_factory=list)
+
+
+GivenTool = Annotated[
+    Annotated[FunctionTool | NamespaceTool, ByType({"function": FunctionTool, "namespace": NamespaceTool})],
+    WrapValidator(_read_tool),
+]
 
 
 class ResponseFunction(ClosedBody):
     type: Annotated[fields.Text, Only(("function",), "use 'function'")]
     name: fields.Text
+    namespace: fields.Text | None = None
+
+    def chat(self) -> JsonObject:
+        return {"type": "function", "function": {"name": _full_name(self.namespace, self.name)}}
+
+
+class AllowedFunctions(ClosedBody):
+    type: Unread = "allowed_tools"
+    mode: Annotated[str, OneOf(("auto", "required"))]
+    tools: Annotated[list[ResponseFunction], Field(min_length=1)]
+
+    def chat(self) -> JsonObject:
+        listed = {"mode": self.mode, "tools": [tool.chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": listed}
+
+
+ChosenFunction = Annotated[
+    ResponseFunction | AllowedFunctions, ByType({"function": ResponseFunction, "allowed_tools": AllowedFunctions})
+]
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    hold_schema(schema, "text.format.schema")
+    return schema
 
 
 class TextFormat(ClosedBody):
     type: Annotated[fields.Text, Only(("text", "json_object", "json_schema"), "use one of these three")]
     name: fields.Text | None = None
-    given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    definition: Annotated[Annotated[dict[str, Any], AfterValidator(_check_schema)] | None, Field(alias="schema")] = None
     description: Unread = None
     strict: Unread = None
 
 
 class TextConfig(ClosedBody):
     format: TextFormat | None = None
-    verbosity: Annotated[Unread, refused("this server's models have no such option", unless="medium")] = None
+    verbosity: Annotated[str, OneOf(("low", "medium", "high"))] | None = None
 
 
 class Reasoning(ClosedBody):
     effort: fields.Text | None = None
-    summary: Unread = None
-    generate_summary: Unread = None
+    summary: Annotated[Unread, NO_EFFECT] = None
+    generate_summary: Annotated[Unread, NO_EFFECT] = None
 
 
-class ResponseRequest(ClosedBody):
+def _check_included(name: str) -> str:
+    if name not in INCLUDED:
+        raise advice(f"{show(name)}; use {', '.join(INCLUDED)}", f"[{nameable(name)}]")
+    return name
+
+
+class ResponseRequest(ChatOnlyFields):
     ignores_zero = False
 
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
@@ -148,23 +255,27 @@ class ResponseRequest(ClosedBody):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[Annotated[fields.Text, Only(INCLUDED, f"use {', '.join(INCLUDED)}")]] = Field(default_factory=list)
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Annotated[str | ResponseFunction, OrText(("none", "auto", "required"))] | None = None
+    include: list[Annotated[fields.Text, AfterValidator(_check_included)]] = Field(default_factory=list)
+    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[str | ChosenFunction, OrText(("none", "auto", "required"))] | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     stream: bool = False
-    stream_options: Unread = None
+    stream_options: Annotated[Unread, NO_EFFECT] = None
     store: bool = True
     background: bool = False
     truncation: Annotated[fields.Text, Only(("disabled",), "prompts are not truncated")] = "disabled"
-    service_tier: Annotated[fields.Text, Only(("auto", "default"), "the only tier is 'default'")] = "auto"
     metadata: dict[str, fields.Text] | None = None
-    user: Unread = None
-    safety_identifier: Unread = None
-    prompt_cache_key: Unread = None
-    prompt_cache_retention: Unread = None
+    client_metadata: Annotated[Unread, NO_EFFECT] = None
+    max_tool_calls: Annotated[Unread, NO_EFFECT] = None  # it limits the vendor's tools
+    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
+    max_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
+    max_completion_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
+    stop_sequences: Annotated[Unread, refused("send it to /v1/chat/completions")] = None
+    conversation: Annotated[Unread, refused("send previous_response_id, or all items")] = None
+    prompt: Annotated[Unread, refused("this server stores no prompts; send input")] = None
+    messages: Annotated[Unread, refused("send input")] = None
 
     @model_validator(mode="after")
     def _check_background(self) -> ResponseRequest:
@@ -187,26 +298,54 @@ class ResponseRequest(ClosedBody):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [tool.chat() for tool in self.tools],
+            "tools": [tool.chat(_full_name(*names)) for names, tool in self._functions()],
             "parallel_tool_calls": self.parallel_tool_calls,
             "stream": self.stream,
             "logprobs": LOGPROBS in self.include or self.top_logprobs is not None,
             "top_logprobs": self.top_logprobs or 0,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "verbosity": self.text and self.text.verbosity,
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str | None) else self.tool_choice.chat(),
         }
-        choice = self.tool_choice
-        if isinstance(choice, ResponseFunction):
-            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        else:
-            body["tool_choice"] = choice
         if self.text and (wanted := self.text.format):
-            schema = {"json_schema": {"schema": wanted.given}} if wanted.type == "json_schema" else {}
+            schema = {"json_schema": {"schema": wanted.definition}} if wanted.type == "json_schema" else {}
             body["response_format"] = {"type": wanted.type, **schema}
         return body
 
     def plan(self, text: Text, before: Sequence[JsonObject] = (), recorded: Recorded | None = None) -> GenerationPlan:
         """Raises RequestError."""
-        return validate(ChatRequest, self.chat(before)).plan(text, recorded)
+        body = self.chat(before)
+        if text.vision is None and any(isinstance(message["content"], list) for message in body["messages"]):
+            raise not_supported("input", "an input_image: this model takes text only; leave it out")
+        plan = validate(ChatRequest, body).plan(text, recorded)
+        return replace(plan, ignored={NAMES.get(name, name): reason for name, reason in plan.ignored.items()})
+
+    def name_fields(self, name: str) -> JsonObject:
+        """Return a called function's name, and its namespace if it has one."""
+        for (namespace, function), _ in self._functions():
+            if namespace is not None and _full_name(namespace, function) == name:
+                return {"name": function, "namespace": namespace}
+        return {"name": name}
+
+    def _functions(self) -> Iterator[tuple[tuple[str | None, str], FunctionTool]]:
+        """Yield every function with its namespace and name."""
+        for tool in self.tools:
+            if isinstance(tool, NamespaceTool):
+                yield from (((tool.name, inner.name), inner) for inner in tool.tools)
+            else:
+                yield (None, tool.name), tool
+
+
+NAMES = {
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "messages[].reasoning_content": "input[].content",
+}
+"""This protocol's names of fields of a chat."""
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}.{name}"
 
 
 def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
@@ -215,7 +354,7 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _joined(item["output"])})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _join_content(item["output"])})
             continue
         role = item["role"] if kind == "message" else "assistant"
         last = messages[-1] if messages else {}
@@ -224,18 +363,32 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
         if not joins or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
             messages.append(last := {"role": role, "content": ""})
         if kind == "message":
-            last["content"] = "\n".join(filter(None, (last["content"], _joined(item["content"]))))
+            last["content"] = _append_content(last["content"], _join_content(item["content"]))
         elif kind == "reasoning":
             if thought := "".join(part.get("text", "") for part in item.get("content") or ()):
                 last["reasoning_content"] = thought
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = _full_name(item.get("namespace"), item["name"])
+            function = {"name": name, "arguments": item["arguments"]}
             last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     return messages
 
 
-def _joined(content: str | Sequence[JsonObject]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _join_content(content: str | Sequence[JsonObject]) -> str | list[JsonObject]:
+    """Return the text of an item, or the parts of a chat's message if it has images."""
+    if isinstance(content, str):
+        return content
+    if all("text" in part for part in content):
+        return "\n".join(part["text"] for part in content)
+    kinds = (InputImage if "image_url" in part else InputText for part in content)
+    return [kind.model_construct(None, **part).part for kind, part in zip(kinds, content, strict=True)]
+
+
+def _append_content(content: str, added: str | list[JsonObject]) -> str | list[JsonObject]:
+    """Return the content of a message to which an item is joined."""
+    if isinstance(added, str):
+        return "\n".join(filter(None, (content, added)))
+    return [{"type": "text", "text": content}, *added] if content else added
 
 
 # Responses.
@@ -395,7 +548,7 @@ class ResponseAnswer(ClientAnswer):
             "id": self._item_id("fc"),
             "type": "function_call",
             "call_id": self._item_id("call"),  # the same on every server that builds this response
-            "name": call.name,
+            **self._request.name_fields(call.name),
             "arguments": call.arguments,
             "status": "completed",
         }

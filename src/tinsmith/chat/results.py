@@ -88,6 +88,7 @@ class ChoicesAnswer(ClientAnswer):
         super().__init__(plan, text)
         self._answer_id, self._created = self.prefix + secrets.token_hex(16), int(time.time())
         self._reasoning = 0
+        self._num_sampled: dict[int, int] = {}  # by choice
 
     def whole(self, results: Sequence[SampleResult]) -> JsonObject:
         choices: list[JsonObject] = []
@@ -115,6 +116,7 @@ class ChoicesAnswer(ClientAnswer):
                 yield from self._opening(index, self._about_prompt(number))
 
     def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+        self._num_sampled[choice.index] = len(choice.token_ids)
         if piece or piece.sampled or (piece.tokens and self.plan.top_logprobs is not None):
             yield self._chunk(choice.index, piece, None)
         if reason:
@@ -157,8 +159,14 @@ class ChoicesAnswer(ClientAnswer):
         return self._chunk_of(choice | self._token_ids(piece))
 
     def _chunk_of(self, choice: JsonObject, **more: object) -> Event:
-        unused = {"usage": None} if self.plan.include_usage else {}
+        unused: JsonObject = {"usage": None} if self.plan.include_usage else {}
+        if self.plan.continuous_usage:
+            unused = {"usage": self._usage_so_far()}
         return None, self._head(self.chunk_kind) | {"choices": [choice]} | unused | more
+
+    def _usage_so_far(self) -> JsonObject:
+        prompt, sampled = sum(map(len, self.plan.prompts)), sum(self._num_sampled.values())
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _token_ids(self, piece: TextPiece) -> JsonObject:
         return {"token_ids": [token.token_id for token in piece.sampled]} if self.plan.token_ids else {}

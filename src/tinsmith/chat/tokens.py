@@ -20,7 +20,17 @@ from tinsmith.chat.texts import Text
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire import fields
-from tinsmith.wire.fields import ClosedBody, LongText, Only, Position, Unread, refused, validate
+from tinsmith.wire.fields import (
+    NO_EFFECT,
+    ClosedBody,
+    IgnoredFields,
+    LongText,
+    Only,
+    Position,
+    Unread,
+    refused,
+    validate,
+)
 
 JsonObject = dict[str, object]
 Model = Annotated[fields.Text | None, Field(description="required if the server has several base models")]
@@ -53,12 +63,12 @@ class TokenizeRequest(ClosedBody):
                 raise RequestError(name, f"{name} cannot be combined with prompt; send messages")
         return self
 
-    def token_ids(self, text: Text) -> Sequence[int]:
+    def token_ids(self, text: Text, ignored: IgnoredFields | None = None) -> Sequence[int]:
         """Raises RequestError."""
         if self.prompt is not None:
             return text.encode(self.prompt, special=self.add_special_tokens is not False)
         given = {name: getattr(self, name) for name in (*OF_CHAT, "add_special_tokens")}
-        return validate(ChatRequest, {"model": "", **given}).plan(text).prompts[0]
+        return validate(ChatRequest, {"model": "", **given}, ignored).plan(text).prompts[0]
 
 
 class DetokenizeRequest(ClosedBody):
@@ -88,8 +98,8 @@ class GenerateRequest(ClosedBody):
     model: Model = None
     request_id: fields.Text | None = None
     stream: Annotated[bool, Only((False,), "the response is sent whole; use /v1/completions for a stream")] = False
-    cache_salt: Unread = None
-    priority: Unread = None
+    cache_salt: Annotated[Unread, NO_EFFECT] = None
+    priority: Annotated[Unread, NO_EFFECT] = None
 
     def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""
@@ -100,7 +110,7 @@ class GenerateRequest(ClosedBody):
             name=self.model or "",
             prompts=(asked.kept(self.token_ids),),
             num_choices=asked.n,
-            params=asked.params(text, asked.max_tokens, None),
+            params=asked.params(text, asked.max_tokens, asked.structure),
             top_logprobs=asked.logprobs,
             prompt_logprobs=asked.prompt_logprobs,
             token_ids=True,

@@ -12,21 +12,35 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, WrapValidator
+from pydantic import AfterValidator, Field, WrapValidator
 
-from tinsmith.chat.calls import CallAssembler
+from tinsmith.chat.calls import CallAssembler, read_json
 from tinsmith.chat.dialects import PARSERS
 from tinsmith.chat.dialects.hermes import CLOSE, OPEN
+from tinsmith.chat.schemas import hold_schema
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
-from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
+from tinsmith.wire.fields import (
+    ByType,
+    ClosedBody,
+    OneOf,
+    Only,
+    OrText,
+    Text,
+    Unread,
+    advice,
+    nameable,
+    show,
+    unsupported,
+    wrong,
+)
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
 """Most calls of a completion that must call tools; some models would never stop."""
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 NEWLINE = json.dumps("\n")
 
 
@@ -42,7 +56,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request; `choice` is auto, required or a tool's name."""
+    """The tools of a request; `choice` is auto, required or a tool's name. `answer` is the grammar of a completion
+    that calls no tool.
+    """
 
     tools: tuple[Tool, ...]
     choice: str
@@ -50,21 +66,31 @@ class ToolUse:
     parallel: bool
     form: str  # hermes | function_xml | llama | harmony
     marked: bool = True  # whether OPEN and CLOSE are single tokens
+    answer: Grammar | None = None
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
-        if self.choice == "auto":
+        if self.choice == "auto" and self.answer is None:
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         if self.form == "function_xml":
+            if self.choice == "auto":
+                raise not_supported("response_format", "together with tools in this model's form of calls")
             raise not_supported("tool_choice", "with this model's form of calls, other than 'auto' and 'none'")
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
+        kind, start = "json_lark", "start: calls"
+        if self.choice == "auto" and self.answer is not None:
+            kind = "json_lark" if self.answer.kind == "json_schema" else "lark"
+            head = '<|channel|> "final" <|message|> ' if self.form == "harmony" else ""
+            start = f"start: calls | {head}answer\nanswer: {_embed(self.answer)}"
+        if self.form == "llama" and self.choice == "auto":
+            return Grammar(kind, _llama_union(wanted, self.answer))
         if self.form == "llama":
-            return Grammar("json_lark", _rules("start: call", wanted, _begun("parameters")))
+            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun("parameters")))
         if self.form == "harmony":
-            return Grammar("json_lark", _rules("start: call", wanted, _begun_in_harmony, end=""))
+            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun_in_harmony, end=""))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
-        return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted, _begun("arguments")))
+        return Grammar(kind, _rules(f"{start}\ncalls: one{several}\none: {call}", wanted, _begun("arguments")))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
@@ -101,44 +127,89 @@ class ToolUse:
 
 def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise wrong(f"is {show(name)}; use 1 to 64 of a-z, A-Z, 0-9, _, - and .")
+        raise wrong(f"is {show(name)}; use 1 to 128 of a-z, A-Z, 0-9, _, - and .")
     return name
 
 
-class FunctionBody(Body):
+class FunctionBody(ClosedBody):
     name: Annotated[Text, AfterValidator(_check_name)]
+    description: Unread = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolBody(Body):
+class ToolBody(ClosedBody):
     type: Annotated[Text, Only(("function",), "use 'function'")]
     function: FunctionBody
 
 
+def drop_other_tool(item: object, kinds: Sequence[str]) -> None:
+    """Raise the error that removes a tool of another type from a request. No model here can call it, because only its
+    vendor describes and runs it.
+    """
+    kind = item.get("type", kinds[0]) if isinstance(item, dict) else None
+    if kind == "custom" and kind not in kinds:
+        raise unsupported("'custom'; describe a function with one string")
+    if isinstance(kind, str) and kind not in kinds:
+        raise advice(f"{show(kind)}; this server does not run tools; describe a function", f"[{nameable(kind)}]")
+
+
 def _tool(item: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
+    drop_other_tool(item, ("function",))
     function = read(item).function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
     return Tool(function.name, parameters, item, bool(function.strict))
 
 
-class NamedFunction(Body):
+class NamedFunction(ClosedBody):
     name: Text
 
 
-class NamedTool(Body):
+class NamedTool(ClosedBody):
     type: Annotated[Text, Only(("function",), "use 'function'")]
     function: NamedFunction
 
 
+class ListedTools(ClosedBody):
+    mode: Annotated[str, OneOf(("auto", "required"))]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(ClosedBody):
+    type: Unread
+    allowed_tools: ListedTools
+
+
 GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
-ToolChoice = Annotated[str | NamedTool, OrText(("none", "auto", "required"))]
+ChosenTool = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, "allowed_tools": AllowedTools})]
+ToolChoice = Annotated[str | ChosenTool, OrText(("none", "auto", "required"))]
+
+
+def select_tools(
+    tools: Sequence[ToolBody], choice: NamedTool | AllowedTools | str | None
+) -> tuple[NamedTool | str | None, Sequence[Tool]]:
+    """Return the tool choice and the tools that it allows. Raises RequestError."""
+    listed = cast("Sequence[Tool]", tools)
+    if not isinstance(choice, AllowedTools):
+        return choice, listed
+    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    for name in allowed:
+        if name not in {tool.name for tool in listed}:
+            raise RequestError("tool_choice", f"tool_choice allows {show(name)}, which is not one of the tools")
+    return choice.allowed_tools.mode, [tool for tool in listed if tool.name in allowed]
 
 
 def read_tools(
-    tools: Sequence[Tool], wanted: NamedTool | str | None, parallel: bool, template: str, marked: bool
+    tools: Sequence[Tool],
+    wanted: NamedTool | str | None,
+    parallel: bool,
+    template: str,
+    marked: bool,
+    answer: Grammar | None = None,
 ) -> ToolUse | None:
-    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them."""
+    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer` is the grammar
+    of a completion without a call.
+    """
     named = isinstance(wanted, NamedTool)
     choice = wanted.function.name if isinstance(wanted, NamedTool) else wanted or "auto"
     if not tools:
@@ -152,7 +223,7 @@ def read_tools(
         return None
     if named and choice not in names:
         raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
-    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked)
+    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked, answer)
 
 
 def _form(template: str) -> str:
@@ -191,7 +262,64 @@ def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: s
 
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
-    return {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
+    schema = hold_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
+    return {**schema, "x-guidance": dict(JSON_FORM)}
+
+
+def _embed(grammar: Grammar) -> str:
+    """Return a grammar as a part of a rule. Raises RequestError for a schema that is not JSON."""
+    if grammar.kind == "regex":
+        return f"/{_SLASH.sub(lambda match: match[1] or REGEX_ESCAPES[match[0]], grammar.text)}/"
+    if grammar.kind != "json_schema":
+        return f"%lark {{\n{grammar.text}\n}}"
+    schema = _read_object(grammar.text)
+    if schema is None:
+        raise RequestError("response_format", "the schema must be a JSON object if tools are sent, too")
+    return f"%json {json.dumps(schema | {'x-guidance': dict(JSON_FORM)})}"
+
+
+def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
+    """Return the rules of a call of one of the tools or an answer. Both may be JSON objects, and the library decides at
+    the first character between the beginnings of two rules, so objects become alternatives of one schema.
+    """
+    options: list[object] = []
+    for index, tool in enumerate(tools):
+        arguments = _rebase(_arguments_schema(tool), f"#/anyOf/{index}/properties/parameters")
+        properties = {"name": {"const": tool.name}, "parameters": arguments}
+        closed = {"required": list(properties), "additionalProperties": False}
+        options.append({"type": "object", "properties": properties, **closed})
+    rule = ""
+    if answer is not None and answer.kind == "json_schema":
+        options.append(_rebase(_read_object(answer.text), f"#/anyOf/{len(tools)}"))
+    elif answer is not None:
+        rule = f" | answer\nanswer: {_embed(answer)}"
+    schema = {"anyOf": options, "x-guidance": dict(JSON_FORM)}
+    return f"%llguidance {{}}\nstart: calls{rule}\ncalls: %json {json.dumps(schema)}\n"
+
+
+def _rebase(schema: object, path: str) -> object:
+    """Return a schema whose references are right at `path` of another one."""
+    if isinstance(schema, list):
+        return [_rebase(inner, path) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rebased = {name: _rebase(value, path) for name, value in schema.items() if name != "x-guidance"}
+    reference = rebased.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        rebased["$ref"] = path + reference.removeprefix("#")
+    return rebased
+
+
+REGEX_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
+_SLASH = re.compile(r"(\\.)|[/\n\r]")
+
+
+def _read_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = read_json(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _quoted(text: str) -> str:

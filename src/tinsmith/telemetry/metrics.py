@@ -24,6 +24,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
 """The shared label of tenants without their own."""
 
+MAX_IGNORED_FIELDS = 200
+"""Most labels of ignored fields."""
+
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -84,6 +87,11 @@ _TABLE = (
         "tinsmith_janitor_last_success_seconds",
         "time of the last successful run of each part of the janitor, since the epoch, on the server that ran it",
         ("part",),
+    ),
+    Meter(
+        "tinsmith_ignored_fields_total",
+        "fields of OpenAI's and Anthropic's clients that were ignored, by name; names after the first 200 are 'other'",
+        ("field",),
     ),
     Meter("tinsmith_held_polls", "polls that wait for a result"),
     Meter(
@@ -163,7 +171,7 @@ def histogram(name: str, registry: CollectorRegistry) -> Histogram:
 
 
 class TenantLabels:
-    """Labels for tenants: the first `most` tenants have their own, all others share one."""
+    """Labels for tenants, or for other names of clients: the first `capacity` have their own, all others share one."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -205,6 +213,8 @@ class ServerMeters:
         self._janitor_runs = counter("tinsmith_janitor_runs_total", self._registry)
         self._janitor_seconds = counter("tinsmith_janitor_seconds_total", self._registry)
         self._janitor_success = gauge("tinsmith_janitor_last_success_seconds", self._registry)
+        self._ignored = counter("tinsmith_ignored_fields_total", self._registry)
+        self._ignored_labels = TenantLabels(MAX_IGNORED_FIELDS)
         self._held = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
@@ -227,6 +237,9 @@ class ServerMeters:
         self._janitor_seconds.labels(part).inc(seconds)
         if not failed:
             self._janitor_success.labels(part).set_to_current_time()
+
+    def count_ignored_field(self, name: str) -> None:
+        self._ignored.labels(self._ignored_labels(name)).inc()
 
     def watch_long_polls(self, count: Callable[[], int]) -> None:
         """Set the function that returns the number of held polls."""

@@ -4,14 +4,20 @@ A body is a `Body`, in strict mode: JSON's true is not a 1. null and an absent f
 omits None. `validate` turns a parsed object into its model; an error reads "sampling_params.top_p is 'high'; it must be
 a number". `described` returns the JSON schemas for the OpenAPI document.
 
+A field without effect on the answer may be ignored. `validate` then removes it, at any depth, and puts its name into an
+`IgnoredFields`. It knows three kinds: a field that the model does not have, a value that a marker calls neutral, and a
+request that the server does not follow (`Advice`). The first and the third kind are refused without an `IgnoredFields`,
+and with a strict one.
+
 Times are seconds since the epoch in Python and RFC 3339 with a zone on the wire.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
@@ -48,6 +54,12 @@ MAX_CONTAINERS = 2**18
 SHOWN = 80
 """Most characters of a wrong value that a message repeats."""
 
+MAX_IGNORED = 64
+"""Most names of ignored fields of a request."""
+
+MAX_PASSES = 8
+"""Most validations of a body. Each one removes ignored fields, and the next one may meet others behind them."""
+
 
 def show(value: object) -> str:
     """A value for a message: short, on one line, ASCII. Formats only the part of the value that is shown."""
@@ -68,7 +80,9 @@ class Body(BaseModel):
 
 
 class ClosedBody(Body):
-    """An object whose unknown fields are refused, unless the value is empty (null, 0, "", []) and so has no effect."""
+    """An object whose unknown fields are ignored by name or refused, as `validate` decides. A refusal spares empty
+    values (null, 0, "", []), which have no effect.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -81,6 +95,42 @@ def wrong(why: str) -> PydanticCustomError:
 def unsupported(why: str) -> PydanticCustomError:
     """An error for validators: the server does not support the field or its value."""
     return PydanticCustomError("unsupported", "{why}", {"why": why})
+
+
+def advice(reason: str, name: str = "") -> PydanticCustomError:
+    """An error for validators: the server does not follow the request's wish, and answers without it. `name` replaces
+    the last part of the path.
+    """
+    return PydanticCustomError("advice", "{reason}", {"reason": reason, "name": name})
+
+
+def _neutral() -> PydanticCustomError:
+    return PydanticCustomError("neutral", "without effect")
+
+
+class IgnoredFields:
+    """The names of one request's ignored fields, without indices: `messages[].cache_control`. With `strict`, only
+    neutral values of known fields are ignored.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def add(self, name: str) -> None:
+        if len(self._names) < MAX_IGNORED:
+            self._names.setdefault(name)
+
+    def advise(self, advice: Mapping[str, str]) -> None:
+        """Add fields that the server does not follow, with the reasons. Raises NotSupportedError if strict."""
+        for name, reason in advice.items():
+            if self.strict:
+                raise not_supported(name, reason)
+            self.add(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +163,52 @@ class Only:
 
 
 def refused(why: str, *, unless: object = None) -> AfterValidator:
-    """Marks a known field that the server does not support; empty values are accepted."""
+    """Marks a known field that the server does not support; empty values are ignored."""
 
     def check(value: object) -> None:
         if value and value != unless:
             raise unsupported(why)
+        if value is not None:
+            raise _neutral()
+
+    return AfterValidator(check)
+
+
+def neutral(*values: object, reason: str) -> AfterValidator:
+    """Marks a known field that the server does not implement. These values and empty texts, lists and objects have no
+    effect and are ignored; others are refused with the reason.
+    """
+
+    def check(value: object) -> None:
+        if value is None:
+            return
+        if value in ("", [], {}) or any(_is_same(value, other) for other in values):
+            raise _neutral()
+        raise unsupported(f"{show(value)}; {reason}")
+
+    return AfterValidator(check)
+
+
+def _is_same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _ignore_value(value: object) -> None:
+    if value is not None:
+        raise _neutral()
+
+
+NO_EFFECT = AfterValidator(_ignore_value)
+"""Marks a known field that never changes an answer: every value is ignored."""
+
+
+def wish(reason: str) -> AfterValidator:
+    """Marks a known field that asks for something that the server does not do; it answers without it."""
+
+    def check(value: object) -> None:
+        if value is None:
+            return
+        raise _neutral() if value in ("", [], {}, False) else advice(reason)
 
     return AfterValidator(check)
 
@@ -145,20 +236,35 @@ class OrList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByType:
-    """Marks an object that is one of several models, chosen by its field `type`."""
+    """Marks an object that is one of several models, chosen by its field `type`. Objects of the types in `dropped` are
+    ignored, for the reason there; under the key "" is the reason for all other types.
+    """
 
     models: Mapping[str, type[Body]]
+    dropped: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        kinds = list(self.models)
-        known = core_schema.typed_dict_field(core_schema.literal_schema(kinds))
-        other = core_schema.typed_dict_schema({"type": known})  # refuses every value, with its path
+        literal = core_schema.typed_dict_field(core_schema.literal_schema(list(self.models)))
+        other = core_schema.typed_dict_schema({"type": literal})  # refuses every value, with its path
+        drop = core_schema.no_info_after_validator_function(self._drop, core_schema.dict_schema())
+        distinct = list(dict.fromkeys(self.models.values()))
 
         def choose(value: object) -> int:
+            if isinstance(value, Body):  # to be serialized
+                return distinct.index(type(value))
             kind = value.get("type") if isinstance(value, dict) else None
-            return kinds.index(kind) if isinstance(kind, str) and kind in kinds else len(kinds)
+            if not isinstance(kind, str):
+                return len(distinct)
+            if kind in self.models:
+                return distinct.index(self.models[kind])
+            return len(distinct) + (kind in self.dropped or "" in self.dropped)
 
-        return _chosen([*map(handler.generate_schema, self.models.values()), other], choose)
+        dropped = [drop] if self.dropped else []
+        return _chosen([*map(handler.generate_schema, distinct), other, *dropped], choose)
+
+    def _drop(self, value: Mapping[str, object]) -> object:
+        kind = str(value["type"])
+        raise advice(self.dropped.get(kind) or self.dropped[""], f"[{nameable(kind)}]")
 
 
 def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
@@ -197,41 +303,86 @@ Unread = SkipJsonSchema[Any]
 """A known field without effect, like the SDK's `type`. The OpenAPI document omits it."""
 
 
-def validate(model: type[B], values: Mapping[str, object]) -> B:
-    """The object as a typed body. Raises a RequestError that names the field, its value and the valid values."""
-    check = model.__pydantic_validator__.validate_python
-    try:
-        return check(values)
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-        ignored = [each["loc"] for each in errors if _is_ignorable(model, each)]
-        if not ignored:
-            raise _refusal(model, errors[0]) from None
-    try:
-        return check(_without(values, ignored))
-    except ValidationError as error:
-        raise _refusal(model, error.errors(include_url=False)[0]) from None
+def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredFields | None = None) -> B:
+    """The object as a typed body. Ignored fields are added to `ignored`. Raises a RequestError that names the field,
+    its value and the valid values.
+    """
+    ignored = IgnoredFields(strict=True) if ignored is None else ignored
+    errors: list[ErrorDetails] = []
+    for _ in range(MAX_PASSES):
+        try:
+            return model.__pydantic_validator__.validate_python(values)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        ignorable = [detail for detail in errors if _is_ignorable(model, detail, strict=ignored.strict)]
+        if not ignorable:
+            break
+        for detail in ignorable:
+            if detail["input"] is not None:
+                ignored.add(_name(detail))
+        values = cast("dict[str, object]", _without(values, _tree([detail["loc"] for detail in ignorable])))
+    raise _refusal(model, errors[0])
 
 
-def _is_ignorable(model: type[Body], error: ErrorDetails) -> bool:
-    """Whether the field that caused an error has no effect, as if it were absent."""
-    value = error["input"]
-    if error["type"] == "extra_forbidden":
-        return not value and (model.ignores_zero or not isinstance(value, int | float))
-    return value is None and error["type"] != "missing" and "properties" in _at(model, error["loc"][:-1])
+def _is_ignorable(model: type[Body], error: ErrorDetails, *, strict: bool) -> bool:
+    """Whether the field that caused an error can be treated as absent."""
+    value, kind = error["input"], error["type"]
+    if kind == "neutral":
+        return True
+    if kind == "advice":
+        return not strict
+    if kind == "extra_forbidden":
+        return not strict or (not value and (model.ignores_zero or not isinstance(value, int | float)))
+    return value is None and kind != "missing" and "properties" in _at(model, error["loc"][:-1])
 
 
-def _without(values: Mapping[str, object], paths: Sequence[tuple[int | str, ...]]) -> dict[str, object]:
-    """The object without these fields."""
-    changed = dict(values)
+def _name(error: ErrorDetails) -> str:
+    """The path of an ignored field without indices, as printable ASCII."""
+    path = ""
+    for part in error["loc"]:
+        if isinstance(part, str):
+            path += ("." if path else "") + nameable(part)
+        elif part >= 0:
+            path += "[]"
+    name = str(error.get("ctx", {}).get("name", ""))
+    return path.removesuffix("[]") + name if name else path
+
+
+def nameable(name: str) -> str:
+    """A name from a client as printable ASCII without commas."""
+    return name if _NAME.fullmatch(name) else show(name).replace(",", " ")
+
+
+_NAME = re.compile(rf"[A-Za-z0-9_.:$-]{{1,{SHOWN}}}")
+Tree = dict[int | str, "Tree"]
+
+
+def _tree(paths: Iterable[Sequence[int | str]]) -> Tree:
+    """The paths as nested dicts; a leaf is empty."""
+    tree: Tree = {}
     for path in paths:
-        *parts, last = (part for part in path if not _is_choice(part))
-        at: Any = changed
-        for part in parts:
-            at[part] = at[part].copy()
-            at = at[part]
-        at.pop(last, None) if isinstance(at, dict) else None
-    return changed
+        at = tree
+        for part in path:
+            if not _is_choice(part):
+                at = at.setdefault(part, {})
+    return tree
+
+
+def _without(values: object, removed: Tree) -> object:
+    """The object without the fields at the tree's leaves. Only containers on their paths are copied."""
+    if isinstance(values, Mapping):
+        return {
+            name: _without(value, removed[name]) if name in removed else value
+            for name, value in values.items()
+            if removed.get(name) != {}
+        }
+    if isinstance(values, list):
+        return [
+            _without(value, removed[index]) if index in removed else value
+            for index, value in enumerate(values)
+            if removed.get(index) != {}
+        ]
+    return values
 
 
 def _is_choice(part: int | str) -> bool:
@@ -250,7 +401,7 @@ def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
             path += f"[{part}]"
     if kind == "wrong":
         return RequestError(path, f"{path} {error['msg']}")
-    if kind == "unsupported":
+    if kind in ("unsupported", "advice"):
         return not_supported(path, error["msg"])
     if kind == "extra_forbidden":
         known = sorted(_properties(_at(model, place[:-1])))

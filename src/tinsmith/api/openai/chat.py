@@ -87,7 +87,7 @@ async def messages(request: Request) -> Response:
 )
 async def count_tokens(request: Request) -> Response:
     prepared = await read(request, CountRequest)
-    return answer({"input_tokens": len(prepared.plan.prompts[0])})
+    return answer({"input_tokens": len(prepared.plan.prompts[0])}, headers=prepared.headers)
 
 
 @for_openai(
@@ -118,7 +118,7 @@ TOKEN_IDS = {"type": "array", "items": COUNT}
 )
 def tokenize(call: Call, request: TokenizeRequest) -> JsonObject:
     shape, text = _model(call, request.model)
-    token_ids = request.token_ids(text)
+    token_ids = request.token_ids(text, call.ignored)
     return {
         "count": len(token_ids),
         "max_model_len": shape.max_context_length,
@@ -162,4 +162,5 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
 async def generate(request: Request) -> Response:
     prepared = await read(request, GenerateRequest)
     results = await cancel_on_disconnect(request.receive, sample_all(prepared))
-    return answer(await run(generated, prepared.plan, prepared.text, results[0]))
+    content = await run(generated, prepared.plan, prepared.text, results[0])
+    return answer(content, headers=prepared.headers)

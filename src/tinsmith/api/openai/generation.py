@@ -23,7 +23,17 @@ from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import anthropic_text
-from tinsmith.api.operation import JsonObject, Services, authenticate, capture_session, read_body, run
+from tinsmith.api.ignored_fields import build_header
+from tinsmith.api.operation import (
+    JsonObject,
+    Services,
+    authenticate,
+    capture_session,
+    new_ignored,
+    read_body,
+    report_ignored,
+    run,
+)
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
 from tinsmith.batch.openai import MESSAGES
@@ -51,10 +61,13 @@ from tinsmith.store.futures import FutureOutcome, NewFuture
 from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import ModelShape, Sample, SampleResult
 from tinsmith.wire.bodies import JSON_TYPE, decode
-from tinsmith.wire.fields import read_object, validate
+from tinsmith.wire.fields import IgnoredFields, read_object, validate
 from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
 T = TypeVar("T")
+BATCH_AGENT = "tinsmith batch"
+"""The user agent of lines of batch files."""
+
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
 KINDS: Mapping[str, tuple[Kind, type[ClientAnswer]]] = {
@@ -69,7 +82,7 @@ Begin = Callable[[list[SampleId]], None] | None
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A valid request of a tenant: the weights to sample from, and its plan. `capture` is the session that records the
-    exchange.
+    exchange, and `ignored` names the request's fields without effect.
     """
 
     services: Services
@@ -79,6 +92,11 @@ class Prepared:
     text: Text
     plan: GenerationPlan
     capture: str | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return build_header(self.ignored)
 
 
 async def answer(
@@ -98,7 +116,8 @@ async def answer(
         if endpoint == RESPONSES:
             return 200, await _response(services, tenant_id, body)
         kind, answer_kind = KINDS[endpoint]
-        prepared = await run(prepare, services, tenant_id, body, kind)
+        prepared = await run(prepare, services, tenant_id, body, kind, new_ignored(services))
+        report_ignored(services, tenant_id, BATCH_AGENT, prepared.ignored)
         results = await sample_all(prepared)
         return 200, await run(answer_kind(prepared.plan, prepared.text).whole, results)
     except TinsmithError as error:
@@ -110,10 +129,12 @@ async def answer(
 
 async def _response(services: Services, tenant_id: str, body: Mapping[str, object]) -> JsonObject:
     """A response that is not stored."""
-    request = validate(ResponseRequest, body)
+    ignored = new_ignored(services)
+    request = validate(ResponseRequest, body, ignored)
     refuse_in_batch(request)
     request = request.model_copy(update={"store": False})
-    prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan)
+    prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan, ignored)
+    report_ignored(services, tenant_id, BATCH_AGENT, prepared.ignored)
     results = await sample_all(prepared)
     return await run(ResponseAnswer(request, prepared.plan, prepared.text).whole, results)
 
@@ -121,32 +142,40 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
 async def read(request: Request, kind: Kind) -> Prepared:
     """Authenticate and validate a request."""
 
-    def make(services: Services, tenant_id: str, values: JsonObject) -> Prepared:
-        return prepare(services, tenant_id, values, kind, capture_session(request))
+    def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> Prepared:
+        return prepare(services, tenant_id, values, kind, ignored, capture_session(request))
 
     return await read_as(request, make)
 
 
-async def read_as(request: Request, make: Callable[[Services, str, JsonObject], T]) -> T:
-    """Authenticate a request and call `make` with its body on a worker thread."""
+async def read_as(request: Request, make: Callable[[Services, str, JsonObject, IgnoredFields], T]) -> T:
+    """Authenticate a request and call `make` with its body on a worker thread. Reports the fields that it ignored."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
+    ignored = new_ignored(services)
 
     def work() -> T:
-        return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)))
+        return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), ignored)
 
-    return await run(work)
+    result = await run(work)
+    report_ignored(services, tenant_id, request.headers.get("user-agent", ""), ignored.names)
+    return result
 
 
 def prepare(
-    services: Services, tenant_id: str, values: Mapping[str, object], kind: Kind, capture: str | None = None
+    services: Services,
+    tenant_id: str,
+    values: Mapping[str, object],
+    kind: Kind,
+    ignored: IgnoredFields,
+    capture: str | None = None,
 ) -> Prepared:
     """Validate a request, on a worker thread: reads the database and runs the tokenizer. Raises UserError."""
-    request = validate(kind, values)
+    request = validate(kind, values, ignored)
     plan: Callable[[Text], GenerationPlan] = request.plan
     if capture is not None and isinstance(request, ChatRequest | CountRequest):
         plan = partial(request.plan, recorded=partial(services.exchanges.answered, tenant_id, capture))
-    return prepare_plan(services, tenant_id, request.model, plan, capture)
+    return prepare_plan(services, tenant_id, request.model, plan, ignored, capture)
 
 
 def prepare_plan(
@@ -154,12 +183,15 @@ def prepare_plan(
     tenant_id: str,
     model: str | None,
     plan: Callable[[Text], GenerationPlan],
+    ignored: IgnoredFields,
     capture: str | None = None,
 ) -> Prepared:
     """Like `prepare`, for a request that is already validated."""
     shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
     text = services.texts.of(shape)
-    return Prepared(services, tenant_id, shape, model_path, text, plan(text), capture)
+    planned = plan(text)
+    ignored.advise(planned.ignored)
+    return Prepared(services, tenant_id, shape, model_path, text, planned, capture, ignored.names)
 
 
 def named_or_only(services: Services, model: str | None) -> str:

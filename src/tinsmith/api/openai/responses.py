@@ -28,7 +28,7 @@ from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
 from tinsmith.errors import GoneError, NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId, session_of
 from tinsmith.store.responses import StoredResponse
-from tinsmith.wire.fields import validate
+from tinsmith.wire.fields import IgnoredFields, validate
 
 RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})
 RUNNING = ("queued", "in_progress")
@@ -37,10 +37,17 @@ RUNNING = ("queued", "in_progress")
 class PreparedResponse:
     """A validated request for a response, with the items of the conversation before it."""
 
-    def __init__(self, services: Services, tenant_id: str, values: JsonObject, capture: str | None = None) -> None:
+    def __init__(
+        self,
+        services: Services,
+        tenant_id: str,
+        values: JsonObject,
+        ignored: IgnoredFields,
+        capture: str | None = None,
+    ) -> None:
         """Call it on a worker thread. Raises UserError."""
         self.values = values
-        self.request = validate(ResponseRequest, values)
+        self.request = validate(ResponseRequest, values, ignored)
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
@@ -49,7 +56,7 @@ class PreparedResponse:
         if self.request.store:
             services.quotas.admit_response(tenant_id)
         self._responses = services.responses
-        self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, capture)
+        self.prepared = prepare_plan(services, tenant_id, self.request.model, plan, ignored, capture)
         self.answer = ResponseAnswer(self.request, self.prepared.plan, self.prepared.text, end=self._end)
 
     def store(self, seats: list[SampleId]) -> None:
@@ -86,7 +93,7 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
         raise RequestError(
             "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for it"
         )
-    return items_after(validate(ResponseRequest, stored.request), stored.before, body)
+    return items_after(validate(ResponseRequest, stored.request, IgnoredFields()), stored.before, body)
 
 
 @for_openai(
@@ -99,14 +106,14 @@ def _items(services: Services, tenant_id: str, response_id: str) -> list[JsonObj
     errors=GENERATION,
 )
 async def create(request: Request) -> HttpResponse:
-    def make(services: Services, tenant_id: str, values: JsonObject) -> PreparedResponse:
-        return PreparedResponse(services, tenant_id, values, capture_session(request))
+    def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> PreparedResponse:
+        return PreparedResponse(services, tenant_id, values, ignored, capture_session(request))
 
     asked = await read_as(request, make)
     if asked.request.background and asked.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if asked.request.background:
-        return answer(await run(asked.submit))
+        return answer(await run(asked.submit), headers=asked.prepared.headers)
     return await respond(request, asked.prepared, asked.answer, asked.store)
 
 
@@ -157,8 +164,9 @@ def complete(services: Services, stored: StoredResponse) -> JsonObject:
     """Return a response without a stored answer: with its output, which is stored, if its samples have settled, else
     with its status.
     """
-    request = validate(ResponseRequest, stored.request)
-    prepared = prepare_plan(services, stored.tenant_id, request.model, lambda text: request.plan(text, stored.before))
+    request = validate(ResponseRequest, stored.request, IgnoredFields())
+    plan = partial(request.plan, before=stored.before)
+    prepared = prepare_plan(services, stored.tenant_id, request.model, plan, IgnoredFields())
     response = ResponseAnswer(request, prepared.plan, prepared.text, stored.response_id, stored.created_at)
     try:
         result = sample_outcome(services, stored.tenant_id, stored.request_ids[0])

@@ -8,7 +8,7 @@ its samples are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -113,9 +113,10 @@ async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, be
             seats = await stack.enter_async_context(submitted_samples(prepared))
             if begin is not None:
                 await run(begin, seats)
-            return Events(_events(prepared, seats, answer), stack.pop_all())
+            return Events(_events(prepared, seats, answer), stack.pop_all(), prepared.headers)
     results = await cancel_on_disconnect(request.receive, sample_all(prepared, begin))
-    return Response(await run(lambda: orjson.dumps(answer.whole(results))), media_type=JSON_TYPE)
+    content = await run(lambda: orjson.dumps(answer.whole(results)))
+    return Response(content, headers=prepared.headers, media_type=JSON_TYPE)
 
 
 async def _events(prepared: Prepared, seats: list[SampleId], answer: ClientAnswer) -> AsyncGenerator[bytes, None]:
@@ -142,9 +143,11 @@ async def _events(prepared: Prepared, seats: list[SampleId], answer: ClientAnswe
 class Events(StreamingResponse):
     """Server-sent events. If the client disconnects, the source is closed."""
 
-    def __init__(self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack) -> None:
+    def __init__(
+        self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack, headers: Mapping[str, str]
+    ) -> None:
         """`samples` is closed at the end, with the exception if one was raised."""
-        super().__init__(source, media_type=EVENT_STREAM, headers=HEADERS)
+        super().__init__(source, media_type=EVENT_STREAM, headers={**HEADERS, **headers})
         self._source = source
         self._samples = samples
 

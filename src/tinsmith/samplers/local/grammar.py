@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import JSON_FORM, Grammar
+from tinsmith.types import GRAMMAR_LIMITS, JSON_FORM, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 64
 REASON_CHARS = 300  # characters of the library's reason
-
-LIMITS = {
-    "max_items_in_row": 2_000,
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 20_000,
-    "max_grammar_size": 100_000,
-    "precompute_large_lexemes": False,
-    "verbose_errors": False,
-}
-"""Limits of llguidance: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
 
 _JSON = cast("JsonCompileOptions", dict(JSON_FORM))
 
@@ -153,7 +141,7 @@ class Grammars:
             source = of_kind[grammar.kind](grammar.text)
         except ValueError as error:
             raise UserError(f"the {grammar.kind} cannot be compiled: {str(error)[:REASON_CHARS]}") from None
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if matcher.is_error():
             raise UserError(f"the {grammar.kind} cannot be compiled: {matcher.get_error()[:REASON_CHARS]}")
         return matcher

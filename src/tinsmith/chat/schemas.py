@@ -1,0 +1,211 @@
+"""JSON schemas and grammars of requests: what the sampler's grammars hold exactly, and what is refused before sampling.
+
+The library that masks tokens (llguidance) knows most keywords of JSON Schema 2020-12 and refuses the others without
+saying path they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
+removes values that exclude nothing, and writes equivalent keywords path the library knows one. `check_grammar`
+compiles without a tokenizer, so that a grammar that cannot be compiled is a refusal and not the end of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, cast
+
+from tinsmith.errors import RequestError, not_supported
+from tinsmith.types import GRAMMAR_LIMITS, JSON_FORM, Grammar
+from tinsmith.wire.fields import show
+
+Schema = dict[str, Any]
+MAX_SCHEMA_DEPTH = 64
+REASON_CHARS = 300
+
+REFUSED: Mapping[str, str] = {
+    "uniqueItems": "it cannot be enforced; describe each item with prefixItems, or check the answer",
+    "contains": "it cannot be enforced; describe the items with prefixItems",
+    "minContains": "it cannot be enforced; describe the items with prefixItems",
+    "maxContains": "it cannot be enforced; describe the items with prefixItems",
+    "propertyNames": "use patternProperties with additionalProperties: false",
+    "dependentRequired": "use anyOf with required in its alternatives",
+    "dependentSchemas": "use anyOf with an alternative for each case",
+    "dependencies": "use anyOf with an alternative for each case",
+    "unevaluatedProperties": "use additionalProperties in each alternative",
+    "unevaluatedItems": "use items",
+    "not": "describe the allowed values with enum, pattern or anyOf",
+    "if": "use anyOf with an alternative for each case",
+    "then": "use anyOf with an alternative for each case",
+    "else": "use anyOf with an alternative for each case",
+    "$dynamicRef": "use $ref to a definition in the schema",
+    "$recursiveRef": "use $ref to a definition in the schema",
+}
+"""Keywords that are not enforced. Neutral values of some are in NEUTRAL."""
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "uniqueItems": (False,),
+    "minContains": (0,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+}
+"""Values that exclude nothing."""
+
+FORMATS = (
+    "date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
+"""Formats of strings that are enforced. OpenAPI's `password` is a hint for forms and is removed."""
+
+_OF_ONE = ("items", "additionalItems", "additionalProperties")
+_OF_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+_IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref")
+
+
+def hold_schema(schema: Mapping[str, object], path: str) -> Schema:
+    """Return an equivalent schema that a grammar holds exactly. Raises RequestError by the keyword's path."""
+    return _hold(schema, path, 0)
+
+
+def _hold(schema: Mapping[str, object], path: str, depth: int) -> Schema:
+    if depth > MAX_SCHEMA_DEPTH:
+        raise RequestError(path, f"{path} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    exact = _rewrite_unevaluated(
+        {name: value for name, value in schema.items() if not _is_neutral(schema, name, value)}
+    )
+    for name, reason in REFUSED.items():
+        if name in exact:
+            raise not_supported(f"{path}.{name}", f"{show(exact[name])}; {reason}")
+    _check_format(exact, path)
+    _check_ref(exact, path)
+    for name in (*_OF_ONE, *_OF_MANY, *_OF_NAMES):
+        if name in exact:
+            exact[name] = _hold_inside(exact[name], f"{path}.{name}", depth)
+    _check_required(exact, path)
+    return exact
+
+
+def _hold_inside(value: object, path: str, depth: int) -> object:
+    """Hold the schemas below a keyword: one, a list, or an object of them."""
+    if isinstance(value, list):
+        return [
+            _hold(inner, f"{path}[{index}]", depth + 1) if isinstance(inner, dict) else inner
+            for index, inner in enumerate(value)
+        ]
+    if not isinstance(value, dict):
+        return value
+    if path.rpartition(".")[2] in _OF_NAMES:
+        return {
+            name: _hold(inner, f"{path}.{name}", depth + 1) if isinstance(inner, dict) else inner
+            for name, inner in value.items()
+        }
+    return _hold(value, path, depth + 1)
+
+
+def _is_neutral(schema: Mapping[str, object], name: str, value: object) -> bool:
+    if name in ("then", "else"):
+        return "if" not in schema
+    if name == "if":
+        return "then" not in schema and "else" not in schema
+    if name == "maxContains":
+        return "contains" not in schema
+    if name == "format":
+        return value == "password"
+    if name == "x-guidance":  # options of the library, which are not the client's to choose
+        return True
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in NEUTRAL.get(name, ()))
+
+
+def _rewrite_unevaluated(schema: Schema) -> Schema:
+    """Without schemas beside it, an unevaluated property or item is an additional one."""
+    for name, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if name in schema and additional not in schema and not any(applicator in schema for applicator in _IN_PLACE):
+            schema[additional] = schema.pop(name)
+    return schema
+
+
+def _check_format(schema: Schema, path: str) -> None:
+    form, kinds = schema.get("format"), schema.get("type", "string")
+    if form is None or form in FORMATS:
+        return
+    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+        del schema["format"]  # as int64 of an integer, which says how programs store it
+        return
+    raise not_supported(f"{path}.format", f"{show(form)}; use pattern, or one of {', '.join(FORMATS)}")
+
+
+def _check_ref(schema: Schema, path: str) -> None:
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and not ref.startswith("#"):
+        raise not_supported(f"{path}.$ref", f"{show(ref)}; this server fetches nothing, so use $defs of the schema")
+
+
+def _check_required(schema: Schema, path: str) -> None:
+    """Give every required key its own property, and refuse keys that the schema excludes."""
+    required, properties = schema.get("required"), schema.get("properties", {})
+    if isinstance(required, list) and isinstance(properties, dict):
+        patterns, additional = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+        for key in required:
+            if not isinstance(key, str) or key in properties:
+                continue
+            matched = isinstance(patterns, dict) and any(_matches(pattern, key) for pattern in patterns)
+            if not matched and additional is False:
+                raise RequestError(
+                    f"{path}.required",
+                    f"{path}.required names {show(key)}, which the schema excludes; describe it in properties",
+                )
+            # The schemas of its patterns apply to it as a property, too, and the one of additional keys does not.
+            properties = {**properties, key: {} if matched or not isinstance(additional, dict) else additional}
+        if properties:
+            schema["properties"] = properties
+    _check_counts(schema, path)
+
+
+def _check_counts(schema: Schema, path: str) -> None:
+    """Refuse a least number of keys that repeated keys could pretend."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    distinct = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > max(1, distinct):
+        raise not_supported(f"{path}.minProperties", f"{least}; name as many keys in required")
+
+
+def _matches(pattern: str, key: str) -> bool:
+    import re2  # lazy: few requests need it. Linear time, whatever the pattern
+
+    try:
+        return re2.search(pattern, key) is not None
+    except re2.error:
+        return False  # the library refuses it
+
+
+def schema_grammar(schema: Mapping[str, object], path: str) -> Grammar:
+    return Grammar("json_schema", json.dumps(hold_schema(schema, path)))
+
+
+def check_grammar(grammar: Grammar, field: str) -> None:
+    """Raise RequestError if the grammar cannot be compiled. The engine compiles it again, with its tokenizer."""
+    if reason := _reason(grammar):
+        raise RequestError(field, f"{field} cannot be enforced: {reason}")
+
+
+@lru_cache(maxsize=256)
+def _reason(grammar: Grammar) -> str:
+    from llguidance import LLMatcher, LLParserLimits  # lazy: many servers never need it
+
+    makers: Mapping[str, Callable[[str], str]] = {
+        "json_schema": partial(LLMatcher.grammar_from_json_schema, overrides=cast("Any", dict(JSON_FORM))),
+        "regex": LLMatcher.grammar_from_regex,
+        "lark": LLMatcher.grammar_from_lark,
+        "json_lark": LLMatcher.grammar_from_lark,
+    }
+    try:
+        source = makers[grammar.kind](grammar.text)
+        reason = LLMatcher.validate_grammar(source, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
+    except ValueError as error:
+        reason = str(error)
+    if "oneOf" in reason:
+        return "alternatives of oneOf may overlap, which cannot be enforced; use anyOf"
+    return reason[:REASON_CHARS]

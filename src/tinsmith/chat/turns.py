@@ -1,0 +1,95 @@
+"""Fits the turns of a conversation to what a model's chat template writes.
+
+Agents send system messages between the turns, several of them at the beginning, and several messages of the user in a
+row. Some templates refuse such conversations, and some drop a part of them in silence. A probe of the template decides,
+once per template: what it writes stays as it is, so that the prompt is the template's own. Otherwise system messages at
+the beginning become one, a later one becomes the user's, and neighbouring messages of the user become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from tinsmith.chat.texts import ChatTemplate, Message
+from tinsmith.errors import RequestError
+
+SYSTEM = ("system", "developer")
+_MARKS = ("probe-alpha", "probe-beta", "probe-gamma")
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """What a template writes: several system messages at the beginning, one after the first turn, and two messages of
+    the user in a row.
+    """
+
+    several_systems: bool
+    later_system: bool
+    repeated_user: bool
+
+
+def fit_turns(template: ChatTemplate, messages: Sequence[Message], *, tools: bool) -> list[Message]:
+    """Return the messages, changed only where the template would refuse or drop some of them."""
+    system = next((str(message["role"]) for message in messages if message["role"] in SYSTEM), SYSTEM[0])
+    systems = [message["role"] in SYSTEM for message in messages]
+    if True not in systems[1:] and not _has_repeated_user(messages):
+        return list(messages)
+    rules = _rules_of(template, system, tools)
+    fitted: list[Message] = []
+    begins = True  # no turn so far
+    for message in messages:
+        is_system = message["role"] in SYSTEM
+        if is_system and begins and fitted and not rules.several_systems:
+            fitted[-1] = _join(fitted[-1], message)
+            continue
+        if is_system and not begins and not rules.later_system:
+            message = {"role": "user", "content": message["content"]}
+        begins = begins and is_system
+        if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and not rules.repeated_user:
+            fitted[-1] = _join(fitted[-1], message)
+        else:
+            fitted.append(message)
+    return fitted
+
+
+def _has_repeated_user(messages: Sequence[Message]) -> bool:
+    return any(first["role"] == second["role"] == "user" for first, second in pairwise(messages))
+
+
+@lru_cache(maxsize=64)
+def _rules_of(template: ChatTemplate, system: str, tools: bool) -> TurnRules:
+    return TurnRules(
+        several_systems=_writes(template, (system, system, "user"), tools),
+        later_system=_writes(template, (system, "user", system), tools),
+        repeated_user=_writes(template, ("user", "user"), tools),
+    )
+
+
+def _writes(template: ChatTemplate, roles: Sequence[str], tools: bool) -> bool:
+    """Whether the template writes the text of a message of each of these roles, in order."""
+    marks = _MARKS[: len(roles)]
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    try:
+        rendered = template.render(messages, [_TOOL] if tools else None, {})
+    except RequestError:
+        return False
+    offsets = [rendered.find(mark) for mark in marks]
+    return -1 not in offsets and offsets == sorted(offsets)
+
+
+def _join(first: Message, second: Message) -> Message:
+    return {**first, "content": _join_contents(first["content"], second["content"])}
+
+
+def _join_contents(first: object, second: object) -> object:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: object) -> list[object]:
+    return list(content) if isinstance(content, list) else [{"type": "text", "text": content}]
