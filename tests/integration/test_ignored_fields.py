@@ -20,12 +20,12 @@ from support.http_harness import Harness, close, make_harness
 from tinsmith.api.ignored_fields import HEADER, MAX_CLIENTS, MAX_HEADER, IgnoredFieldReports, build_header
 from tinsmith.api.openai.generation import CHAT, answer
 from tinsmith.base_models import Bases, nano, read_shape
+from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import ToolCall
 from tinsmith.errors import RequestError
 from tinsmith.store.futures import Settlement
 from tinsmith.types import SampledSequence, SampleResult

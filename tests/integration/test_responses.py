@@ -293,7 +293,7 @@ def test_a_server_that_starts_keeps_what_another_accepted(harness: Harness, tmp_
     let_pass(harness, 100 * TIMEOUT_S)
     services = harness.services
     sessions, samplers = services.sessions, services.sampling_sessions
-    fresh = ImplicitSessions(sessions, samplers, services.audit, TIMEOUT_S)  # with an empty memory
+    fresh = ImplicitSessions(sessions, samplers, TIMEOUT_S)  # with an empty memory
     sweep(replace(harness, services=replace(services, implicit_sessions=fresh)), tmp_path)
     (request_id,) = pending(harness)
     assert is_open(harness, request_id)

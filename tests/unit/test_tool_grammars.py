@@ -81,13 +81,15 @@ def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> 
     plan = planned(text, response_format=FORMAT)
     for completion, expected, calls in ((ANSWERS[form], ANSWER, []), (CALLS[form], "", [json.loads(ARGUMENTS)])):
         for whole in (True, False):
-            choice, said = new_choice(plan, text, 0), ""
+            choice, pieces = new_choice(plan, text, 0), []
             for token in text.encode(completion, special=False):
                 choice.push(token, -0.5)
-                said += "" if whole else choice.piece().text
+                if not whole:
+                    pieces.append(choice.piece())
             choice.finish()
-            piece = choice.piece()
-            assert said + piece.text == expected and [json.loads(each.arguments) for each in piece.calls] == calls
+            pieces.append(choice.piece())
+            assert "".join(piece.text for piece in pieces) == expected
+            assert [json.loads(call.arguments) for piece in pieces for call in piece.calls] == calls
 
 
 @pytest.mark.parametrize(
