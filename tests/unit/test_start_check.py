@@ -141,8 +141,8 @@ def test_a_family_with_states_starts_in_bfloat16(family: Family, tmp_path: Path)
 def use_untested_release(monkeypatch: pytest.MonkeyPatch) -> None:
     untested = [InstalledVersion("99.0.0", TESTED[1])]
     for module in (model, servable, versions):
-        monkeypatch.setattr(module, "untested_versions", lambda: untested)
-    monkeypatch.setattr(servable, "installed_versions", lambda: [InstalledVersion("2.13.0", TESTED[0]), *untested])
+        monkeypatch.setattr(module, "list_untested_versions", lambda: untested)
+    monkeypatch.setattr(servable, "list_installed_versions", lambda: [InstalledVersion("2.13.0", TESTED[0]), *untested])
 
 
 def show_first_token_only(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401

@@ -31,8 +31,8 @@ def test_the_install_command_includes_the_newest_tested_minor_release() -> None:
 def test_an_installed_release_outside_of_its_range_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     releases = {"torch": "2.14.1", "transformers": "5.99.0"}
     monkeypatch.setattr(versions, "version", releases.__getitem__)
-    assert [str(installed) for installed in versions.untested_versions()] == ["transformers 5.99.0"]
+    assert [str(installed) for installed in versions.list_untested_versions()] == ["transformers 5.99.0"]
 
 
 def test_a_package_that_is_not_installed_is_left_out() -> None:
-    assert versions.installed_versions((VersionRange("no-such-package", "1.0", "1.1"),)) == []
+    assert versions.list_installed_versions((VersionRange("no-such-package", "1.0", "1.1"),)) == []

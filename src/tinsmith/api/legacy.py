@@ -497,7 +497,7 @@ def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
     """Delete the results of sessions that closed long enough ago. Open sessions keep theirs for recovery."""
     age_hours = request.max_age_hours
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
-    while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
+    while closed := services.sessions.list_closed(before, tenant_id=call.tenant_id):
         deleted += services.futures.delete_of_sessions(closed, usage.fold_usage)
     message = f"deleted {deleted} settled requests of sessions that closed {age_hours:g} or more hours ago"
     return {"futures_cleaned": deleted, "cleaned_count": deleted, "message": message}

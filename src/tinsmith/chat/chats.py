@@ -246,7 +246,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             ignored["verbosity"] = f"{show(self.verbosity)}; this model's chat template has no levels; leave it out"
         if not any(name in template for name in ("reasoning", "message.thinking")):
             names = {
-                name for name in ("reasoning", "reasoning_content") for each in self.messages if getattr(each, name)
+                name
+                for name in ("reasoning", "reasoning_content")
+                for message in self.messages
+                if getattr(message, name)
             }
             reason = "this model's chat template does not read reasoning; leave it out"
             ignored |= {f"messages[].{name}": reason for name in sorted(names)}

@@ -199,10 +199,10 @@ def _schema_of(text: str) -> dict[str, Any]:
 
 def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.json") -> Grammar:
     """Read vLLM's structured outputs: exactly one of json, regex, choice and grammar."""
-    named = [name for name, value in structure.items() if value is not None]
-    if len(named) != 1 or named[0] not in STRUCTURES:
-        raise unsupported(f"{show(named)}; use exactly one of {', '.join(STRUCTURES)}")
-    kind, value = named[0], structure[named[0]]
+    present = [name for name, value in structure.items() if value is not None]
+    if len(present) != 1 or present[0] not in STRUCTURES:
+        raise unsupported(f"{show(present)}; use exactly one of {', '.join(STRUCTURES)}")
+    kind, value = present[0], structure[present[0]]
     if kind == "json" and isinstance(value, dict | str):
         return json_grammar(_schema_of(value) if isinstance(value, str) else value, path)
     if kind == "regex" and _is_text(value):

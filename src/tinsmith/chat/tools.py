@@ -97,7 +97,7 @@ class ToolUse:
             unless = "" if self.form == "function_xml" else " unless tool_choice requires a call"
             raise not_supported("tools[].function.strict", f"with this model{unless}")
         again = "*" if self.parallel else "?"
-        begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quoted(OPEN)}"
+        begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quote(OPEN)}"
         head = (
             f"start: tagged{again} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
             f"tagged: begin {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
@@ -106,7 +106,7 @@ class ToolUse:
 
     def _mark(self, mark: str) -> str:
         """Return a tag as grammars write it: a single token has no quotes."""
-        return mark if self.marked else _quoted(mark)
+        return mark if self.marked else _quote(mark)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def select_tools(
 
 def read_tools(
     tools: Sequence[Tool],
-    wanted: NamedTool | str | None,
+    tool_choice: NamedTool | str | None,
     parallel: bool,
     template: str,
     marked: bool,
@@ -210,8 +210,8 @@ def read_tools(
     """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer` is the grammar
     of a completion without a call.
     """
-    named = isinstance(wanted, NamedTool)
-    choice = wanted.function.name if isinstance(wanted, NamedTool) else wanted or "auto"
+    named = isinstance(tool_choice, NamedTool)
+    choice = tool_choice.function.name if isinstance(tool_choice, NamedTool) else tool_choice or "auto"
     if not tools:
         if named or choice == "required":
             raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but tools is missing; send tools")
@@ -241,12 +241,12 @@ def _form(template: str) -> str:
 
 
 def _begun(arguments: str) -> Callable[[str], str]:
-    return lambda name: _quoted(f'{{"name": {json.dumps(name)}, "{arguments}": ')
+    return lambda name: _quote(f'{{"name": {json.dumps(name)}, "{arguments}": ')
 
 
 def _begun_in_harmony(name: str) -> str:
     """A message to the tool on the channel "commentary"."""
-    return f'<|channel|> {_quoted(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
+    return f'<|channel|> {_quote(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
 
 
 def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: str = ' "}"') -> str:
@@ -322,5 +322,5 @@ def _read_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return json.dumps(text)

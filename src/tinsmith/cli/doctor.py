@@ -22,7 +22,7 @@ from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Plan
 from tinsmith.plan.speed import Rates
-from tinsmith.plan.versions import TESTED, VersionRange, installed_versions, untested_versions
+from tinsmith.plan.versions import TESTED, VersionRange, list_installed_versions, list_untested_versions
 from tinsmith.settings import Settings, engine_environment
 
 GIBIBYTE = 1024**3
@@ -82,10 +82,10 @@ def _tinker() -> Finding:
 
 def _releases() -> Iterator[Finding]:
     """Name the installed releases, and each one outside of its tested range; that alone is not a problem."""
-    installed = installed_versions((*TESTED, *TESTED_OF_SERVER))
+    installed = list_installed_versions((*TESTED, *TESTED_OF_SERVER))
     tested = ", ".join(str(release) for release in installed if release.is_tested)
     yield Finding(True, "tested releases", tested or "none of those installed")
-    for release in untested_versions((*TESTED, *TESTED_OF_SERVER)):
+    for release in list_untested_versions((*TESTED, *TESTED_OF_SERVER)):
         yield Finding(True, "not tested", f"{release}; tested are {release.tested}")
 
 
@@ -134,15 +134,15 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
     """Start the plan's ranks in a process of their own, and measure them. Ranks of other machines are awaited. Raises
     SettingsError if they cannot run.
     """
-    wanted, model = plan.workload, plan.model
-    settings = settings.model_copy(update={"machines": wanted.num_machines})
+    workload, model = plan.workload, plan.model
+    settings = settings.model_copy(update={"machines": workload.num_machines})
     options = {"machines": str(settings.machines), "rank_address": f"{settings.peer_host}:{settings.rank_port}"}
     if settings.machines > 1:
         options["rank_key"] = rank_key(settings).hex()
     spec = {
         "degrees": asdict(plan.degrees),
-        "device": "cuda" if wanted.cuda else "cpu",
-        "dtype": wanted.dtype,
+        "device": "cuda" if workload.cuda else "cpu",
+        "dtype": workload.dtype,
         "hidden": model.hidden,
         "num_weights": model.num_active,
         "timeout_s": settings.rank_timeout_s,

@@ -89,14 +89,14 @@ class Prefixes:
         """
         *blocks, prompt_key = chain_of(scope, prompt_T)
         depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._prefixes), 0)
-        executor = self._bound(blocks, depth, prompt_key)
+        executor = self._affine_executor(blocks, depth, prompt_key)
         if executor is None or executor not in _free(waiting_tokens):
             executor = choose(prompt_key, waiting_tokens)
         if executor is not None:
             self._add([*blocks, prompt_key], executor)
         return executor
 
-    def _bound(self, blocks: Sequence[bytes], depth: int, prompt_key: bytes) -> str | None:
+    def _affine_executor(self, blocks: Sequence[bytes], depth: int, prompt_key: bytes) -> str | None:
         if not depth:
             return None
         prefix = self._prefixes[blocks[depth - 1]]

@@ -53,7 +53,7 @@ class InstalledVersion(NamedTuple):
         return f"{self.tested.package} {self.release}"
 
 
-def installed_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
+def list_installed_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
     """The installed release of each package; without those that are not installed."""
     versions = []
     for package_range in tested:
@@ -64,9 +64,9 @@ def installed_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[Instal
     return versions
 
 
-def untested_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
+def list_untested_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
     """The installed releases outside of the tested ranges."""
-    return [installed for installed in installed_versions(tested) if not installed.is_tested]
+    return [installed for installed in list_installed_versions(tested) if not installed.is_tested]
 
 
 def install_command(tested: tuple[VersionRange, ...] = TESTED) -> str:

@@ -192,7 +192,7 @@ class Janitor:
             self._versions.discard(directory)
 
     def _delete_results(self) -> None:
-        if session_ids := self._services.sessions.closed_before(now() - self._settings.result_grace_s):
+        if session_ids := self._services.sessions.list_closed(now() - self._settings.result_grace_s):
             self._services.futures.delete_of_sessions(session_ids, usage.fold_usage)
 
     def _delete_custom_losses(self) -> None:

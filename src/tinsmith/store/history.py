@@ -92,8 +92,8 @@ class Curves:
             newest = sa.select(sa.func.max(CURVE_POINTS.c.step)).where(_of(model_id, SERVER))
             default = int(connection.scalar(newest) or 0) if any(step is None for step, _ in points) else 0
             merged: dict[int, dict[str, float]] = {}
-            for number, metrics in points:
-                merged.setdefault(default if number is None else number, {}).update(metrics)
+            for given_step, metrics in points:
+                merged.setdefault(default if given_step is None else given_step, {}).update(metrics)
             for step, metrics in sorted(merged.items()):
                 _merge(connection, self._add, model_id, step, metrics)
             if (connection.scalar(_count(model_id, CLIENT)) or 0) > MAX_POINTS:

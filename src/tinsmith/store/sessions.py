@@ -256,7 +256,7 @@ class Sessions:
             connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
         return True
 
-    def closed_before(self, before: float, *, tenant_id: str | None = None) -> list[str]:
+    def list_closed(self, before: float, *, tenant_id: str | None = None) -> list[str]:
         """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
         # Postgres would turn EXISTS into a hash of all futures.
         futures = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == SESSIONS.c.session_id).limit(1)

@@ -20,7 +20,7 @@ from tinsmith.types import EMPTY_LOGPROB
 from tinsmith.wire import tinker_public_pb2 as pb
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
-_NAMES = {number: (name, dtype) for name, (number, dtype) in DTYPES.items()}
+_NAMES = {code: (name, dtype) for name, (code, dtype) in DTYPES.items()}
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 _MASK = (0, EMPTY_LOGPROB)

@@ -228,12 +228,12 @@ def _number(call: Call, name: str) -> float | None:
     if text is None:
         return None
     try:
-        number = float(text)
+        value = float(text)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+        value = math.nan
+    if not math.isfinite(value):
         raise UserError(f"the query's {name} is {show(text)}; it must be a number")
-    return number
+    return value
 
 
 def _whole(call: Call, answer: _Answer) -> str:

@@ -64,7 +64,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
-from tinsmith.plan.versions import untested_versions
+from tinsmith.plan.versions import list_untested_versions
 from tinsmith.runtime import malloc
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
@@ -357,7 +357,7 @@ class BaseModel:
         """Check the installed releases (`start_check`) if the model has states or a release was not tested; raises
         ReleaseError.
         """
-        if self.mixers or untested_versions():
+        if self.mixers or list_untested_versions():
             # Here, since it needs a sampler's module, and samplers import this package.
             from tinsmith.backends.torch.start_check import check_mixers, check_sampling
 

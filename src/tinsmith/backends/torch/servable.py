@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from tinsmith.backends.torch.attention import CHUNKED, Window
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
-from tinsmith.plan.versions import TESTED, install_command, installed_versions, untested_versions
+from tinsmith.plan.versions import TESTED, install_command, list_installed_versions, list_untested_versions
 from tinsmith.types import ModelShape
 
 MIXER_LIBRARIES = ("fla", "mamba_ssm", "causal_conv1d")
@@ -142,17 +142,17 @@ def refusing(shape: ModelShape) -> Iterator[None]:
         raise SettingsError(f"{shape.name} ({shape.arch}) cannot be served: {error}; {name_releases()}") from error
     except Exception as error:
         is_refusal = isinstance(error, SettingsError)
-        if is_refusal and not untested_versions():
+        if is_refusal and not list_untested_versions():
             raise
         reason = str(error)
         if not is_refusal:
             reason = f"{shape.name} ({shape.arch}) cannot be served: {type(error).__name__}: {error}"
-        raise SettingsError(f"{reason}; {name_releases()}" if untested_versions() else reason) from error
+        raise SettingsError(f"{reason}; {name_releases()}" if list_untested_versions() else reason) from error
 
 
 def name_releases() -> str:
     """The installed releases, the tested ones, and the command that installs those."""
-    installed = [*map(str, installed_versions()), *(name for name in MIXER_LIBRARIES if find_spec(name))]
+    installed = [*map(str, list_installed_versions()), *(name for name in MIXER_LIBRARIES if find_spec(name))]
     tested = " and ".join(map(str, TESTED))
     return f"installed are {' and '.join(installed)}, and tested are {tested}: {install_command()}"
 

@@ -145,7 +145,7 @@ def _type_of(value: object) -> set[str]:
             return {"object"}
 
 
-def _types_of(schema: object, whole: Schema, depth: int) -> Iterator[str]:
+def _types_of(schema: object, root: Schema, depth: int) -> Iterator[str]:
     """Yield the JSON types that a schema names. References and alternatives are followed to a depth."""
     if not isinstance(schema, Mapping) or depth > 8:
         return
@@ -158,9 +158,9 @@ def _types_of(schema: object, whole: Schema, depth: int) -> Iterator[str]:
         yield "object"
     for name in ("anyOf", "oneOf", "allOf"):
         for alternative in schema.get(name) or ():
-            yield from _types_of(alternative, whole, depth + 1)
+            yield from _types_of(alternative, root, depth + 1)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: object = whole
+        target: object = root
         for step in reference.removeprefix("#/").split("/"):
             target = target.get(step) if isinstance(target, Mapping) else None
-        yield from _types_of(target, whole, depth + 1)
+        yield from _types_of(target, root, depth + 1)

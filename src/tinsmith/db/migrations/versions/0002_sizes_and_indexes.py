@@ -29,5 +29,5 @@ def upgrade() -> None:
     lengths = (f"coalesce(length(CAST({name} AS TEXT)), 0)" for name in ("request", '"before"', "answer"))
     op.execute(f"UPDATE responses SET size_bytes = {' + '.join(lengths)} WHERE size_bytes = 0")
     for name, table, columns, condition in INDEXES:
-        where = None if condition is None else sa.text(condition)
-        op.create_index(name, table, columns, if_not_exists=True, sqlite_where=where, postgresql_where=where)
+        predicate = None if condition is None else sa.text(condition)
+        op.create_index(name, table, columns, if_not_exists=True, sqlite_where=predicate, postgresql_where=predicate)
