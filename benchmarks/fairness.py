@@ -250,6 +250,7 @@ def own_server(step_tokens: int | None) -> Iterator[Own]:
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         tinsmith = [sys.executable, "-m", "tinsmith.cli"]
         data = ["--data-dir", directory]
+        subprocess.run([*tinsmith, "migrate", *data], capture_output=True, check=True)
         keys = {
             tenant: subprocess.run(
                 [*tinsmith, "keys", "create", tenant, *data], capture_output=True, text=True, check=True

@@ -48,7 +48,7 @@ from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory
 from tinsmith.plan.degrees import Workload, needs_of
 from tinsmith.plan.memory import base_bytes
-from tinsmith.plan.speed import StepShare, calls, gathered, summed, traffic
+from tinsmith.plan.speed import StepShare, all_gather_bytes, all_reduce_bytes, calls, traffic
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -166,10 +166,10 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
         monkeypatch.setattr(dist, name, counted)
 
     count("isend", lambda x, _ranks: x.nbytes)
-    count("all_reduce", lambda x, ranks: summed(x.nbytes, ranks))
-    count("all_gather", lambda parts, _, ranks: gathered(sum(part.nbytes for part in parts), ranks))
-    count("all_to_all_single", lambda x, y, ranks: gathered((x if len(x) == own_pairs else y).nbytes, ranks))
-    count("all_gather_single", lambda output, _, ranks: gathered(output.nbytes, ranks))  # FSDP's
+    count("all_reduce", lambda x, ranks: all_reduce_bytes(x.nbytes, ranks))
+    count("all_gather", lambda parts, _, ranks: all_gather_bytes(sum(part.nbytes for part in parts), ranks))
+    count("all_to_all_single", lambda x, y, ranks: all_gather_bytes((x if len(x) == own_pairs else y).nbytes, ranks))
+    count("all_gather_single", lambda output, _, ranks: all_gather_bytes(output.nbytes, ranks))  # FSDP's
     return sent
 
 

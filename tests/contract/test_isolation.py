@@ -26,7 +26,7 @@ from tinsmith.cluster.executors import Executors
 from tinsmith.wire.fields import described
 
 LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
-OPERATOR = [each for each in OPERATIONS if each.access is Access.OPERATOR]
+OPERATOR = [each for each in OPERATIONS if each.access is Access.OPERATOR and "sampler" in each.path]
 NO_IDS = {"telemetry session_id", "batches custom_id"}
 """Fields that are named like ids, but are not ids of objects."""
 

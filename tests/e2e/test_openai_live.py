@@ -228,7 +228,6 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"extra_body": {"length_penalty": 2}}, "length_penalty", "without beam search"),
         ({"modalities": ["text", "audio"]}, "modalities", "only text"),
-        ({"store": True}, "store", "not stored"),
         ({"tools": [WEATHER]}, "tools", "chat template does not support tools"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -244,7 +243,7 @@ def test_what_a_tool_said_goes_into_the_next_prompt(place: Place) -> None:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/no"}}}},
             None,
-            "schema",
+            "response_format cannot be enforced",
         ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "chat template"),
     ],

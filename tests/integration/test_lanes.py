@@ -77,7 +77,7 @@ def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("module", "name", "path"),
-    [(uploads, "_stored", "/api/v1/upload_weights"), (files, "_store", "/v1/files")],
+    [(uploads, "_store_form", "/api/v1/upload_weights"), (files, "_store", "/v1/files")],
 )
 def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, module: object, name: str, path: str

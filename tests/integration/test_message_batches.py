@@ -91,7 +91,6 @@ def test_batches_come_in_pages_and_are_not_openais(client: anthropic.Anthropic, 
         ([{"custom_id": "a b", "params": {}}], "custom_id"),
         ([{"custom_id": "a" * 65, "params": {}}], "custom_id"),
         ([{"custom_id": "a", "params": []}], "params"),
-        ([{"custom_id": "a", "params": {}, "method": "POST"}], "method"),
     ],
 )
 def test_invalid_batches_are_refused_by_name(client: anthropic.Anthropic, requests: Any, words: str) -> None:  # noqa: ANN401

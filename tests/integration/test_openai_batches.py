@@ -293,7 +293,6 @@ def uploaded(harness: Harness, content: bytes, key: str = ALICE) -> str:
         ({"metadata": {"k": 5}}, "metadata.k", 400),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds", 400),
         ({"output_expires_after": {"anchor": "then", "seconds": 7200}}, "output_expires_after.anchor", 400),
-        ({"priority": "high"}, "priority", 400),
     ],
 )
 def test_invalid_batches_are_refused_by_name(

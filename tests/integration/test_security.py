@@ -300,6 +300,7 @@ NEVER_CALLED = {
 # Exceptions for a few files. Those that run or unpickle code of bulk jobs are loaded by clients and by a worker's child
 # processes; test_batch_security.py shows that a server does neither.
 EXCEPTIONS = {
+    "batch/client/identity.py": {"cloudpickle"},  # pickles, and never unpickles
     "batch/client/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
     "batch/formats/sky_writers.py": {"pickle"},
     "batch/pools/local.py": {"asyncio.create_subprocess_shell"},  # the operator's own `setup`

@@ -85,9 +85,13 @@ def lesson(model: tinker.TrainingClient) -> types.Datum:
 
 
 def new_key(data_dir: Path, tenant: str, *more: str) -> str:
-    command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", tenant, *more, "--data-dir", str(data_dir)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
-    return made.stdout.strip()
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "tinsmith.cli", *words, "--data-dir", str(data_dir)]
+        options = {"capture_output": True, "text": True, "timeout": 60, "check": True, "env": environment(data_dir)}
+        return subprocess.run(command, **options).stdout.strip()
+
+    run("migrate")  # the server may not have started yet
+    return run("keys", "create", tenant, *more)
 
 
 @contextlib.contextmanager

@@ -146,13 +146,14 @@ def test_an_untrained_model_can_be_saved_with_its_optimizer(backend: TorchBacken
     assert train(backend, "m", range(3)) == train(backend, "n", range(3))
 
 
-def test_a_pending_gradient_is_not_saved(backend: TorchBackend, tmp_path: Path) -> None:
+def test_a_pending_gradient_is_saved_with_the_optimizer(backend: TorchBackend, tmp_path: Path) -> None:
     backend.create_model("m", LoraSpec(4, seed=1))
     datum = Datum(np.arange(5, dtype=np.int32), {"target_tokens": np.arange(5), "weights": np.ones(5, np.float32)})
     run_to_end(backend.run_passes([Pass("r", "m", (datum,), "cross_entropy", {}, False)]))
     backend.save("m", tmp_path, optimizer=True)
     backend.load("n", LoraSpec(4, seed=1), tmp_path, optimizer=True)
-    assert backend._models["n"].gradient_P is None
+    pending, restored = (backend._models[name].gradient_P for name in "mn")
+    assert pending is not None and restored is not None and torch.equal(pending, restored)
 
 
 def test_a_version_is_a_copy_that_training_does_not_touch(backend: TorchBackend) -> None:

@@ -526,7 +526,7 @@ def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp
         found = report.find_known_model(f"owner/{one.name}")
         assert found is not None and found.num_parameters == one.model.num_parameters
     assert report.find_known_model("owner/Qwen3-8B-distilled") is None
-    assert report.find_known_model("name=Qwen3-8B") is report.known(str(tmp_path)) is None
+    assert report.find_known_model("name=Qwen3-8B") is report.find_known_model(str(tmp_path)) is None
 
 
 def test_speeds_are_those_of_the_formulas() -> None:

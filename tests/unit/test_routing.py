@@ -150,4 +150,4 @@ def test_only_so_many_prefixes_are_remembered() -> None:
     prefixes = Prefixes(capacity=10)
     for seed in range(50):
         prefixes.choose("v", tokens(seed, 300), NAMED)
-    assert len(prefixes._known) == 10
+    assert len(prefixes._prefixes) == 10

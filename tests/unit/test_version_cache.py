@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 from tinsmith.engine.sampler_loop import VersionCache, VersionLoader
 from tinsmith.engine.transfer import FetchedVersion, NotHereError, WantedVersion
+from tinsmith.errors import CorruptFilesError
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Pending
 
@@ -53,7 +54,7 @@ class Sampler:
 
     def _load(self, key: str, _path: Path, _requests: list[Pending]) -> None:
         if key == "broken":
-            raise ValueError("not a version")
+            raise CorruptFilesError("not a version")
         self.memory.add(key)
 
     def add(self, key: str) -> str:
@@ -155,7 +156,7 @@ def test_a_missing_version_fails_only_its_samples() -> None:
     ready, failures = sampler.stock.ready()
     assert [request.request_id for request in ready] == [fine]
     assert [[one.request_id for one in failure.requests] for failure in failures] == [[lost], [broken]]
-    assert [type(failure.error) for failure in failures] == [NotHereError, ValueError]
+    assert [type(failure.error) for failure in failures] == [NotHereError, CorruptFilesError]
     assert sampler.fetcher.closed == ["lost", "fine", "broken"] and sampler.memory == {"fine"}
 
 

@@ -117,6 +117,7 @@ def _character_sizes(spelled: bytes) -> Iterator[int]:
         size = len(character.encode())
         if character == UNFINISHED and not spelled.startswith(character.encode(), at):
             # The longest beginning that is one invalid sequence.
-            size = next(n for n in (3, 2, 1) if spelled[at : at + n].decode(errors="replace") == UNFINISHED)
+            num_bytes = range(min(3, len(spelled) - at), 0, -1)
+            size = next(n for n in num_bytes if spelled[at : at + n].decode(errors="replace") == UNFINISHED)
         yield size
         at += size

@@ -1,8 +1,8 @@
 """JSON schemas and grammars of requests: what the sampler's grammars hold exactly, and what is refused before sampling.
 
 The library that masks tokens (llguidance) knows most keywords of JSON Schema 2020-12 and refuses the others without
-saying path they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
-removes values that exclude nothing, and writes equivalent keywords path the library knows one. `check_grammar`
+saying where they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
+removes values that exclude nothing, and writes equivalent keywords where the library knows one. `check_grammar`
 compiles without a tokenizer, so that a grammar that cannot be compiled is a refusal and not the end of a stream.
 """
 
@@ -58,6 +58,17 @@ FORMATS = (
     "date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 """Formats of strings that are enforced. OpenAPI's `password` is a hint for forms and is removed."""
+
+_YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d{2}|[1-9]\d{3})"
+_FOURS = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = rf"(\d{{2}}{_FOURS}|{_FOURS}00)"
+_DATE = (
+    rf"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+    rf"|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+EXACT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
+"""Formats of RFC 3339 for which the library also draws days that do not exist, such as 2023-02-29."""
 
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
 _OF_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -129,6 +140,11 @@ def _rewrite_unevaluated(schema: Schema) -> Schema:
 
 def _check_format(schema: Schema, path: str) -> None:
     form, kinds = schema.get("format"), schema.get("type", "string")
+    if form in EXACT_PATTERNS and "pattern" in schema:
+        raise not_supported(f"{path}.format", f"{show(form)} beside a pattern; use one of them")
+    if form in EXACT_PATTERNS:
+        schema |= {"pattern": EXACT_PATTERNS[schema.pop("format")]}
+        return
     if form is None or form in FORMATS:
         return
     if "string" not in (kinds if isinstance(kinds, list) else [kinds]):

@@ -226,26 +226,35 @@ def pool_size(settings: Settings) -> int:
     return num_threads(settings.handler_threads, settings.transfer_threads) + SWEEPS + OTHER_CONNECTIONS
 
 
+def _open_database(settings: Settings, timeouts: PostgresTimeouts) -> Database:
+    url, connections = settings.resolved_database_url, pool_size(settings)
+    return Database(url, patience_s=PATIENCE_S, connections=connections, timeouts=timeouts)
+
+
+def _with_engine_states(services: Services, supervisor: Supervisor, engines: Engines) -> Services:
+    return replace(
+        services,
+        failing=supervisor.failing,
+        failures=supervisor.failures,
+        loading=supervisor.loading,
+        cannot_start=engines.cannot_start,
+    )
+
+
 def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
     """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models, vision=settings.vision)
     timeouts = PostgresTimeouts(*settings.database_timeouts)
-    database = Database(
-        settings.resolved_database_url,
-        patience_s=PATIENCE_S,
-        connections=pool_size(settings),
-        timeouts=timeouts,
-    )
+    database = _open_database(settings, timeouts)
     holder = holder_of(data_dir)
     engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
     database.time_use(meters.observe_database)
-    mailbox = open_mailbox(
-        settings.resolved_database_url, server_mailbox(data_dir), meters.count_background_failure, timeouts
-    )
-    background = Background(meters.count_background_failure)
+    count_failure = meters.count_background_failure
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), count_failure, timeouts)
+    background = Background(count_failure)
     supervisor = Supervisor(
         settings,
         served,
@@ -259,18 +268,11 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     check_reachable(settings)
     waiters = Waiters()
     meters.watch_long_polls(waiters.__len__)
-
     wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
     fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
-    services = replace(
-        services,
-        failing=supervisor.failing,
-        failures=supervisor.failures,
-        loading=supervisor.loading,
-        cannot_start=engines.cannot_start,
-    )
+    services = _with_engine_states(services, supervisor, engines)
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():

@@ -86,7 +86,8 @@ CHAINS = (
     "snapshots.recorded",
     "poll.answering:9@both,engine.running:7,versions.sealed@server,checkpoints.placed,model.loading,"
     "snapshots.writing@both",
-    "engine.ran:9,engine.claimed,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
+    "engine.ran:9,engine.claimed,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server,"
+    "engine.computing:16",
     "settle.uncommitted:9@both,settle.committed:5,model.loaded@server,model.published:2,snapshots.placed@both",
 )
 """All failpoints in few runs. Those of one kind of request are in different runs, since a request that ends two engines
