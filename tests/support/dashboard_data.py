@@ -90,7 +90,7 @@ def new_key(data_dir: Path, tenant: str, *more: str) -> str:
         options = {"capture_output": True, "text": True, "timeout": 60, "check": True, "env": environment(data_dir)}
         return subprocess.run(command, **options).stdout.strip()
 
-    run("migrate")  # the server may not have started yet
+    run("migrate")  # before the first start of the server
     return run("keys", "create", tenant, *more)
 
 
@@ -120,21 +120,7 @@ def neighbour(alice: Site) -> Iterator[None]:
 
 @contextlib.contextmanager
 def site(data_dir: Path) -> Iterator[Site]:
-    command = [
-        sys.executable,
-        "-m",
-        "tinsmith.cli",
-        "keys",
-        "create",
-        TENANT,
-        "--name",
-        "laptop",
-        "--quota",
-        "models=8",
-    ]
-    command += ["--data-dir", str(data_dir)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
-    key = made.stdout.strip()
+    key = new_key(data_dir, TENANT, "--name", "laptop", "--quota", "models=8")
     with serving(data_dir) as server, contextlib.ExitStack() as stack:
         http = stack.enter_context(
             httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": key}, timeout=60)
