@@ -105,7 +105,11 @@ def test_generate_answers_ids_to_ids(place: Place) -> None:
         ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [10**6]}, "prompt token 0 is 1000000"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 0}}, "sampling_params.n is 0"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"beams": 2}}, "sampling_params.beams"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"num_beams": 2}},
+            "sampling_params.num_beams",
+        ),
         ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
         ("/inference/v1/generate", {"token_ids": [1], "features": {"a": 1}}, "features is not supported"),
         ("/tokenize", {}, "send either prompt or messages"),

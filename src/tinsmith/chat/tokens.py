@@ -98,6 +98,7 @@ class GenerateRequest(ClosedBody):
     model: Model = None
     request_id: fields.Text | None = None
     stream: Annotated[bool, Only((False,), "the response is sent whole; use /v1/completions for a stream")] = False
+    features: Annotated[Unread, refused("images go to /v1/chat/completions")] = None
     cache_salt: Annotated[Unread, NO_EFFECT] = None
     priority: Annotated[Unread, NO_EFFECT] = None
 
