@@ -87,8 +87,15 @@ def has_part(family: Family, part: str) -> bool:
     return part != ("recurrent" if family.model_type.startswith("lfm2") else "conv" * (family.model_type == "minimax"))
 
 
+# `make test` does the first of them; `make test-extended` does all.
+FAMILIES = [
+    pytest.param(family, marks=[pytest.mark.extended] if index > 1 else [], id=TITLE(family))
+    for index, family in enumerate(STATEFUL)
+]
+
+
 @pytest.mark.parametrize("part", ["conv", "recurrent"])
-@pytest.mark.parametrize("family", STATEFUL, ids=TITLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_whose_state_is_lost_does_not_start(
     family: Family, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +106,7 @@ def test_a_family_whose_state_is_lost_does_not_start(
         load(family, tmp_path)
 
 
-@pytest.mark.parametrize("family", STATEFUL, ids=TITLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_whose_sequences_exchange_states_does_not_start(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +114,7 @@ def test_a_family_whose_sequences_exchange_states_does_not_start(
     refuse(family, tmp_path, "in pieces differs from the model's own forward")
 
 
-@pytest.mark.parametrize("family", STATEFUL, ids=TITLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_whose_cache_has_another_argument_does_not_start(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +139,7 @@ def test_a_mutated_gradient_does_not_start(tmp_path: Path, monkeypatch: pytest.M
     refuse(DELTA, tmp_path, "gradients of two sequences in one row of Qwen3_5GatedDeltaNet differ")
 
 
-@pytest.mark.parametrize("family", [family for family in STATEFUL if family.model_type != "minimax"], ids=TITLE)
+@pytest.mark.parametrize("family", [param for param in FAMILIES if param.values[0].model_type != "minimax"])
 def test_a_family_with_states_starts_in_bfloat16(family: Family, tmp_path: Path) -> None:
     """Lightning attention of random weights is too sensitive to rounding."""
     load(family, tmp_path, "bfloat16")
