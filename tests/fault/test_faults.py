@@ -332,7 +332,9 @@ def test_a_server_that_cannot_ask_whether_there_are_keys_asks_to_try_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     harness = make_harness(tmp_path, local=True)
-    path, body = ("sessions/unknown", None) if verb == "GET" else ("create_session", {"tags": [], "sdk_version": "0.38.0"})
+    path, body = (
+        ("sessions/unknown", None) if verb == "GET" else ("create_session", {"tags": [], "sdk_version": "0.38.0"})
+    )
 
     def gone(_database: Database) -> NoReturn:
         raise exc.OperationalError("SELECT", None, Exception("the connection was lost"))
