@@ -234,7 +234,7 @@ def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
     asyncio.run(scenario())
 
 
-# Pending responses: nobody but the database remembers them.
+# Pending responses: only the database has them.
 
 TIMEOUT_S = 300.0
 

@@ -457,7 +457,7 @@ async def authenticate(request: Request) -> tuple[Services, str]:
 
 
 async def _look_up(services: Services, credential: str | None) -> Caller:
-    """The caller of a credential that is not cached. Strangers have threads of their own, so that they delay nobody."""
+    """The caller of a credential that is not cached. Unknown keys are looked up on separate threads."""
     tenants, threads = services.tenants, services.threads
     if not tenants.is_stranger(credential):
         return await run(tenants.authenticate, credential, on=threads.quick)

@@ -183,9 +183,7 @@ class Quotas:
 
     def reserve_file(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
         """Reserve the bytes of a file while it is uploaded. Raises TooManyRequestsError."""
-        limit = self.limits(tenant_id).file_bytes
-        stored = self.file_bytes(tenant_id) if limit else 0
-        return Reservation("file_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
+        return self._reserve("file_bytes", self.file_bytes, tenant_id, size_bytes)
 
     def admit_response(self, tenant_id: str) -> None:
         """Raise TooManyRequestsError if the tenant's stored responses have reached the limit."""
@@ -196,9 +194,13 @@ class Quotas:
 
     def reserve_checkpoint(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
         """Reserve the bytes of a checkpoint while its files are uploaded or copied. Raises TooManyRequestsError."""
-        limit = self.limits(tenant_id).checkpoint_bytes
-        stored = self.checkpoint_bytes(tenant_id) if limit else 0
-        return Reservation("checkpoint_bytes", limit, stored, self._reserved, tenant_id).cover(size_bytes)
+        return self._reserve("checkpoint_bytes", self.checkpoint_bytes, tenant_id, size_bytes)
+
+    def _reserve(self, name: str, count: Callable[[str], int], tenant_id: str, size_bytes: int) -> Reservation:
+        """`count` reads the tenant's stored bytes, unless there is no limit."""
+        limit = getattr(self.limits(tenant_id), name)
+        stored = count(tenant_id) if limit else 0
+        return Reservation(name, limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def checkpoint_bytes(self, tenant_id: str) -> int:
         """The bytes of the tenant's checkpoints, and of uploads that will become some."""

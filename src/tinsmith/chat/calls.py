@@ -1,7 +1,7 @@
 """Tool calls in a completion: the events of a dialect's parser, and the assembler that turns them into text and calls.
 
 A dialect is a `DialectParser`. It turns text, cut anywhere, into events: text, the start of a call with its name,
-arguments as JSON text, and the end of the call. Each event has the characters of the completion that it stands for, so
+arguments as JSON text, and the end of the call. Each event has its characters of the completion, so
 that the sources of all events are the completion. The cuts decide only how text is divided into events.
 
 `CallAssembler` is the only reader of events, for whole completions and streams. A call counts once it is complete,

@@ -1,7 +1,7 @@
 """The thread pools of a server. Work waits only for threads of its own pool, so a full pool does not delay the others.
 
 - quick: authentication, heartbeats and capabilities, on which every client depends
-- strangers: lookups of keys that this server has not seen before, so that unknown keys delay nobody else
+- strangers: lookups of keys that this server has not seen before, so that they do not delay other requests
 - handlers: all other requests; the event loop's default executor
 - transfers: copying, hashing and checking uploads, and reading downloads; as many threads of Starlette spool forms and
   read what is streamed
