@@ -27,7 +27,8 @@ from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Rpc
 from tinsmith.runtime.background import within
 from tinsmith.settings import ray_variables, role_environment
 
-LOG_POLL_S = 1.0
+RETRY_S = 1.0
+"""The pause before a log whose connection was lost is read on."""
 END_S = 5.0
 """How long the pool waits for a stopping worker."""
 LINE_BYTES = 1 << 20
@@ -162,32 +163,36 @@ class RayWorker:
 
     async def kill(self) -> None:
         if self.following is not None:
-            self.following.cancel()
-            await asyncio.gather(self.following, return_exceptions=True)
+            if not self.gone:
+                self.following.cancel()
+            await within(END_S, asyncio.gather(self.following, return_exceptions=True))
         self.driver.kill(self.worker_id)
         await within(END_S, self.ended.wait())
 
     async def follow(self) -> None:
-        """Copy its output to the log of this server: one page a second, and the rest at its end."""
+        """Copy its output to the log of this server until it ends."""
         after = 0
         client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
             while not self.gone:
-                after = await self._copy(client, after)
-                await asyncio.sleep(LOG_POLL_S)
+                after = await self._copy(client, after, follow=True)
+                await within(RETRY_S, self.ended.wait())
         except asyncio.CancelledError:
             if not self.gone:
-                await self._copy(client, after)
+                await self._copy(client, after, follow=False)
             raise
         finally:
             await client.close()
 
-    async def _copy(self, client: RpcClient, after: int) -> int:
+    async def _copy(self, client: RpcClient, after: int, *, follow: bool) -> int:
+        """Write the pages of the worker's log from the byte `after`; returns where they end."""
         with contextlib.suppress(CallRefusedError, ConnectionLostError, OSError):
-            while (page := await client.call("log", after=after))["end"] != after:
-                with self.log_path.open("a", encoding="utf-8") as file:
-                    file.write(page["text"])
-                after = page["end"]
+            async with contextlib.aclosing(client.stream("log", {"after": after, "follow": follow})) as pages:
+                async for page in pages:
+                    if page["text"]:
+                        with self.log_path.open("a", encoding="utf-8") as file:
+                            file.write(page["text"])
+                    after = page["end"]
         return after
 
 

@@ -38,6 +38,7 @@ from tinsmith.batch.types import LostAttempt
 from tinsmith.batch.worker.children import Attempt, Child, ChildError, MapperProcess, Utility, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
+from tinsmith.runtime.background import within
 
 T = TypeVar("T")
 
@@ -48,8 +49,8 @@ MAX_IN_FLIGHT = 2
 MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
-FLUSH_S = 1.0
-"""How long a worker waits at its shutdown for its replies to be sent."""
+FLUSH_S = 5.0
+"""How long a worker waits at its shutdown for its replies and the rest of its log to be sent."""
 MAX_THREADS = 64
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
@@ -87,6 +88,7 @@ class Worker:
         self._utility: Utility | None = None
         self._num_groups = 0
         self._draining = False
+        self._children_ended = asyncio.Event()
         self._stopped = asyncio.Event()
         self._stopping: asyncio.Task[None] | None = None
         self._server = RpcServer(
@@ -215,9 +217,19 @@ class Worker:
             async for chunk in read_chunks(reader, size):
                 await asyncio.to_thread(file.write, chunk)
 
-    async def _log(self, request: Message, _: asyncio.StreamReader) -> Message:
-        text, end = await asyncio.to_thread(read_page, self._log_path, request["after"])
-        return {"text": text, "end": end}
+    async def _log(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
+        """Yields the pages of the log from the byte `after`. With `follow`, until the children have ended."""
+        end = request["after"]
+        is_last = not request["follow"]
+        while True:
+            is_last = is_last or self._children_ended.is_set()
+            while (page := await asyncio.to_thread(read_page, self._log_path, end))[1] > end:
+                end = page[1]
+                yield {"text": page[0], "end": end}
+            if is_last:
+                return
+            yield {"text": "", "end": end}  # the caller sees that the worker is alive
+            await within(HEARTBEAT_S, self._children_ended.wait())
 
     async def _health(self, _request: Message, _: asyncio.StreamReader) -> Message:
         if self._draining:
@@ -231,6 +243,7 @@ class Worker:
 
     async def _end(self, grace_s: float) -> None:
         await asyncio.to_thread(self.close, grace_s)
+        self._children_ended.set()
         until = time.monotonic() + FLUSH_S
         while self._server.num_active_calls and time.monotonic() < until:
             await asyncio.sleep(0.01)
