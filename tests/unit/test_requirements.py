@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tinsmith.cli import doctor
 from tinsmith.plan import versions
@@ -16,13 +17,20 @@ from tinsmith.settings import Settings
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+REQUIREMENTS = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["engine"]
 (UVICORN,) = (package_range for package_range in doctor.TESTED_OF_SERVER if package_range.package == "uvicorn")
 
 
 @pytest.mark.parametrize("package_range", [TORCH, TRANSFORMERS, UVICORN], ids=lambda one: one.package)
 def test_a_library_whose_private_parts_are_used_is_bounded_at_what_was_tested(package_range: VersionRange) -> None:
-    assert package_range.requirement in PROJECT["dependencies"]
+    assert package_range.requirement in REQUIREMENTS
     assert package_range.includes(PINNED[package_range.package])
+
+
+def test_an_extra_is_part_of_all_unless_its_releases_are_its_own() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (everything,) = map(Requirement, extras["all"])
+    assert everything.extras == extras.keys() - {"all", "vllm"}
 
 
 def test_the_pinned_releases_are_tested_ones() -> None:

@@ -22,7 +22,13 @@ from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Plan
 from tinsmith.plan.speed import Rates
-from tinsmith.plan.versions import TESTED, VersionRange, list_installed_versions, list_untested_versions
+from tinsmith.plan.versions import (
+    TESTED,
+    VersionRange,
+    list_installed_versions,
+    list_missing_packages,
+    list_untested_versions,
+)
 from tinsmith.settings import Settings, engine_environment
 
 GIBIBYTE = 1024**3
@@ -47,7 +53,7 @@ def examine(settings: Settings) -> list[Finding]:
     """Return the checks before `tinsmith serve`, in the order in which it would fail."""
     return [
         _python(),
-        _torch(),
+        _torch(settings),
         _tinker(),
         *_releases(),
         _memory(),
@@ -61,9 +67,13 @@ def _python() -> Finding:
     return Finding(sys.version_info >= (3, 11), "python", f"{platform.python_version()} on {platform.system()}")
 
 
-def _torch() -> Finding:
+def _torch(settings: Settings) -> Finding:
     try:
         import torch
+    except ModuleNotFoundError as error:
+        if not settings.num_torch_processes:
+            return Finding(True, "torch", "not installed here (engines need it; this role does not)")
+        return Finding(False, "torch", f"cannot be imported: {error}; pip install 'tinsmith[engine]'")
     except ImportError as error:
         return Finding(False, "torch", f"cannot be imported: {error}")
     if torch.cuda.is_available():
@@ -126,6 +136,8 @@ def _models(settings: Settings) -> Iterator[Finding]:
             f"{shape.name}: {shape.arch}, {size / 1e6:.1f} MB of weights, vocabulary {shape.vocab_size}, "
             f"context {shape.max_context_length}",
         )
+        if "torch" in list_missing_packages():
+            continue
         name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
         yield Finding(True, "sampler", f"{name} for {shape.name}: {reason}")
 

@@ -32,6 +32,7 @@ from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
+from tinsmith.plan.versions import list_missing_packages
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
 
@@ -319,6 +320,9 @@ def serve_until_signal(settings: Settings, *, as_json: bool, quiet: bool = True)
     """Run the process that the settings describe until a signal ends it. Raises SettingsError."""
     from tinsmith.cluster.engine_process import EngineProcess
 
+    if settings.backend == "torch" and settings.num_torch_processes and (missing := list_missing_packages()):
+        fix = "to run a server whose engines are elsewhere, pass --role server"
+        raise SettingsError(f"an engine needs {_engine_extra(missing)}; {fix}")
     prestarted = EngineProcess.prestart(settings)
     try:
         _serve_with(settings, prestarted, as_json=as_json, quiet=quiet or as_json)
@@ -391,13 +395,25 @@ def work_line(counts: Mapping[str, float], seconds: float) -> str:
     )
 
 
+def _engine_extra(packages: list[str]) -> str:
+    return f"{' and '.join(packages)}: pip install 'tinsmith[engine]'"
+
+
 def main() -> None:
-    """Run the command. A SettingsError prints one line instead of a traceback."""
+    """Run the command. A SettingsError, and a package of the extra `engine` that is not installed, print one line
+    instead of a traceback."""
     try:
         app()
     except SettingsError as error:
-        errors.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        message = str(error)
+    except ModuleNotFoundError as error:
+        if error.name not in list_missing_packages():
+            raise
+        message = f"this command needs {_engine_extra([error.name])}"
+    else:
+        return
+    errors.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

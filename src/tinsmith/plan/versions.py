@@ -64,6 +64,12 @@ def list_installed_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[I
     return versions
 
 
+def list_missing_packages() -> list[str]:
+    """The packages of the extra `engine` that are not installed."""
+    installed = {release.tested.package for release in list_installed_versions()}
+    return [package_range.package for package_range in TESTED if package_range.package not in installed]
+
+
 def list_untested_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:
     """The installed releases outside of the tested ranges."""
     return [installed for installed in list_installed_versions(tested) if not installed.is_tested]
