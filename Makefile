@@ -19,7 +19,7 @@ VERSIONED := $(addprefix tests/unit/test_,families.py start_check.py wrappers.py
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
 	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
-	format bench bench-quick bench-gpu clean
+	format bench bench-quick bench-gpu release clean
 
 demo: $(STAMP)
 	$(ISOLATED) $(BIN)/tinsmith demo
@@ -155,6 +155,10 @@ bench-gpu: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt scripts/setup
 	PYTHON="$(PYTHON)" scripts/setup "$(VENV)"
 	touch $@
+
+# The wheel, the source archive and a bill of materials in dist/, tried in bare environments (minutes).
+release: $(STAMP)
+	BIN=$(BIN) PYTHON="$(PYTHON)" scripts/release
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -132,7 +132,8 @@ def test_a_container_is_built_of_what_is_sent_with_pinned_versions(kind: str) ->
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     copied = {Path(word) for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]}
     build = project["tool"]["hatch"]
-    needed = [project["project"]["readme"], *project["project"]["license-files"], build["version"]["path"]]
+    needed = ["README.md", *project["project"]["license-files"], build["version"]["path"]]
+    needed += [build["metadata"]["hooks"]["custom"]["path"], build["build"]["hooks"]["custom"]["path"]]
     needed += [*build["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "constraints.txt"]
     for name in needed:
         assert any(part in copied for part in (Path(name), *Path(name).parents)), name

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
+import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from tinsmith import __version__
 from tinsmith.cli import doctor
 from tinsmith.plan import versions
 from tinsmith.plan.versions import TORCH, TRANSFORMERS, VersionRange
@@ -56,3 +61,26 @@ def test_doctor_names_a_release_that_was_not_tested(monkeypatch: pytest.MonkeyPa
 def test_doctor_finds_nothing_untested_here(tmp_path: Path) -> None:
     findings = doctor.examine(Settings(data_dir=tmp_path, port=0))
     assert "not tested" not in {finding.what for finding in findings}
+
+
+def test_relative_links_of_the_readme_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("builders.hooks.plugin.interface", "metadata.plugin.interface"):
+        module = types.ModuleType(f"hatchling.{name}")
+        module.BuildHookInterface = module.MetadataHookInterface = object  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    make_links_absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["make_links_absolute"]
+    text = "[a](docs/a.md#b) ![p](docs/p.png) [c](https://c.example/d) [e](#f) `[g]`(h)"
+    assert make_links_absolute(text, "https://example.org/t", "v1.2") == (
+        "[a](https://example.org/t/blob/v1.2/docs/a.md#b) ![p](https://example.org/t/raw/v1.2/docs/p.png) "
+        "[c](https://c.example/d) [e](#f) `[g]`(h)"
+    )
+    absolute = make_links_absolute((ROOT / "README.md").read_text(), "https://example.org/t", "v1.2")
+    assert not re.search(r"\]\((?!https://)", absolute)
+
+
+def test_the_version_has_the_commit_of_the_checkout() -> None:
+    version = [sys.executable, "-m", "tinsmith.cli", "--version"]
+    completed = subprocess.run(version, capture_output=True, text=True, check=True)
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout[:12]
+    assert completed.stdout == f"tinsmith {__version__}{f' ({commit})' if commit else ''}\n"

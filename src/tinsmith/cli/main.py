@@ -6,10 +6,12 @@ a check found a problem), 2 if the command was refused, 130 if the user stopped 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -301,16 +303,31 @@ def _show_plan(request: PlanRequest, measured: Settings | None, *, as_json: bool
         raise typer.Exit(1)
 
 
-def _version(show: bool) -> None:
-    if show:
-        output.print(f"tinsmith {__version__}")
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        commit = _read_commit()
+        typer.echo(f"tinsmith {__version__}{f' ({commit[:12]})' if commit else ''}")
         raise typer.Exit
+
+
+def _read_commit() -> str:
+    """The commit that the package was built from, or that of the checkout it is in; empty if there is neither."""
+    package = Path(__file__).parents[1]
+    with contextlib.suppress(OSError):
+        return (package / "COMMIT").read_text(encoding="utf-8").strip()
+    checkout = package.parents[1]
+    if not (checkout / ".git").exists():
+        return ""
+    with contextlib.suppress(OSError):
+        command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Define the options of the command itself."""
