@@ -192,10 +192,11 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES = (
-    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure",
+    "acquirable_jobs", "cancelling_jobs", "acquire_batch_coordinator", "cleanable_jobs", "save_batch_states", "failure",
     "settle_and_claim",
-    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
-    "record_launch", "record_worker", "forget_worker",
+    "next_retry_in", "renew", "set_status", "iter_committed_batches", "row_errors", "finish", "resume_chain",
+    "record_cleaned", "release",
+    "record_launch", "record_worker", "delete_worker",
 )  # fmt: skip
 """The calls of a coordinator to the database during a job."""
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]

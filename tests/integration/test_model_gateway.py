@@ -157,11 +157,11 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
         task = asyncio.create_task(answers.answer(question()))
         await pending(harness, 1)
         task.cancel()
-        await answers.ended(5, "alice", "CANCELLED")
+        await answers.close_job(5, "alice", "CANCELLED")
         closed = sessions.get("alice", "bulk-job-5-1")
         assert (closed.state, closed.finish_type) == ("finished", "interrupted")
         assert closed.closed_at is not None
-        await answers.ended(77, "alice", "SUCCEEDED")  # a job without requests
+        await answers.close_job(77, "alice", "SUCCEEDED")  # a job without requests
 
     asyncio.run(work())
 
@@ -196,7 +196,7 @@ def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> No
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
         with pytest.raises(ConnectionError):
-            async with router.answering(lost) as take:
+            async with router.serve_requests(lost) as take:
                 take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
                 for _ in range(100):
                     await asyncio.sleep(0.01)
@@ -213,7 +213,7 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
 
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
-        async with router.answering(send) as take:
+        async with router.serve_requests(send) as take:
             good = {"verb": "model", "payload": {"model": BASE}}
             take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
             take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])

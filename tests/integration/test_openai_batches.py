@@ -367,7 +367,7 @@ def test_a_bulk_job_that_fails_makes_its_batch_failed_and_names_what_was_not_don
     _, made = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
     services, reconciler = harness.services, harness.services.batch_reconciler
     reconciler.look()
-    (job_id,) = services.batch_jobs.waiting("here")
+    (job_id,) = services.batch_jobs.acquirable_jobs("here")
     assert services.batch_jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     services.batch_jobs.set_status(job_id, "token", "FAILED", "no worker started")
     reconciler.look()

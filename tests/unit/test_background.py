@@ -143,15 +143,15 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     failures: Counter[str] = Counter()
     jobs = BatchJobs(Database(fresh_url(tmp_path)))
     looks: list[int] = []
-    waiting = jobs.waiting
+    acquirable_jobs = jobs.acquirable_jobs
 
     def once_broken(*given: Any) -> list[int]:  # noqa: ANN401
         looks.append(1)
         if len(looks) == 1:
             raise KeyError("nothing expected this")
-        return waiting(*given)
+        return acquirable_jobs(*given)
 
-    monkeypatch.setattr(jobs, "waiting", once_broken)
+    monkeypatch.setattr(jobs, "acquirable_jobs", once_broken)
 
     async def main() -> None:
         background = Background(lambda name: failures.update([name]), first_pause_s=0.001)

@@ -26,7 +26,7 @@ import pytest
 from support import payloads
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import FairShare
-from tinsmith.batch.coordinator.job_run import GroupSize
+from tinsmith.batch.coordinator.job_run import DispatchWindow
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray import reservation
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
@@ -410,16 +410,16 @@ def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
 
 
 def test_groups_grow_while_batches_are_short_and_are_single_when_they_are_long() -> None:
-    pace, sizes = GroupSize(), [1]
+    window, sizes = DispatchWindow(), [1]
     for second in range(8):
-        pace.note(second, second + pace.group / 512, pace.group)
-        sizes.append(pace.group)
+        window.record(second, second + window.size / 512, window.size)
+        sizes.append(window.size)
     assert sizes == [1, 2, 4, 8, 16, 25, 25, 25, 25]
-    pace.note(10, 15, pace.group)
-    assert pace.group == 1
-    pace.note(14, 15.2, 1)
-    pace.note(14, 15.204, 1)
-    assert pace.group == 2, "the time behind another group is not its own"
+    window.record(10, 15, window.size)
+    assert window.size == 1
+    window.record(14, 15.2, 1)
+    window.record(14, 15.204, 1)
+    assert window.size == 2, "the time behind another group is not its own"
 
 
 def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ class AttemptOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LostAttempt:
+class AttemptFailure:
     """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
 
     error_class: str
@@ -198,7 +198,7 @@ class LostAttempt:
     """Whether another attempt at the same rows may succeed."""
 
 
-DEATHS = ("MapperKilled", "MapperDied")
+PROCESS_DEATHS = ("MapperKilled", "MapperDied")
 """Error classes of a batch during which the mapper's process ended: by SIGKILL, or in any other way."""
 
 
@@ -209,9 +209,9 @@ class ProgramError(RuntimeError):
 
 FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
 """Errors that a retry cannot resolve. An ImportError names the module that the interpreter lacks."""
-ERRORS_OF_MACHINE = (ImportError, OSError)
+MACHINE_ERRORS = (ImportError, OSError)
 """Errors that one machine may have and another not: it lacks a module, or a file."""
-ERRORS_OF_DATA = (
+DETERMINISTIC_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError,
 )  # fmt: skip
 """Errors that the same rows raise again, unless the job's `retry_on` says otherwise."""
@@ -221,7 +221,7 @@ def is_retried(error: BaseException, retry_on: Sequence[str] | None) -> bool:
     """Whether the same rows are tried again after this error. `retry_on` has names of classes, with or without their
     module, or is None for all but `ERRORS_OF_DATA`."""
     if retry_on is None:
-        return not isinstance(error, ERRORS_OF_DATA)
+        return not isinstance(error, DETERMINISTIC_ERRORS)
     names = {name for each in type(error).__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
     return not names.isdisjoint(retry_on)
 

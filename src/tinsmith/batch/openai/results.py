@@ -70,7 +70,7 @@ def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
         found.succeeded, found.failed = [_whole(succeeded)], [_whole(failed)]
     else:
         expected = 0
-        for span, parts in jobs.winners(job.job_id):
+        for span, parts in jobs.iter_committed_batches(job.job_id):
             for sources, part in zip((found.succeeded, found.failed), parts, strict=False):
                 sources.append(PartInfo.from_dict(part))
             if span.start_idx > expected:

@@ -122,7 +122,7 @@ class ManagedMachines:
         return f"{self._prefix}{job.job_id}-{int(job.created_at):x}"
 
     def look(self) -> None:
-        with self._jobs.looking_after_machines() as mine:
+        with self._jobs.hold_machines_lock() as mine:
             if not mine:
                 return
             jobs = {self.name_of(job): job for job in self._jobs.active_in(list(self._pools))}

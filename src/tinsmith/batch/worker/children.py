@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith import __version__
-from tinsmith.batch.types import Assignment, LostAttempt
+from tinsmith.batch.types import Assignment, AttemptFailure
 from tinsmith.batch.worker.logs import untagged
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
@@ -215,7 +215,7 @@ def interpreter_problem(python: str) -> str:
     return ""
 
 
-GIVEN_BACK = LostAttempt("GivenBack", "other batches took too long", infra=True, begun=False)
+GIVEN_BACK = AttemptFailure("GivenBack", "other batches took too long", infra=True, begun=False)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -248,8 +248,8 @@ class Attempt:
         self.times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
-    def settle(self, outcome: Message | LostAttempt) -> None:
-        self.result = {"lost": asdict(outcome)} if isinstance(outcome, LostAttempt) else {"outcome": outcome}
+    def settle(self, outcome: Message | AttemptFailure) -> None:
+        self.result = {"lost": asdict(outcome)} if isinstance(outcome, AttemptFailure) else {"outcome": outcome}
         self.put(self)
 
 
@@ -268,7 +268,7 @@ class MapperProcess:
         self._ahead = AHEAD
         self._child: Child | None = None
         self._answered = False
-        self._timed_out: tuple[Attempt, LostAttempt] | None = None
+        self._timed_out: tuple[Attempt, AttemptFailure] | None = None
         """The attempt for which the child was killed, and its result."""
         self._quarantined: set[tuple[int, int]] = set()
         """Attempts one of which killed a child. They run alone."""
@@ -328,7 +328,7 @@ class MapperProcess:
         try:
             child = started(self._python, self._spare, self._log_path)
         except OSError as error:
-            self._settle_all(LostAttempt("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            self._settle_all(AttemptFailure("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
         self._spare = None
         child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
@@ -380,7 +380,7 @@ class MapperProcess:
             attempt = self._waiting.get((outcome["batch_idx"], outcome["attempt_id"]))
             if attempt is not None:
                 self._deaths_alone = 0
-                failed = LostAttempt(
+                failed = AttemptFailure(
                     outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
                 )
                 self._settle(attempt, failed if outcome["error"] else outcome)
@@ -416,7 +416,7 @@ class MapperProcess:
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
             where = "this batch" if row is None else f"row {row}"
             text = _death(status, f"while it worked on {where}", child)
-            self._settle(attempt, LostAttempt(kind, text, died=True, row=row))
+            self._settle(attempt, AttemptFailure(kind, text, died=True, row=row))
         else:
             self._deaths_alone += 1
             if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
@@ -424,18 +424,18 @@ class MapperProcess:
             if starting:
                 self._start_failed(kind, _death(status, "before it asked for a batch", child))
             else:
-                self._settle_all(LostAttempt(kind, _death(status, "while it worked on no batch", child), infra=True))
+                self._settle_all(AttemptFailure(kind, _death(status, "while it worked on no batch", child), infra=True))
 
     def _start_failed(self, error_class: str, error: str, *, final: bool = False, of_machine: bool = False) -> None:
         self._start_error = {"start_error": error}
-        self._settle_all(LostAttempt(error_class, error, setup=True, final=final, of_machine=of_machine))
+        self._settle_all(AttemptFailure(error_class, error, setup=True, final=final, of_machine=of_machine))
 
-    def _settle(self, attempt: Attempt, outcome: Message | LostAttempt) -> None:
+    def _settle(self, attempt: Attempt, outcome: Message | AttemptFailure) -> None:
         del self._waiting[attempt.key]
         self._quarantined.discard(attempt.key)
         attempt.settle(outcome)
 
-    def _settle_all(self, lost: LostAttempt) -> None:
+    def _settle_all(self, lost: AttemptFailure) -> None:
         for attempt in list(self._waiting.values()):
             self._settle(attempt, lost)
 
@@ -448,7 +448,7 @@ class MapperProcess:
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if time.monotonic() - oldest.since > limit_s:
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                self._timed_out = oldest, LostAttempt("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
+                self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
                 self._child.kill()
 
     def close(self, grace_s: float) -> None:
@@ -456,7 +456,7 @@ class MapperProcess:
         with self._lock:
             self._closed = True
             child = self._child or self._spare
-            self._settle_all(LostAttempt("Shutdown", "the worker was shut down", infra=True))
+            self._settle_all(AttemptFailure("Shutdown", "the worker was shut down", infra=True))
         if child is not None:
             child.end()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, overload
 from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import (
-    ERRORS_OF_MACHINE,
     FINAL_ERRORS,
+    MACHINE_ERRORS,
     Assignment,
     JobSpec,
     MapperStartError,
@@ -90,7 +90,7 @@ def run(
         steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
-        raise MapperStartError(text_of(error), final=True, of_machine=isinstance(error, ERRORS_OF_MACHINE)) from error
+        raise MapperStartError(text_of(error), final=True, of_machine=isinstance(error, MACHINE_ERRORS)) from error
     _feed = feed
     with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
         try:
@@ -122,5 +122,5 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: Eve
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
         if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.ended:
-            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, ERRORS_OF_MACHINE)
+            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, MACHINE_ERRORS)
             raise MapperStartError(text_of(error), is_final, of_machine) from error

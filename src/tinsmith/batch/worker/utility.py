@@ -22,7 +22,7 @@ from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, writer_of_part
 from tinsmith.batch.types import (
-    DEATHS,
+    PROCESS_DEATHS,
     AttemptOutcome,
     JobSpec,
     OutputInfo,
@@ -260,7 +260,7 @@ def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
         for writer, base in zip(writers, assignment.part_bases, strict=True)
     ]
     error_type, trace = request["error_type"], request["error"]
-    line = trace.strip().partition("\n")[0] if error_type in DEATHS else trace.strip().rpartition("\n")[2]
+    line = trace.strip().partition("\n")[0] if error_type in PROCESS_DEATHS else trace.strip().rpartition("\n")[2]
     message = re.sub(rf"^[\w.]*{re.escape(error_type)}: ", "", line)
     failure = RowFailure(assignment.start_idx, error_type, message, trace, row)
     return AttemptOutcome(

@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.types import LostAttempt
+from tinsmith.batch.types import AttemptFailure
 from tinsmith.batch.worker.children import Attempt, Child, ChildError, MapperProcess, Utility, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
@@ -186,7 +186,7 @@ class Worker:
                 for message in utility.run(request):
                     messages.put(message)
             except (ChildError, OSError) as error:
-                messages.put({"lost": asdict(LostAttempt("ChildError", str(error), infra=True))})
+                messages.put({"lost": asdict(AttemptFailure("ChildError", str(error), infra=True))})
 
         threading.Thread(target=run, daemon=True).start()
         while True:
