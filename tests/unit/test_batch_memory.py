@@ -118,7 +118,7 @@ def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
 
 def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     spec = jobs.spec(job_id)
-    winners = utility.Winners(str(directory / "winners"), 0)
+    winners = utility.CommittedParts(str(directory / "winners"), 0)
     assert utility.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
     for name, index in (("failures", 1), ("winners", 0)):
         shutil.copyfile(directory / name, directory / "copy")

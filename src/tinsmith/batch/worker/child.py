@@ -26,7 +26,7 @@ from tinsmith.batch.worker.rpc import Message, pack, read_frames
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
-    from tinsmith.batch.worker.feed import Waiting
+    from tinsmith.batch.worker.feed import BoundedQueue
 
 WORKER_POLL_S = 0.5
 
@@ -88,11 +88,11 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
     """A careful child reads the rows of a batch only when the mapper asks for it."""
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import runtime
-    from tinsmith.batch.worker.feed import Waiting
+    from tinsmith.batch.worker.feed import BoundedQueue
 
     logs.tag_output(runtime.current_batch)
     channel = Channel(send)
-    assignments = Waiting[Assignment](lambda _: 0)  # the worker bounds them
+    assignments = BoundedQueue[Assignment](lambda _: 0)  # the worker bounds them
     threading.Thread(target=_read, args=(source, assignments, channel, send), daemon=True).start()
     try:
         runtime.run(
@@ -109,7 +109,7 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
         send({"start_error": "".join(traceback.format_exception(error))})
 
 
-def _read(source: Iterator[Message], assignments: Waiting[Assignment], channel: Channel, send: Send) -> None:
+def _read(source: Iterator[Message], assignments: BoundedQueue[Assignment], channel: Channel, send: Send) -> None:
     """Separate assignments and answers, which share a pipe: an answer must not wait behind rows being read."""
     from tinsmith.batch.worker import runtime
 
@@ -118,8 +118,8 @@ def _read(source: Iterator[Message], assignments: Waiting[Assignment], channel: 
             channel.answered(message["answers"])
         elif "take_back" in message:
             keys = set(map(tuple, message["take_back"]))
-            taken = [*assignments.take_back(keys), *runtime.take_back(keys)]
-            send({"taken_back": [assignment.key for assignment in taken]})
+            removed = [*assignments.take_back(keys), *runtime.take_back(keys)]
+            send({"taken_back": [assignment.key for assignment in removed]})
         else:
             for assignment in map(assignment_of, message["assignments"]):
                 assignments.put(assignment)
