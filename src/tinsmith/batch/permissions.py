@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith.batch import operations
-from tinsmith.batch.formats.registry import FORMATS, SHIPPED
+from tinsmith.batch.formats.registry import FORMATS, SHIPPED_KEYS
 from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
@@ -62,7 +62,7 @@ def code_of(spec: JobSpec) -> str:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
         return "the job has its own interpreter"
-    if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED):
+    if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED_KEYS):
         return "one of its formats has its own source code"
     return ""
 

@@ -54,7 +54,7 @@ from tinsmith.batch.coordinator.workers import (
     run_until,
 )
 from tinsmith.batch.formats.input_versions import Version
-from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
+from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
@@ -186,7 +186,7 @@ class Dispatcher:
 
     def add_schema(self, output: int, schema: Schema) -> None:
         """Raises SchemaConflictError."""
-        self._schemas[output] = merged(self._schemas[output] or {}, schema)
+        self._schemas[output] = merge_schemas(self._schemas[output] or {}, schema)
 
     def window(self, worker: RemoteWorker) -> DispatchWindow:
         return self._windows.setdefault(worker, DispatchWindow())
@@ -242,7 +242,7 @@ class Dispatcher:
             return result
         try:
             schemas = [
-                schema if part.schema is None else merged(schema or {}, part.schema)
+                schema if part.schema is None else merge_schemas(schema or {}, part.schema)
                 for schema, part in zip(self._schemas, result.parts, strict=True)
             ]
         except SchemaConflictError as error:

@@ -106,9 +106,9 @@ def _split(name: str, location: str) -> tuple[str, str] | None:
 
 def _row(sample: ShardSample) -> Row:
     store, key = open_store(sample.location)
-    found = store.get_ranges(key, [(offset, offset + size) for _, offset, size in sample.members])
+    contents = store.get_ranges(key, [(offset, offset + size) for _, offset, size in sample.members])
     row: Row = {"__key__": sample.key}
-    for (ending, _, _), data in zip(sample.members, found, strict=True):
+    for (ending, _, _), data in zip(sample.members, contents, strict=True):
         row[ending] = _value(ending, data)
     return row
 
@@ -152,7 +152,7 @@ class WebdatasetWriter(DirectoryWriter):
                     member.size = len(data)
                     archive.addfile(member, io.BytesIO(data))
         extension = NUMBERED if numbered else KEYED
-        return publishing.store_part(part_base, span, extension, buffer.getvalue(), len(indices), alone=True)
+        return publishing.store_part(part_base, span, extension, buffer.getvalue(), len(indices), separate=True)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
@@ -226,7 +226,7 @@ class WebdatasetWriter(DirectoryWriter):
 
 NUMBERED = "tar"
 KEYED = "keyed.tar"
-"""Of parts with keys of rows. Only these can hold a key twice."""
+"""The extension of parts whose samples have keys of their rows. Only these can hold a key twice."""
 UNIQUE = "a sample's key is unique"
 NUMBER_THEM = "WebdatasetWriter(PATH, key=None) numbers the samples instead"
 

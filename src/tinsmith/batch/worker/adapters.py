@@ -23,7 +23,7 @@ from tinsmith.batch.client.functions import Mapper, mapper_of
 from tinsmith.batch.operations import runtime as operations_runtime
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
+from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpack_payload
 from tinsmith.batch.worker.children import NO_ROW
 from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import BatchRows, Feed, row_count_error
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
     """The functions and operations of a payload. Runs its source, so only in workers. Raises ValueError, UserError."""
-    data = unpacked(payload)
+    data = unpack_payload(payload)
     steps = data["steps"] if data.get("type") == CHAIN else [data]
     return [
         operations.operations_of(step) if step.get("type") == operations.TYPE else mapper_of(step) for step in steps
@@ -86,7 +86,7 @@ def _build_step(
 
     def operate(batch: BatchRows) -> None:
         assert channel is not None, "a worker gives operations a channel"
-        answers = operations_runtime.answers(
+        answers = operations_runtime.answer_rows(
             step, batch.results, batch.result_indices, batch.assignment, channel, operations_before
         )
         results, tokens = event_loop.run(answers)

@@ -115,7 +115,7 @@ def _read(source: Iterator[Message], assignments: BoundedQueue[Assignment], chan
 
     for message in source:
         if "answers" in message:
-            channel.answered(message["answers"])
+            channel.deliver_answers(message["answers"])
         elif "take_back" in message:
             keys = set(map(tuple, message["take_back"]))
             removed = [*assignments.take_back(keys), *runtime.take_back(keys)]

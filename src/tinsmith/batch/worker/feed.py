@@ -414,7 +414,7 @@ class Feed:
             for position, row in batch.surviving_results():
                 try:
                     schema = writer.schema(row)
-                    merged = schemas.merged(merged, schema, values=row) if schema is not None else merged
+                    merged = schemas.merge_schemas(merged, schema, values=row) if schema is not None else merged
                 except schemas.SchemaConflictError as error:
                     batch.fail(position, error)
 
